@@ -1,0 +1,1 @@
+"""YAML to checked objects. Nothing in this package imports torch."""

@@ -1,0 +1,1 @@
+"""Rows to tokens, loss mask, packed rows and `Batch`es; stateful, sharded and resumable."""

@@ -1,0 +1,69 @@
+"""What every model, objective and schedule sees: rows of equal token count, with document boundaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch: B rows of T tokens. Packing is the normal case; a padded row is one document plus a padding document.
+
+    `input_ids_BT`, `position_ids_BT` (restart at 0 in every document) and `labels_BT` are int64. Labels are already shifted:
+    `labels[b, t]` is the token that follows `input_ids[b, t]` in the same document, or `IGNORE_INDEX`.
+    `cu_seqlens` is int32 `[documents + 1]` over the B*T tokens in row-major order; every row start is a boundary, and padding
+    at the end of a row is a document of its own. `max_seqlen` (host int) is the longest document.
+    `row_ids_B` int64 names the rows for error messages. `extra` holds more per-token or per-segment columns of the objective
+    (advantages, old_logprobs, ref_logprobs, pair and sequence ids).
+    """
+
+    input_ids_BT: Tensor
+    labels_BT: Tensor
+    position_ids_BT: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    row_ids_B: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        rows, tokens = self.input_ids_BT.shape
+        return rows, tokens
+
+    @property
+    def num_label_tokens(self) -> Tensor:
+        """Tokens that are trained on: int64 scalar on the batch's device."""
+        return (self.labels_BT != IGNORE_INDEX).sum()
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`; copies are asynchronous from pinned memory."""
+
+        def move(t: Tensor) -> Tensor:
+            return t.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            input_ids_BT=move(self.input_ids_BT),
+            labels_BT=move(self.labels_BT),
+            position_ids_BT=move(self.position_ids_BT),
+            cu_seqlens=move(self.cu_seqlens),
+            row_ids_B=move(self.row_ids_B),
+            extra={k: move(v) for k, v in self.extra.items()},
+        )
+
+    def model_inputs(self) -> dict[str, Tensor | int]:
+        """The keywords that every pipeline stage of the model receives (the labels reach only the head)."""
+        return {
+            "input_ids": self.input_ids_BT,
+            "position_ids": self.position_ids_BT,
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+        }

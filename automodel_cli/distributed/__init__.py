@@ -1,0 +1,1 @@
+"""One process among many: mesh, parallelizers, gradient sums."""

@@ -1,0 +1,1 @@
+"""How processes start: this process, torch's launcher, torchrun, srun."""

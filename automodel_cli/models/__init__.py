@@ -1,0 +1,1 @@
+"""Hugging Face models as they are: build, load, attend, score, adapt, export."""

@@ -1,0 +1,1 @@
+"""Pure functions of per-token log-probs. Sums and weights, never means."""

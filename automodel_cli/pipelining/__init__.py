@@ -1,0 +1,1 @@
+"""Pipeline parallelism: layout language, split, schedules, simulator, pictures."""

@@ -1,0 +1,1 @@
+"""Generation engines, rewards and weight sync."""

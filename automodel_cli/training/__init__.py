@@ -1,0 +1,1 @@
+"""The optimizer step and everything around it: stages, optimizers, checkpoints, meter."""

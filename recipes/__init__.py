@@ -1,0 +1,1 @@
+"""The readable story of each kind of run."""
