@@ -9,7 +9,8 @@
         assert launch(_sum_of_ranks, 4) == 6.0
 
 The first launch of a pytest run starts the server (the imports, 3-6 s); later ones cost 0.1-0.4 s for 2-8 ranks. Plain
-fork is not used because a child hangs if its parent ever ran an operator with more than one thread; the server runs none.
+fork is not used because a child hangs if its parent ever ran an operator with more than one thread; the server never
+runs one.
 
 What the harness settles for every rank: one thread, RANK / WORLD_SIZE / LOCAL_RANK / MASTER_* set in the rank itself
 (the server's environment is frozen at its start), the rendezvous store kept by the caller (no free-port race), output

@@ -1,0 +1,274 @@
+"""The `parallelizer` section: one node per strategy, with every option either acting or refused.
+
+Torch-free at import: nodes hold plain values; `.build` makes torch's policy objects on the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layout import MeshConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+DTYPES = ("float32", "bfloat16", "float16")
+BACKENDS = ("nccl", "gloo")
+DEFAULT_COMPILE_BACKEND = "inductor"
+
+
+class ParallelizerConfig(Protocol):
+    """What recipes and the parallelizer need of any strategy."""
+
+    activation_checkpointing: bool | int | str
+    autocast_dtype: str | None
+    backend: str
+    enable_compile: bool
+    compile_backend: str
+
+    def check_mesh(self, mesh: MeshConfig) -> None: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """dtypes of FSDP2: of gathered parameters and compute, of gradient reduction, and of what the whole model returns.
+
+    Null keeps the dtype of the parameters (`model.dtype`). The optimizer always steps on the parameters as stored. A null
+    `output_dtype` lets hidden states travel between pipeline stages as computed; log-probs are float32 in any case.
+    """
+
+    param_dtype: str | None = "bfloat16"
+    reduce_dtype: str | None = "float32"
+    output_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_dtype(field.name, getattr(self, field.name), f"parallelizer.mp_policy.{field.name}")
+
+    def build(self) -> MixedPrecisionPolicy:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        return MixedPrecisionPolicy(
+            param_dtype=torch_dtype(self.param_dtype),
+            reduce_dtype=torch_dtype(self.reduce_dtype),
+            output_dtype=torch_dtype(self.output_dtype),
+        )
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Keep parameters, gradients and optimizer state in host memory; copy each layer to the device when it runs.
+
+    Pinned memory makes the copies asynchronous. It is a CUDA notion, so it has no effect where the device is the CPU.
+    """
+
+    pin_memory: bool = True
+
+    def build(self, device_type: str) -> CPUOffloadPolicy:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return CPUOffloadPolicy(pin_memory=self.pin_memory and device_type == "cuda")
+
+
+@dataclass(frozen=True)
+class FSDP2Config:
+    """Fully sharded data parallelism, and hybrid sharding with `mesh.dp_replicate_size`.
+
+    `sequence_parallel`, `tp_plan`, `enable_async_tensor_parallel`: tensor parallelism (need mesh.tp_size > 1).
+    `patch_is_packed_sequence`: switch off the library's packed-row detection; refused, because batches state their
+    document boundaries and the detection never runs.
+    `mp_policy`: null = `MixedPrecision()`, bfloat16 compute with float32 reduction; or MixedPrecision, or torch's
+    MixedPrecisionPolicy. `offload_policy`: null, CPUOffload, or torch's CPUOffloadPolicy.
+    `autocast_dtype`: run forward under autocast; wants an `mp_policy` with float32 parameters.
+    `activation_checkpointing`: false | true = "full" | "selective" (keep matrix products and attention) | n = every n-th
+    layer.
+    `defer_fsdp_grad_sync`: reduce gradients on the last microbatch only; false reduces on each (less memory, more
+    communication, the same sum).
+    `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
+    `enable_compile`: torch.compile each layer in place with `compile_backend` ("inductor"; "aot_eager" compiles in a
+    second and is what the tests use).
+    `enable_fsdp2_prefetch`: gather `fsdp2_forward_prefetch_depth` / `fsdp2_backward_prefetch_depth` layers ahead.
+    """
+
+    sequence_parallel: bool = False
+    tp_plan: Any = None
+    patch_is_packed_sequence: bool = False
+    mp_policy: Any = None
+    offload_policy: Any = None
+    autocast_dtype: str | None = None
+    activation_checkpointing: bool | int | str = False
+    defer_fsdp_grad_sync: bool = True
+    backend: str = "nccl"
+    enable_async_tensor_parallel: bool = False
+    enable_compile: bool = False
+    compile_backend: str = DEFAULT_COMPILE_BACKEND
+    enable_fsdp2_prefetch: bool = False
+    fsdp2_backward_prefetch_depth: int = 2
+    fsdp2_forward_prefetch_depth: int = 1
+
+    def __post_init__(self) -> None:
+        _check_common(self)
+        _check_policy("mp_policy", self.mp_policy, MixedPrecision, "MixedPrecisionPolicy")
+        _check_policy("offload_policy", self.offload_policy, CPUOffload, "CPUOffloadPolicy")
+        if self.patch_is_packed_sequence:
+            raise ConfigError(
+                "patch_is_packed_sequence=true is wrong with packed rows, and saves nothing here: every batch carries its "
+                "document boundaries, so the library's detection never runs",
+                keys=("patch_is_packed_sequence",),
+                fix="parallelizer.patch_is_packed_sequence=false",
+            )
+        self._check_prefetch()
+
+    def _check_prefetch(self) -> None:
+        for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
+            depth, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+                raise ConfigError(
+                    f"{name}={depth!r} is not a number of layers",
+                    keys=(name,),
+                    fix=f"parallelizer.{name}={default}",
+                )
+            if depth != default and not self.enable_fsdp2_prefetch:
+                raise ConfigError(
+                    f"{name}={depth} does nothing while enable_fsdp2_prefetch=false",
+                    keys=(name, "enable_fsdp2_prefetch"),
+                    fix="parallelizer.enable_fsdp2_prefetch=true",
+                )
+
+    def check_mesh(self, mesh: MeshConfig) -> None:
+        """Refuse what this strategy cannot do on this mesh."""
+        _refuse_axes("fsdp2", mesh, {"tp_size": "tensor", "cp_size": "context", "ep_size": "expert"})
+        for name in ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"):
+            if getattr(self, name):
+                off = "null" if name == "tp_plan" else "false"
+                raise ConfigError(
+                    f"{name} needs tensor parallelism, but mesh.tp_size={mesh.tp_size or 1}",
+                    keys=(name,),
+                    fix=f"parallelizer.{name}={off}",
+                )
+
+    def build_mp_policy(self) -> MixedPrecisionPolicy:
+        policy = MixedPrecision() if self.mp_policy is None else self.mp_policy
+        return policy.build() if isinstance(policy, MixedPrecision) else policy
+
+    def build_offload_policy(self, device_type: str) -> CPUOffloadPolicy | None:
+        if self.offload_policy is None:
+            return None
+        pin_memory = self.offload_policy.pin_memory  # the one field that both kinds of policy have
+        return CPUOffload(pin_memory).build(device_type)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field -> value; policies stay objects."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class DDPConfig:
+    """Whole copies on every rank, gradients summed in buckets while backward runs.
+
+    `broadcast_buffers`: copy rank 0's buffers before each forward. `find_unused_parameters`: search the graph for
+    parameters without gradient (slower). `static_graph`: promise that the same parameters are used every step.
+    `bucket_cap_mb`: bucket size in MiB, null = torch's choice. `gradient_as_bucket_view`: gradients live in the buckets
+    (less memory). The others as in FSDP2Config.
+    """
+
+    activation_checkpointing: bool | int | str = False
+    backend: str = "nccl"
+    broadcast_buffers: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+    autocast_dtype: str | None = None
+    enable_compile: bool = False
+    compile_backend: str = DEFAULT_COMPILE_BACKEND
+
+    def __post_init__(self) -> None:
+        _check_common(self)
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ConfigError(
+                f"bucket_cap_mb={self.bucket_cap_mb!r} is not a size in MiB",
+                keys=("bucket_cap_mb",),
+                fix="parallelizer.bucket_cap_mb=25",
+            )
+
+    def check_mesh(self, mesh: MeshConfig) -> None:
+        """Refuse what this strategy cannot do on this mesh."""
+        axes = {"tp_size": "tensor", "cp_size": "context", "ep_size": "expert", "pp_size": "pipeline"}
+        _refuse_axes("ddp", mesh, axes)
+        if (mesh.dp_replicate_size or 1) > 1:
+            raise ConfigError(
+                f"parallelizer ddp already holds a whole copy on every rank: dp_replicate_size={mesh.dp_replicate_size} "
+                "is hybrid sharding, which is fsdp2's",
+                keys=("dp_replicate_size",),
+                fix="mesh.dp_replicate_size=1, or parallelizer=fsdp2",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field -> value."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def torch_dtype(name: str | None) -> Any:
+    """ "bfloat16" -> torch.bfloat16; None stays None."""
+    import torch
+
+    return None if name is None else getattr(torch, name)
+
+
+def _check_common(config: ParallelizerConfig) -> None:
+    _check_choice("backend", config.backend, BACKENDS, "parallelizer.backend")
+    _check_dtype("autocast_dtype", config.autocast_dtype, "parallelizer.autocast_dtype")
+    value = config.activation_checkpointing
+    every_nth = isinstance(value, int) and value >= 1
+    if not (isinstance(value, bool) or every_nth or value in ("full", "selective")):
+        raise ConfigError(
+            f"activation_checkpointing={value!r} is not one of false, true, full, selective, or n >= 1 (every n-th layer)",
+            keys=("activation_checkpointing",),
+            fix="parallelizer.activation_checkpointing=full",
+        )
+    if config.compile_backend != DEFAULT_COMPILE_BACKEND and not config.enable_compile:
+        raise ConfigError(
+            f"compile_backend={config.compile_backend} does nothing while enable_compile=false",
+            keys=("compile_backend", "enable_compile"),
+            fix="parallelizer.enable_compile=true",
+        )
+
+
+def _check_dtype(name: str, value: object, path: str) -> None:
+    if value is not None:
+        _check_choice(name, value, DTYPES, path)
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str], path: str) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{name}={value!r} is not one of {', '.join(choices)}", keys=(name,), fix=f"{path}={choices[0]}"
+        )
+
+
+def _check_policy(name: str, value: object, node: type, torch_name: str) -> None:
+    """Ours or torch's; torch's is recognised by name because this file must not import it."""
+    torchs = any(c.__name__ == torch_name and c.__module__.startswith("torch.") for c in type(value).__mro__)
+    if value is not None and not isinstance(value, node) and not torchs:
+        raise ConfigError(
+            f"{name} is {value!r}, which is neither a {node.__name__} nor torch's {torch_name}",
+            keys=(name,),
+            fix=f"parallelizer.{name}._target_={node.__module__}.{node.__name__}",
+        )
+
+
+def _refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:
+    for name, kind in axes.items():
+        size = getattr(mesh, name) or 1
+        if size > 1:
+            raise ConfigError(
+                f"parallelizer {strategy} has no {kind} parallelism: {name}={size} must be 1",
+                keys=(name,),
+                fix=f"mesh.{name}=1",
+            )

@@ -1,0 +1,192 @@
+"""How many ranks each axis of the mesh has: the sizes a user writes, the rules they must keep, and the nearest that do.
+
+Torch-free: `automodel check` and the planner decide here, without a process group, what a run on n ranks looks like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from automodel_cli.config.errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Axes of the mesh, outermost first: ranks are row-major, `tp` neighbours are next to each other."""
+
+MAX_SUGGESTED_RANKS = 1 << 20  # past this, no rank count is worth suggesting
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Resolved sizes of every axis; each is at least 1. Expert parallelism reuses the ranks of dp, cp and tp."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_shard_cp(self) -> int:
+        """Ranks that share one copy of the parameters."""
+        return self.dp_shard * self.cp
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks whose losses add up."""
+        return self.dp * self.cp
+
+    @property
+    def ep_shard(self) -> int:
+        """Ranks that share one copy of the same experts."""
+        return self.dp_cp * self.tp // self.ep
+
+    @property
+    def fsdp_axes(self) -> tuple[str, ...]:
+        """Axes over which FSDP2 works: `(shard,)`, or `(replicate, shard)` for hybrid sharding."""
+        shard = "dp_shard_cp" if self.cp > 1 else "dp_shard"
+        return ("dp_replicate", shard) if self.dp_replicate > 1 else (shard,)
+
+    def __str__(self) -> str:
+        sizes = {"pp": self.pp, "dp": self.dp, "dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp}
+        named = [f"{name}={size}" for name, size in (sizes | {"ep": self.ep}).items() if size > 1]
+        return " x ".join(named) or "one rank"
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """The `mesh` section. Null means: `dp_size` takes the ranks that are left, any other size is 1.
+
+    `dp_size` counts all data-parallel ranks; `dp_replicate_size` of them hold whole copies of the sharded model (hybrid
+    sharding). `ep_size` splits the experts over ranks that the other axes already use, so it adds no ranks.
+    """
+
+    dp_size: int | None = None
+    dp_replicate_size: int | None = 1
+    tp_size: int | None = 1
+    pp_size: int | None = 1
+    cp_size: int | None = 1
+    ep_size: int | None = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ConfigError(
+                    f"{field.name}={size!r} is not a number of ranks: it must be an integer of at least 1, or null",
+                    keys=(field.name,),
+                    fix=f"mesh.{field.name}={'null' if field.name == 'dp_size' else 1}",
+                )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on the same rows: tp x cp x pp."""
+        return (self.tp_size or 1) * (self.cp_size or 1) * (self.pp_size or 1)
+
+    def resolve(self, world_size: int) -> Layout:
+        """The size of every axis on `world_size` ranks.
+
+        Raises ConfigError with the broken rule and the nearest valid sizes and rank counts.
+        """
+        problem = self._problem(world_size)
+        if problem is not None:
+            message, keys = problem
+            raise ConfigError(f"mesh does not fit: {message}", keys=keys, fix=self._advice(world_size, keys))
+        dp, dp_replicate = world_size // self.ranks_per_replica, self.dp_replicate_size or 1
+        return Layout(
+            pp=self.pp_size or 1,
+            dp_replicate=dp_replicate,
+            dp_shard=dp // dp_replicate,
+            cp=self.cp_size or 1,
+            tp=self.tp_size or 1,
+            ep=self.ep_size or 1,
+        )
+
+    def num_ranks(self, num_gpus: int) -> int:
+        """Ranks to start on this machine: what the sizes ask for, else every GPU, else the fewest that work (CPU).
+
+        Raises ConfigError when the sizes ask for more ranks than there are GPUs, or do not fit the GPUs there are.
+        """
+        if self.dp_size is not None:
+            wanted = self.dp_size * self.ranks_per_replica
+        elif num_gpus > 0:
+            wanted = num_gpus
+        else:
+            wanted = next(self._fitting_ranks(start=1), self.ranks_per_replica)
+        self.resolve(wanted)
+        if 0 < num_gpus < wanted:
+            raise ConfigError(
+                f"mesh does not fit: {self._product()} needs {wanted} ranks, but this machine has {num_gpus} GPUs",
+                keys=self._set_sizes(),
+                fix=self._advice(num_gpus, self._set_sizes()),
+            )
+        return wanted
+
+    def _problem(self, world_size: int) -> tuple[str, tuple[str, ...]] | None:
+        """The first broken rule on this many ranks and the fields it involves."""
+        replica, ep, dp_replicate = self.ranks_per_replica, self.ep_size or 1, self.dp_replicate_size or 1
+        replica_sizes = [name for name in ("tp_size", "cp_size", "pp_size") if (getattr(self, name) or 1) > 1]
+        if self.dp_size is not None and self.dp_size * replica != world_size:
+            needed = self.dp_size * replica
+            return f"{self._product()} needs {needed} ranks, but there are {world_size}", self._set_sizes()
+        if world_size % replica:
+            product = " x ".join(f"{name}={getattr(self, name)}" for name in replica_sizes)
+            return f"{world_size} ranks are not divisible by {product}", tuple(replica_sizes)
+        dp = world_size // replica
+        if dp_replicate > 1 and dp_replicate >= dp:
+            rule = f"must be smaller than the {dp} data-parallel ranks; whole copies on every rank are parallelizer=ddp"
+            return f"dp_replicate_size={dp_replicate} {rule}", ("dp_replicate_size",)
+        if dp % dp_replicate:
+            return f"{dp} data-parallel ranks are not divisible by dp_replicate_size={dp_replicate}", (
+                "dp_replicate_size",
+            )
+        outside_pp = world_size // (self.pp_size or 1)
+        if outside_pp % ep:
+            stage = "of one pipeline stage " if (self.pp_size or 1) > 1 else ""
+            return f"the {outside_pp} ranks {stage}are not divisible by ep_size={ep}", ("ep_size",)
+        return None
+
+    def _set_sizes(self) -> tuple[str, ...]:
+        """Fields that ask for ranks."""
+        names = [name for name in ("pp_size", "tp_size", "cp_size") if (getattr(self, name) or 1) > 1]
+        return (*names, "dp_size") if self.dp_size is not None else tuple(names)
+
+    def _product(self) -> str:
+        return " x ".join(f"{name}={getattr(self, name)}" for name in self._set_sizes()) or "dp_size=1"
+
+    def _advice(self, world_size: int, keys: tuple[str, ...]) -> str:
+        """The nearest valid values of one involved field on these ranks, then rank counts that fit as it is."""
+        per_field = [list(self._valid_values(name, world_size))[:2] for name in keys]
+        options = [option for _, option in sorted(option for options in per_field for option in options)][:3]
+        below = [n for n in range(world_size - 1, 0, -1) if self._problem(n) is None][:1]
+        above = next(self._fitting_ranks(start=world_size + 1), None)
+        counts = [str(n) for n in (*below, above) if n is not None]
+        if counts:
+            options.append(f"start {' or '.join(counts)} ranks")
+        return ", or ".join(options) or "mesh={}"
+
+    def _valid_values(self, name: str, world_size: int) -> Iterator[tuple[float, str]]:
+        """(distance, assignment) for the values of one field that fit these ranks, nearest first."""
+        asked = getattr(self, name) or 1
+        found = []
+        for size in range(1, world_size + 1):
+            if size != asked and replace(self, **{name: size})._problem(world_size) is None:
+                found.append((abs(math.log(size / asked)), f"mesh.{name}={size}"))
+        yield from sorted(found)
+
+    def _fitting_ranks(self, start: int) -> Iterator[int]:
+        """Rank counts from `start` up on which these sizes are valid."""
+        unit = self.ranks_per_replica
+        first = -(-start // unit) * unit
+        yield from (n for n in range(first, MAX_SUGGESTED_RANKS, unit) if self._problem(n) is None)
