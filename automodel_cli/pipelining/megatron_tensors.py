@@ -1,0 +1,153 @@
+"""Megatron-core's tensor helpers of a pipeline step, under its names: release of sent outputs, backward without them, loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_single_shape(shape: object) -> bool:
+    """True for one shape, False for a list of shapes: a torch.Size (even empty), or a non-empty list or tuple of ints."""
+    if isinstance(shape, torch.Size):
+        return True
+    return isinstance(shape, (list, tuple)) and len(shape) > 0 and all(isinstance(n, int) for n in shape)
+
+
+def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool | None = False) -> None:
+    """Free the values of an output that was sent, and keep its graph: `.data` becomes one element, `grad_fn` stays.
+
+    Nothing happens for None or without the flag; lists and dicts are walked. A view is refused (its base would stay alive and the
+    memory with it), and so is anything that is no tensor. Only `custom_backward` can start from the result.
+    """
+    if out is None or not deallocate_pipeline_outputs:
+        return
+    if isinstance(out, dict):
+        out = list(out.values())
+    if isinstance(out, (list, tuple)):
+        for tensor in out:
+            deallocate_output_tensor(tensor, deallocate_pipeline_outputs)
+        return
+    assert isinstance(out, Tensor), f"expected a tensor, got {type(out).__name__}"
+    assert out._base is None, f"a view of {tuple(out._base.shape)} cannot be deallocated: its base keeps the memory"
+    out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
+
+
+def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
+    """Backward from a deallocated output: autograd's engine without the shape check of `autograd.backward`.
+
+    `output` must hold one element (deallocated, or a loss); `grad_output` None means ones. Gradients equal autograd's bit for bit.
+    """
+    assert output.numel() == 1, f"output has {output.numel()} elements; deallocate_output_tensor must have run"
+    assert isinstance(output, Tensor), f"output is {type(output).__name__}"
+    assert grad_output is None or isinstance(grad_output, Tensor), f"grad_output is {type(grad_output).__name__}"
+    if grad_output is None:
+        grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
+    # The one engine entry that does not compare shapes; autograd.backward would refuse the one-element output.
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        tensors=(output,),
+        grad_tensors=(grad_output,),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+@dataclass
+class StepLoss:
+    """What a forward step hands on: the tensor backward starts from (or to send), its token count, what the caller collects."""
+
+    output: Tensor
+    num_tokens: Tensor | int = 0
+    stored: list[Any] = field(default_factory=list)
+
+
+def forward_step_calc_loss(
+    output_tensor: Tensor,
+    loss_func: Callable[..., Any] | None,
+    *,
+    num_microbatches: int,
+    is_last_stage: bool,
+    context_parallel_size: int = 1,
+    calculate_per_token_loss: bool = False,
+    collect_non_loss_data: bool = False,
+) -> StepLoss:
+    """Turn the last stage's output into the loss of one microbatch, scaled as `loss_func`'s result asks for.
+
+    `(loss, data)`: `loss * cp / m`, also with `calculate_per_token_loss` (return a 3-tuple for a true token mean).
+    `(loss, num_tokens, data)`: `loss / max(num_tokens, 1) / m`, or unchanged with `calculate_per_token_loss`, where gradients are scaled
+    once by the global token count after the step. No loss_func, or `collect_non_loss_data`: the output unchanged. Other stages: nothing.
+    """
+    if not is_last_stage:
+        return StepLoss(output_tensor)
+    if loss_func is None:
+        return StepLoss(output_tensor, stored=[output_tensor])
+    if collect_non_loss_data:
+        return StepLoss(output_tensor, stored=[loss_func(output_tensor, non_loss_data=True)])
+    result = loss_func(output_tensor)
+    assert isinstance(result, tuple) and len(result) in (2, 3), f"loss_func must return 2 or 3 values, not {result!r}"
+    if len(result) == 2:
+        loss, data = result
+        return StepLoss(loss * context_parallel_size / num_microbatches, stored=[data])
+    loss, num_tokens, data = result
+    if not calculate_per_token_loss:
+        count = torch.as_tensor(num_tokens, device=loss.device)
+        loss = loss / count.clamp(min=1) / num_microbatches
+    return StepLoss(loss, num_tokens, [data])
+
+
+def aux_loss_scales(
+    *,
+    num_microbatches: int,
+    context_parallel_size: int = 1,
+    calculate_per_token_loss: bool = False,
+    grad_scale_func: Callable[[Tensor], Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """(MoE auxiliary loss scale, MTP loss scale): `scale * cp / m` and `scale / m`, or `scale` for both with per-token losses.
+
+    Raises ValueError when `grad_scale_func` returns more than one element.
+    """
+    scale = torch.ones(1, device=device)
+    if grad_scale_func is not None:
+        scale = grad_scale_func(scale)
+    if scale.numel() != 1:
+        raise ValueError(f"grad_scale_func must return one element, not {scale.numel()}")
+    if calculate_per_token_loss:
+        return scale, scale
+    return scale * context_parallel_size / num_microbatches, scale / num_microbatches
+
+
+def backward_step(
+    input_tensor: Any,
+    output_tensor: Any,
+    output_tensor_grad: Any,
+    *,
+    grad_scale_func: Callable[[Tensor], Tensor] | None = None,
+    deallocate_pipeline_outputs: bool = False,
+) -> Any:
+    """Backward of one stage and microbatch; returns the gradient(s) of its input, in the form they were given (one, or a list).
+
+    On the last stage `output_tensor_grad` is None and the loss is scaled by `grad_scale_func`. Nothing runs when the output needs no
+    gradient. The first stage gets None back.
+    """
+    single = not isinstance(input_tensor, list)
+    inputs, outputs, grads = (x if isinstance(x, list) else [x] for x in (input_tensor, output_tensor, output_tensor_grad))
+    for tensor in inputs:
+        if tensor is not None:
+            tensor.retain_grad()
+    output, grad = outputs[0], grads[0]
+    if grad is None and grad_scale_func is not None:
+        output = grad_scale_func(output)
+    if output.requires_grad:
+        if deallocate_pipeline_outputs:
+            custom_backward(output, grad)
+        else:
+            torch.autograd.backward(output, grad_tensors=grad)
+    input_grads = [None if tensor is None else tensor.grad for tensor in inputs]
+    return input_grads[0] if single else input_grads
