@@ -1,0 +1,275 @@
+"""Save and resume a run: `torch.distributed.checkpoint` in a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.training import rng
+from automodel_cli.training.checkpoint_dir import CheckpointDir, read_meta
+from automodel_cli.training.config import CheckpointConfig
+from automodel_cli.training.lr_scheduler import LRSchedule
+from automodel_cli.training.state import (
+    check_same_model,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    optimizer_template,
+)
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint says besides tensors. `extra` and `metrics` are what `save` was given."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    metrics: dict[str, float]
+
+
+class Checkpointer:
+    """Writes `<run>/checkpoints/step-NNNNNN`, keeps the newest and the best, and loads one back.
+
+    Collective: every rank constructs one, and all methods are called by all ranks together. Collectives run on a gloo
+    group of their own, so that an asynchronous save never mixes with those of the training step.
+    Without a process group it works alone.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig):
+        self._dir = CheckpointDir(Path(run_dir) / "checkpoints")
+        self._config = config
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._stager: DefaultStager | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[Path] | None = None
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint of this run, as rank 0 sees the folder."""
+        return self._from_rank0(self._dir.latest)
+
+    def resume_path(self) -> Path | None:
+        """The checkpoint that `checkpoint.resume` means; None to start at step 0.
+
+        Raises RunError for a folder that is no whole checkpoint, and for one of this run that is not its newest: what
+        was trained after it would be mixed into the continued run.
+        """
+        resume = self._config.resume
+        if resume is None:
+            return None
+        latest = self.latest()
+        if resume == "auto":
+            return latest
+        path = Path(resume).resolve()
+        read_meta(path)
+        if latest is not None and path.parent == latest.resolve().parent and path != latest.resolve():
+            raise RunError(
+                f"{path.name} is not the newest checkpoint of this run; {latest.name} comes after it",
+                keys=("checkpoint.resume",),
+                fix=f"run_name=another-name to branch off here, or checkpoint.resume={latest}",
+            )
+        return path
+
+    def save(
+        self,
+        step: int,
+        parts: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRSchedule,
+        *,
+        extra: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+    ) -> Path:
+        """Save after optimizer step `step`; returns the folder (which an asynchronous save publishes later).
+
+        `extra` is rank-independent and made of JSON values (the data position). `metrics["val_loss"]`, where present,
+        decides about the `best` link. The generators of every rank are saved too. Waits for the save before.
+        Raises RunError when the disk is full; earlier checkpoints are untouched then.
+        """
+        self.wait()
+        meta = {
+            "step": step,
+            "world_size": self._world_size,
+            "optimizer": type(optimizer).__name__,
+            "scheduler": scheduler.state_dict(),
+            "extra": extra or {},
+            "metrics": metrics or {},
+        }
+        json.dumps(meta)  # a value that is no JSON is our mistake: fail here, not in the thread
+        state: dict[str, Tensor] = {**model_state(parts), **optimizer_state(parts, optimizer)}
+        state[f"rng.{self._rank}"] = rng.capture()
+        final = self._dir.path / f"step-{step:06d}"
+        if not self._config.async_save:
+            return self._write(state, meta, final)
+        if self._stager is None or self._thread is None:
+            self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        staged = self._stager.stage(state)
+        assert isinstance(staged, dict), "the stager was asked to copy before it returns"
+        self._pending = self._thread.submit(self._write, staged, meta, final)
+        return final
+
+    def wait(self) -> None:
+        """Wait for the asynchronous save in flight, if there is one. Raises what it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, and give back the thread and the copy's memory. The last thing a run does."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None and self._stager is not None:
+                self._thread.shutdown()
+                self._stager.close()
+                self._thread = self._stager = None
+
+    def load(
+        self,
+        path: Path,
+        parts: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRSchedule | None = None,
+    ) -> Resumed:
+        """Load `path` into the parts, and optimizer, scheduler and generators unless the optimizer is None.
+
+        The layout and number of ranks may differ from those of the save. Frozen parameters must be loaded already.
+        Generators are restored when the number of ranks is the same; further ranks are seeded from (step, rank).
+        Raises RunError when `path` is not a whole checkpoint or not of this model and optimizer.
+        """
+        meta = read_meta(path)
+        reader = dcp.FileSystemReader(path)
+        metadata = reader.read_metadata()
+        state = model_state(parts)
+        check_same_model(state, metadata)
+        states: dict[str, Tensor] = {}
+        if optimizer is not None:
+            _check_same_optimizer(meta, optimizer)
+            states = optimizer_template(parts, metadata)
+            state = {**state, **states}
+            entry = metadata.state_dict_metadata.get(f"rng.{self._rank}")
+            if isinstance(entry, TensorStorageMetadata):
+                state[f"rng.{self._rank}"] = torch.empty(entry.size, dtype=torch.uint8)
+        dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        if optimizer is not None:
+            load_optimizer_state(parts, optimizer, {key: state[key] for key in states})
+            self._restore_generators(state, meta["step"])
+        if scheduler is not None and optimizer is not None:
+            scheduler.load_state_dict(meta["scheduler"])
+            # torch's own schedulers leave this to the optimizer's state, which holds no settings here.
+            for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr
+        return Resumed(path, meta["step"], meta["extra"], meta["metrics"])
+
+    def _restore_generators(self, state: dict[str, Tensor], step: int) -> None:
+        saved = state.get(f"rng.{self._rank}")
+        if saved is None:
+            rng.seed(step, self._rank)
+        else:
+            rng.restore(saved)
+
+    def _write(self, state: dict[str, Tensor], meta: dict[str, Any], final: Path) -> Path:
+        """Write under a temporary name and publish. All ranks return or all raise."""
+        temporary = self._from_rank0(lambda: self._begin(final))
+        try:
+            dcp.save(
+                state,
+                storage_writer=dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except (dcp.CheckpointException, OSError, RuntimeError) as error:
+            if self._rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise self._failed(final, error) from error
+        return self._from_rank0(lambda: self._finish(temporary, final, meta))
+
+    def _begin(self, final: Path) -> Path:
+        try:
+            self._dir.path.mkdir(parents=True, exist_ok=True)
+            self._dir.clear_leftovers()
+            temporary = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+            temporary.mkdir()
+        except OSError as error:
+            raise self._failed(final, error) from error
+        return temporary
+
+    def _finish(self, temporary: Path, final: Path, meta: dict[str, Any]) -> Path:
+        try:
+            self._dir.publish(temporary, final, meta)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self._failed(final, error) from error
+        self._dir.link_if_best(final, meta["metrics"].get("val_loss"))
+        self._dir.prune(self._config.keep)
+        return final
+
+    def _failed(self, final: Path, error: BaseException) -> RunError:
+        """The user's error: what, where, how much space is left, and what can still be resumed from."""
+        free = shutil.disk_usage(final.parent).free
+        latest = self._dir.latest()
+        kept = f"; the last good checkpoint is {latest}" if latest else "; there is no earlier one"
+        cause = _os_error(error)
+        reason = cause.strerror if cause is not None else " ".join(str(error).split())[-300:]
+        full = cause is not None and cause.errno in _DISK_FULL
+        return RunError(
+            f"checkpoint {final} could not be written: {reason} ({free / 2**30:.2f} GiB free){kept}",
+            keys=("output_dir",),
+            fix="free space there, output_dir=another disk, or checkpoint.keep=1" if full else None,
+        )
+
+    def _from_rank0(self, make: Callable[[], Path | None]) -> Any:
+        """`make()` on rank 0, its result or its error on every rank."""
+        outcome: list[Any] = [None, None]
+        if self._rank == 0:
+            try:
+                outcome[0] = make()
+            except RunError as error:
+                outcome[1] = error
+        if self._group is not None:
+            dist.broadcast_object_list(outcome, src=0, group=self._group, device=torch.device("cpu"))
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+
+def _check_same_optimizer(meta: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    if meta["optimizer"] != type(optimizer).__name__:
+        raise RunError(
+            f"the checkpoint was written with optimizer {meta['optimizer']}, this run has {type(optimizer).__name__}",
+            keys=("optimizer",),
+            fix="the optimizer section of the run that wrote it (its config.yaml)",
+        )
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The operating system's error behind what torch raised: a CheckpointException holds one per rank that failed."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error
+        if isinstance(error, dcp.CheckpointException):
+            for inner, _ in error.failures.values():
+                if (found := _os_error(inner)) is not None:
+                    return found
+        error = error.__cause__ or error.__context__
+    return None

@@ -1,0 +1,188 @@
+"""Config nodes of the loop: how long, how often, what is written.
+
+Torch-free; every field acts, or its value is refused here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.training.trackers import check_trackers
+
+
+def _positive(section: str, **fields: int | float | None) -> None:
+    """Refuse zero and negative numbers; None means "not used" and passes."""
+    for name, value in fields.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name}={value} must be greater than 0", keys=(name,), fix=f"{section}.{name}=1")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length of the run and size of a step.
+
+    `global_batch_size` and `microbatch_size` count rows (packs, when packing). A step is `global_batch_size` rows
+    over all ranks, run as microbatches of `microbatch_size`; accumulation is what remains and is not a setting of its
+    own. The run ends at `max_steps` or after `epochs`, whichever comes first; at least one is given.
+    `max_grad_norm=None` does not clip (the norm is still measured). `deterministic` makes torch refuse kernels
+    without a reproducible result.
+    """
+
+    global_batch_size: int
+    microbatch_size: int = 1
+    max_steps: int | None = None
+    epochs: float | None = None
+    max_grad_norm: float | None = 1.0
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(
+            "train",
+            global_batch_size=self.global_batch_size,
+            microbatch_size=self.microbatch_size,
+            max_steps=self.max_steps,
+            epochs=self.epochs,
+            max_grad_norm=self.max_grad_norm,
+        )
+        if self.max_steps is None and self.epochs is None:
+            raise ConfigError(
+                "the run has no end: neither max_steps nor epochs is given",
+                keys=("max_steps", "epochs"),
+                fix="train.epochs=1",
+            )
+        if self.global_batch_size % self.microbatch_size:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"microbatch_size={self.microbatch_size}",
+                keys=("global_batch_size", "microbatch_size"),
+                fix=f"train.global_batch_size={self._nearest_global(self.microbatch_size)}",
+            )
+
+    def _nearest_global(self, multiple: int) -> int:
+        return max(1, round(self.global_batch_size / multiple)) * multiple
+
+    def num_microbatches(self, dp_size: int) -> int:
+        """Microbatches of one rank in one step, with `dp_size` data-parallel ranks."""
+        rows = self.microbatch_size * dp_size
+        if self.global_batch_size % rows:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"microbatch_size={self.microbatch_size} x {dp_size} data-parallel ranks = {rows}",
+                keys=("global_batch_size", "microbatch_size"),
+                fix=f"train.global_batch_size={self._nearest_global(rows)}",
+            )
+        return self.global_batch_size // rows
+
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run. Ask after packing: only then is `steps_per_epoch` known."""
+        limits = []
+        if self.max_steps is not None:
+            limits.append(self.max_steps)
+        if self.epochs is not None:
+            limits.append(math.ceil(self.epochs * steps_per_epoch - 1e-9))
+        return max(1, min(limits))
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """When the validation loss is measured, and on how much.
+
+    `every` steps (None: not during the run), `at_start` before the first step, `at_end` after the last. `num_batches`
+    limits one validation to that many microbatches of every rank; None takes the whole validation set.
+    """
+
+    every: int | None = None
+    num_batches: int | None = None
+    at_start: bool = False
+    at_end: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("validation", every=self.every, num_batches=self.num_batches)
+
+    def due(self, step: int, num_steps: int) -> bool:
+        """Is a validation due after optimizer step `step` (1-based; 0 is before the first)?"""
+        if step == 0:
+            return self.at_start
+        if step == num_steps:
+            return self.at_end or self._on_beat(step)
+        return self._on_beat(step)
+
+    def _on_beat(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and which are kept.
+
+    `every` steps (None: only at the end), the newest `keep` stay (None: all) and the one with the best validation
+    loss stays too. `async_save` copies the state and writes it while training goes on. `resume`: None starts at step
+    0, "auto" continues from the newest whole checkpoint of the run directory if there is one, anything else is the
+    folder of a checkpoint. `save_final` also saves after the last step. A run that is interrupted saves always.
+    """
+
+    every: int | None = None
+    keep: int | None = 3
+    async_save: bool = False
+    resume: str | None = None
+    save_final: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("checkpoint", every=self.every, keep=self.keep)
+        if self.resume is not None and not self.resume.strip():
+            raise ConfigError("resume is an empty string", keys=("resume",), fix="checkpoint.resume=auto")
+
+    def due(self, step: int, num_steps: int) -> bool:
+        """Is a checkpoint due after optimizer step `step` (1-based)?"""
+        if step == num_steps and self.save_final:
+            return True
+        return self.every is not None and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A torch profiler trace of `num_steps` steps, beginning with step `start_step` (1-based), into `<run>/profile/`.
+
+    `ranks` are the global ranks that record. `memory` adds allocations and `stacks` source lines; both make traces
+    large.
+    """
+
+    start_step: int = 3
+    num_steps: int = 2
+    ranks: tuple[int, ...] = (0,)
+    memory: bool = False
+    stacks: bool = False
+
+    def __post_init__(self) -> None:
+        _positive("logging.profile", start_step=self.start_step, num_steps=self.num_steps)
+        if not self.ranks or min(self.ranks) < 0:
+            raise ConfigError(
+                f"ranks={list(self.ranks)} must name at least one rank, counted from 0",
+                keys=("ranks",),
+                fix="logging.profile.ranks=[0]",
+            )
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What a run shows and records.
+
+    `metrics.jsonl` gets one row per step whatever `every` is; `every` is how often step lines are printed, and how
+    often numbers are fetched from the device. `display`: "auto" draws a live line on a terminal and prints plain
+    lines elsewhere; "live" and "plain" force one. `trackers` is a list of names (tensorboard, wandb, mlflow, trackio)
+    or nodes of `automodel_cli.training.trackers`. `profile` records a profiler trace. `report` writes report.html and
+    loss.svg at the end.
+    """
+
+    every: int = 1
+    display: Literal["auto", "live", "plain"] = "auto"
+    trackers: list[Any] = field(default_factory=list)
+    profile: ProfileConfig | None = None
+    report: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("logging", every=self.every)
+        check_trackers(self.trackers)

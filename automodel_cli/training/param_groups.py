@@ -1,0 +1,76 @@
+"""Which parameters an optimizer gets, in which groups.
+
+Weight decay acts on matrices only: parameters with fewer than two dims, biases (also the stacked ones of experts),
+norms and embeddings (and heads tied to them) are not decayed. Frozen parameters are in no group and so have no state.
+Groups are also split by device mesh: foreach and fused kernels refuse a mix of plain tensors and DTensors, or of
+meshes, within one group, so with this split the fast kernels serve every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from automodel_cli.config.errors import ConfigError
+
+
+class TrainableParam(NamedTuple):
+    """A parameter to optimize, and where it sits."""
+
+    name: str
+    param: nn.Parameter
+    owner: nn.Module
+
+    @property
+    def decays(self) -> bool:
+        """Does weight decay act on it? See the module's text for the rule."""
+        is_norm = "norm" in type(self.owner).__name__.lower()
+        is_bias = self.name.endswith("bias")
+        return self.param.ndim >= 2 and not (is_bias or is_norm or isinstance(self.owner, nn.Embedding))
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        return self.param.device_mesh if isinstance(self.param, DTensor) else None
+
+
+def trainable(parts: Sequence[nn.Module]) -> Iterator[TrainableParam]:
+    """Every parameter that requires a gradient, once, in the order of the modules.
+
+    Tied ones come under their first name.
+    """
+    seen: set[nn.Parameter] = set()
+    for part in parts:
+        for module_name, module in part.named_modules():
+            for leaf, param in module.named_parameters(recurse=False):
+                if param.requires_grad and param not in seen:
+                    seen.add(param)
+                    yield TrainableParam(f"{module_name}.{leaf}" if module_name else leaf, param, module)
+
+
+def decay_groups(params: Sequence[TrainableParam], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for `torch.optim`: split into decayed and not, and by mesh; none is empty.
+
+    Names travel along for messages.
+    """
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for item in params:
+        groups.setdefault((item.decays, item.mesh), []).append(item.param)
+    return [
+        {"params": members, "weight_decay": weight_decay if decays else 0.0} for (decays, _), members in groups.items()
+    ]
+
+
+def require_trainable(parts: Sequence[nn.Module]) -> list[TrainableParam]:
+    """`trainable` as a list. Raises ConfigError when everything is frozen: there would be nothing to optimize."""
+    params = list(trainable(parts))
+    if not params:
+        raise ConfigError(
+            "no parameter requires a gradient, so there is nothing to train",
+            keys=("model",),
+            fix="model.lora=null, or LoRA target_modules that the model has",
+        )
+    return params

@@ -1,0 +1,245 @@
+"""Optimizers against torch's own, parameter groups against a list written by hand, schedules against closed forms."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.training.lr_scheduler import WSD, Constant, Cosine, Linear, build_lr_scheduler
+from automodel_cli.training.optim import AdamW, AdamW8bit, Muon, build_optimizer
+from automodel_cli.training.param_groups import trainable
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 8, 6))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 6))
+
+
+class Model(nn.Module):
+    """Every kind of parameter that the rules speak about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(11, 8)
+        self.proj = nn.Linear(8, 8)
+        self.norm = RMSNorm(8)
+        self.experts = Experts()
+        self.lm_head = nn.Linear(8, 11, bias=False)
+
+    def loss(self) -> torch.Tensor:
+        x = self.proj(self.embed_tokens(torch.arange(5))) * self.norm.weight
+        e = torch.einsum("td,edf->tf", x, self.experts.gate_up_proj) + self.experts.gate_up_proj_bias.sum(0)
+        return self.lm_head(x).pow(2).sum() + e.pow(2).sum()
+
+
+def names_by_decay(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[float, set[str]]:
+    names = {param: name for name, param in model.named_parameters()}
+    groups: dict[float, set[str]] = {}
+    for group in optimizer.param_groups:
+        groups.setdefault(group["weight_decay"], set()).update(names[p] for p in group["params"])
+    return groups
+
+
+def train(model: Model, optimizer: torch.optim.Optimizer, steps: int = 3) -> dict[str, torch.Tensor]:
+    for _ in range(steps):
+        model.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_weight_decay_acts_on_matrices_only():
+    model = Model()
+    assert names_by_decay(model, AdamW(lr=1e-3, weight_decay=0.5).build([model])) == {
+        0.5: {"proj.weight", "experts.gate_up_proj", "lm_head.weight"},
+        0.0: {"embed_tokens.weight", "proj.bias", "norm.weight", "experts.gate_up_proj_bias"},
+    }
+
+
+def test_a_tied_head_is_one_parameter_and_counts_as_the_embedding():
+    model = Model()
+    model.lm_head.weight = model.embed_tokens.weight
+    groups = names_by_decay(model, AdamW(lr=1e-3, weight_decay=0.5).build([model]))
+    assert groups[0.5] == {"proj.weight", "experts.gate_up_proj"}
+    assert len([item for item in trainable([model]) if item.param is model.lm_head.weight]) == 1
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = Model()
+    model.requires_grad_(False)
+    model.proj.weight.requires_grad_(True)
+    optimizer = AdamW(lr=1e-3).build([model])
+    assert [p for g in optimizer.param_groups for p in g["params"]] == [model.proj.weight]
+    model.proj.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="nothing to train"):
+        AdamW(lr=1e-3).build([model])
+
+
+@pytest.mark.parametrize("implementation", ["auto", "fused", "foreach", "loop"])
+def test_adamw_is_torchs_adamw(implementation):
+    model, reference = Model(), Model()
+    got = train(model, AdamW(lr=1e-2, weight_decay=0.1, implementation=implementation).build([model]))
+    decayed = [reference.proj.weight, reference.experts.gate_up_proj, reference.lm_head.weight]
+    rest = [p for p in reference.parameters() if not any(p is d for d in decayed)]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    want = train(reference, torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), foreach=False))
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-7)
+
+
+def test_muon_is_torchs_muon_on_hidden_matrices_and_adamw_elsewhere():
+    model, reference = Model(), Model()
+    optimizer = Muon(lr=1e-2, weight_decay=0.1, adamw_lr=3e-3, implementation="loop").build([model])
+    got = train(model, optimizer)
+    muon = torch.optim.Muon([reference.proj.weight], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    decayed = [reference.experts.gate_up_proj, reference.lm_head.weight]
+    rest = [reference.embed_tokens.weight, reference.proj.bias, reference.norm.weight]
+    rest.append(reference.experts.gate_up_proj_bias)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), foreach=False)
+    for _ in range(3):
+        reference.loss().backward()
+        muon.step()
+        adamw.step()
+        reference.zero_grad()
+    for name, param in reference.named_parameters():
+        torch.testing.assert_close(got[name], param, rtol=1e-6, atol=1e-7, msg=name)
+    assert set(optimizer.state[model.proj.weight]) == {"momentum_buffer"}
+    assert set(optimizer.state[model.norm.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_muon_state_survives_the_state_dict():
+    model, other = Model(), Model()
+    first, second = Muon(lr=1e-2).build([model]), Muon(lr=1e-2).build([other])
+    train(model, first, 2)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # torch shares the tensors otherwise
+    got, want = train(other, second, 2), train(model, first, 2)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_partial_of_torch_gets_the_same_groups():
+    model = Model()
+    optimizer = build_optimizer(functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.3), [model])
+    assert names_by_decay(model, optimizer)[0.3] == {"proj.weight", "experts.gate_up_proj", "lm_head.weight"}
+    assert isinstance(build_optimizer(functools.partial(torch.optim.SGD, lr=0.1), [model]), torch.optim.SGD)
+    assert isinstance(build_optimizer(AdamW(lr=1e-3), [model]), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (functools.partial(torch.optim.Muon, lr=1e-3), "hidden matrices only"),
+        (functools.partial(torch.optim.LBFGS, lr=1e-3), "several times a step"),
+        (functools.partial(torch.optim.AdamW, lr=1e-3, learning_rate=1), "learning_rate"),
+        ("adamw", "neither a node"),
+    ],
+)
+def test_optimizers_that_cannot_work_are_refused(factory, message):
+    with pytest.raises(ConfigError, match=message):
+        build_optimizer(factory, [Model()])
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": 0.0}, {"lr": 1e-3, "betas": (0.9, 1.0)}, {"lr": 1e-3, "weight_decay": -1.0}]
+)
+def test_bad_numbers_name_their_field(options):
+    with pytest.raises(ConfigError) as caught:
+        AdamW(**options)
+    assert caught.value.keys[0] in options
+    assert caught.value.fix.startswith("optimizer.")
+
+
+def test_8bit_without_its_library_says_what_to_install():
+    with pytest.raises(ConfigError) as caught:
+        AdamW8bit(lr=1e-3, library="bitsandbytes")
+    assert caught.value.fix == "pip install bitsandbytes"
+
+
+def rates(node, num_steps: int, peak: float = 2.0) -> list[float]:
+    """The learning rate that each optimizer step of a run sees."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = build_lr_scheduler(node, optimizer, num_steps)
+    seen = []
+    for _ in range(num_steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_cosine_closed_form():
+    got = rates(Cosine(warmup_steps=3, min_lr_ratio=0.1), 11)
+    assert got[:3] == pytest.approx([2 * k / 4 for k in (1, 2, 3)])
+    want = [2 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 8))) for k in range(8)]
+    assert got[3:] == pytest.approx(want)
+    assert got[3] == 2.0 and got[-1] > 0.2
+
+
+def test_linear_and_constant_closed_form():
+    assert rates(Linear(), 4) == pytest.approx([2.0, 1.5, 1.0, 0.5])
+    assert rates(Linear(warmup_ratio=0.5), 4) == pytest.approx([2 / 3, 4 / 3, 2.0, 1.0])
+    assert rates(Constant(warmup_steps=1), 4) == pytest.approx([1.0, 2.0, 2.0, 2.0])
+
+
+def test_wsd_closed_form():
+    got = rates(WSD(warmup_steps=1, decay_steps=4, min_lr_ratio=0.5), 10)
+    assert got == pytest.approx([1.0, *[2.0] * 6, 1.75, 1.5, 1.25])
+    sqrt = rates(WSD(decay="1-sqrt", decay_ratio=0.4), 10)
+    assert sqrt[6:] == pytest.approx([2 * (1 - math.sqrt(k / 4)) for k in range(4)])
+
+
+def test_torchs_own_scheduler_works_as_a_partial():
+    got = rates(functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5), 3)
+    assert got == pytest.approx([2.0, 1.0, 0.5])
+
+
+def test_schedule_state_is_the_step_and_a_new_peak_acts():
+    def fresh(peak: float):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+        return optimizer, Cosine().build(optimizer, 10)
+
+    _, first = fresh(1.0)
+    for _ in range(4):
+        first.step()
+    optimizer, second = fresh(3.0)
+    second.load_state_dict(first.state_dict())
+    assert second.get_last_lr() == [3 * first.get_last_lr()[0]] == [optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: Cosine(warmup_steps=3, warmup_ratio=0.1), "warmup_steps"),
+        (lambda: Cosine(min_lr_ratio=1.5), "min_lr_ratio"),
+        (lambda: Cosine(warmup_steps=10).num_warmup_steps(10), "warmup_steps"),
+        (lambda: WSD(warmup_steps=8, decay_steps=8).num_warmup_steps(10), "decay_steps"),
+    ],
+)
+def test_schedules_that_do_not_fit_are_refused(make, key):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert key in caught.value.keys
+
+
+def test_config_nodes_import_no_torch():
+    modules = ", ".join(f"automodel_cli.training.{name}" for name in ("config", "optim", "lr_scheduler", "trackers"))
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
