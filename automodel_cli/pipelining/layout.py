@@ -1,15 +1,17 @@
 """The layout language: which layers live on which pipeline stage, written as a string. Torch-free.
 
-Example: `Et*3|(tt|)*29,m|L` is `Ettt`, 29 stages of `tt`, one stage with a multi-token-prediction layer and one with the loss.
-`E` embedding, `t` decoder layer, `m` multi-token-prediction (MTP) layer, `L` final norm, head and loss; `|` ends a stage; `*n` repeats
-the letter, separator or group before it; commas decorate. Grammar (ASCII, case-sensitive, no white space)::
+Example: `Et*3|(tt|)*29,m|L` is `Ettt`, 29 stages of `tt`, one stage with a multi-token-prediction layer and one with
+the loss. `E` embedding, `t` decoder layer, `m` multi-token-prediction (MTP) layer, `L` final norm, head and loss; `|`
+ends a stage; `*n` repeats the letter, separator or group before it; commas decorate. Grammar (ASCII, case-sensitive, no
+white space)::
 
     layout = { "," | unit }
     unit   = ( "E" | "t" | "m" | "L" | "|" ) [ "*" INT ]  |  "(" body ")" "*" INT
     body   = one or more plain units and commas, no "("
 
-The language is Megatron-core's `pipeline_model_parallel_layout`, with a parser in place of textual substitution: `t*2,3` is an error
-here, not 23 layers. Every item remembers the character that produced it, so errors of meaning can point at it too.
+The language is Megatron-core's `pipeline_model_parallel_layout`, with a parser in place of textual substitution:
+`t*2,3` is an error here, not 23 layers. Every item remembers the character that produced it, so errors of meaning can
+point at it too.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ Position = int | tuple[int, int | None] | None
 
 
 class LayoutError(ConfigError):
-    """A layout that cannot be read or cannot work: `code` is stable, `position` is where, the message shows string and caret."""
+    """A layout that cannot be read or cannot work: `code` is stable, `position` is where, the message shows string and
+    caret.
+    """
 
-    def __init__(self, text: str, *, code: str, position: Position = None, source: object = None, fix: str | None = None):
+    def __init__(
+        self, text: str, *, code: str, position: Position = None, source: object = None, fix: str | None = None
+    ):
         self.code, self.position = code, position
         super().__init__(f"layout: {text} ({code})" + _pointer(source, position), keys=("layout",), fix=fix)
 
@@ -79,8 +85,9 @@ class Layout:
 def parse_layout(source: str | Sequence[Sequence[str]]) -> Layout:
     """Read a layout string, or its list form `[["embedding", "decoder"], ["decoder", "loss"]]`.
 
-    Raises LayoutError (codes `stray-digit`, `chained-star`, `dangling-star`, `bad-count`, `missing-count`, `empty-group`, `nested-group`,
-    `unclosed-group`, `stray-close`, `bad-character`, `too-long`; list form: `bad-item-type`, `unknown-layer`).
+    Raises LayoutError (codes `stray-digit`, `chained-star`, `dangling-star`, `bad-count`, `missing-count`,
+    `empty-group`, `nested-group`, `unclosed-group`, `stray-close`, `bad-character`, `too-long`; list form:
+    `bad-item-type`, `unknown-layer`).
     """
     if isinstance(source, str):
         return Layout(_split_stages(_Parser(source).run()), source)
@@ -173,13 +180,17 @@ class _Parser:
 
     def guard(self, items: int) -> None:
         if items > MAX_ITEMS:
-            raise self.fail("too-long", f"the layout expands to more than {MAX_ITEMS} items", min(self.at, len(self.source)))
+            raise self.fail(
+                "too-long", f"the layout expands to more than {MAX_ITEMS} items", min(self.at, len(self.source))
+            )
 
 
 def _parse_list(source: Sequence[Sequence[str]]) -> Layout:
     for s, stage in enumerate(source):
         if isinstance(stage, str) or not isinstance(stage, Sequence):
-            raise LayoutError(f"a stage must be a list of names, not {stage!r}", code="bad-item-type", position=(s, None))
+            raise LayoutError(
+                f"a stage must be a list of names, not {stage!r}", code="bad-item-type", position=(s, None)
+            )
         for i, name in enumerate(stage):
             if not isinstance(name, str):
                 raise LayoutError(f"an item must be a name, not {name!r}", code="bad-item-type", position=(s, i))
@@ -190,7 +201,9 @@ def _parse_list(source: Sequence[Sequence[str]]) -> Layout:
             letter = name if name in NAMES.values() else NAMES.get(name.strip().lower())
             if letter is None:
                 raise LayoutError(
-                    f"{name!r} is no layer; known are {', '.join(NAMES)} and {' '.join(LETTERS)}", code="unknown-layer", position=(s, i)
+                    f"{name!r} is no layer; known are {', '.join(NAMES)} and {' '.join(LETTERS)}",
+                    code="unknown-layer",
+                    position=(s, i),
                 )
             items.append(Item(letter, (s, i)))
         stages.append(tuple(items))
@@ -198,7 +211,10 @@ def _parse_list(source: Sequence[Sequence[str]]) -> Layout:
 
 
 def num_chunks(layout: Layout, pp_size: int) -> int:
-    """Virtual stages per rank, `S / p`. Stage s lives on rank `s % p` as chunk `s // p`. Raises `bad-pp`, `stage-count`."""
+    """Virtual stages per rank, `S / p`.
+
+    Stage s lives on rank `s % p` as chunk `s // p`. Raises `bad-pp`, `stage-count`.
+    """
     stages = len(layout.stages)
     if pp_size < 1:
         raise layout.error(f"pp_size={pp_size} must be at least 1", "bad-pp")
@@ -206,7 +222,9 @@ def num_chunks(layout: Layout, pp_size: int) -> int:
         near = [p for p in range(1, stages + 1) if stages % p == 0]
         best = min(near, key=lambda p: abs(p - pp_size))
         raise layout.error(
-            f"{stages} stages do not divide over pp_size={pp_size} ranks", "stage-count", fix=f"mesh.pp_size={best} (one of {near})"
+            f"{stages} stages do not divide over pp_size={pp_size} ranks",
+            "stage-count",
+            fix=f"mesh.pp_size={best} (one of {near})",
         )
     return stages // pp_size
 
@@ -214,8 +232,8 @@ def num_chunks(layout: Layout, pp_size: int) -> int:
 def validate_layout(layout: Layout, pp_size: int, num_layers: int, mtp_num_layers: int | None = None) -> None:
     """Refuse a layout that cannot be built, with the first broken rule in the documented order.
 
-    Order: bad-pp, stage-count, no/duplicate-embedding, no/duplicate-loss, embedding-not-first, loss-not-last, layer-count, mtp-count,
-    decoder-after-mtp, mtp-split, mtp-not-last-chunk, mtp-on-first-rank.
+    Order: bad-pp, stage-count, no/duplicate-embedding, no/duplicate-loss, embedding-not-first, loss-not-last,
+    layer-count, mtp-count, decoder-after-mtp, mtp-split, mtp-not-last-chunk, mtp-on-first-rank.
     """
     chunks = num_chunks(layout, pp_size)
     _check_ends(layout)
@@ -223,7 +241,9 @@ def validate_layout(layout: Layout, pp_size: int, num_layers: int, mtp_num_layer
     if decoders != num_layers:
         raise layout.error(f"it places {decoders} decoder layers, but the model has {num_layers}", "layer-count")
     if mtp != (mtp_num_layers or 0):
-        raise layout.error(f"it places {mtp} multi-token-prediction layers, but the model has {mtp_num_layers or 0}", "mtp-count")
+        raise layout.error(
+            f"it places {mtp} multi-token-prediction layers, but the model has {mtp_num_layers or 0}", "mtp-count"
+        )
     _check_mtp(layout, pp_size, chunks)
 
 
@@ -234,7 +254,9 @@ def _check_ends(layout: Layout) -> None:
         if not places[letter]:
             raise layout.error(f"no {letter}: exactly one stage must hold the {name}", f"no-{name}")
         if len(places[letter]) > 1:
-            raise layout.error(f"a second {letter}: the {name} exists once", f"duplicate-{name}", places[letter][1][2].position)
+            raise layout.error(
+                f"a second {letter}: the {name} exists once", f"duplicate-{name}", places[letter][1][2].position
+            )
     stage, index, item = places["E"][0]
     if (stage, index) != (0, 0):
         raise layout.error("E must be the first item of the first stage", "embedding-not-first", item.position)
@@ -251,12 +273,15 @@ def _check_mtp(layout: Layout, pp_size: int, chunks: int) -> None:
     k, stage, head = first
     for _, item in flat[k:]:
         if item.letter == "t":
-            raise layout.error("a decoder layer follows a multi-token-prediction layer", "decoder-after-mtp", item.position)
+            raise layout.error(
+                "a decoder layer follows a multi-token-prediction layer", "decoder-after-mtp", item.position
+            )
     for s, item in flat[k:]:
         if item.letter == "m" and s != stage:
             raise layout.error("all m must be in one stage", "mtp-split", item.position)
     if stage // pp_size != chunks - 1:
-        text = f"m is in chunk {stage // pp_size} of rank {stage % pp_size}; it must be in the rank's last chunk, {chunks - 1}"
+        where = f"m is in chunk {stage // pp_size} of rank {stage % pp_size}"
+        text = f"{where}; it must be in the rank's last chunk, {chunks - 1}"
         raise layout.error(text, "mtp-not-last-chunk", head.position)
     if pp_size > 1 and stage % pp_size == 0:
         raise layout.error("m must not be on rank 0, which holds the embedding", "mtp-on-first-rank", head.position)

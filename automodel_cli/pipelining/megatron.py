@@ -1,7 +1,9 @@
-"""Megatron-core's schedule arithmetic, under its names: warm-up counts, the interleaved table, orders, checkpoint and sync rules.
+"""Megatron-core's schedule arithmetic, under its names: warm-up counts, the interleaved table, orders, checkpoint and
+sync rules.
 
-Pure functions on integers; nothing here communicates or imports torch. Where Megatron-core reads global state (the pipeline rank and
-size), these functions take a communicator, as the newer Megatron-core does, or the three numbers by keyword.
+Pure functions on integers; nothing here communicates or imports torch. Where Megatron-core reads global state (the
+pipeline rank and size), these functions take a communicator, as the newer Megatron-core does, or the three numbers by
+keyword.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ def get_pp_rank_microbatches(
 ) -> RankMicrobatches:
     """How many virtual microbatches a rank has, runs before its first backward, and runs after that.
 
-    Warm-up: everything when `forward_only`; none without pipelining; `p - r - 1` without interleaving (virtual size None); else
-    `2 (p - r - 1) + (v - 1) g`, plus one with the overlapped expert all-to-all. Warm-up that covers the total, also exactly, is
-    `all_in_warmup`.
+    Warm-up: everything when `forward_only`; none without pipelining; `p - r - 1` without interleaving (virtual size
+    None); else `2 (p - r - 1) + (v - 1) g`, plus one with the overlapped expert all-to-all. Warm-up that covers the
+    total, also exactly, is `all_in_warmup`.
     """
     if p2p_communicator is not None:
         pipeline_parallel_size = p2p_communicator.pp_group.size()
@@ -71,21 +73,26 @@ def get_pp_rank_microbatches(
 
 
 def check_microbatch_group_size(num_microbatches: int, pipeline_parallel_size: int, group_size: int) -> None:
-    """Legal groups: `p <= g <= m` (ValueError, rule group-range), last group full or at least p (RuntimeError, rule group-remainder)."""
+    """Legal groups: `p <= g <= m` (ValueError, rule group-range), last group full or at least p (RuntimeError, rule
+    group-remainder).
+    """
     p, m, g = pipeline_parallel_size, num_microbatches, group_size
     if not p <= g <= m:
-        raise ValueError(f"group-range: microbatch_group_size={g} must be at least pp_size={p} and at most num_microbatches={m}")
+        raise ValueError(
+            f"group-range: microbatch_group_size={g} must be at least pp_size={p} and at most num_microbatches={m}"
+        )
     if 0 < m % g < p:
         raise RuntimeError(
-            f"group-remainder: {m} microbatches in groups of {g} leave a last group of {m % g}, fewer than pp_size={p}: "
-            "it would wait for itself"
+            f"group-remainder: {m} microbatches in groups of {g} leave a last group of {m % g}, "
+            f"fewer than pp_size={p}: it would wait for itself"
         )
 
 
 def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
 ) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of every virtual forward: groups of microbatches, chunk-major inside a group; the last group takes the rest.
+    """(microbatch, chunk) of every virtual forward: groups of microbatches, chunk-major inside a group; the last group
+    takes the rest.
 
     The k-th backward is microbatch `table[k][0]` on chunk `v - 1 - table[k][1]`.
     """
@@ -101,7 +108,9 @@ def get_schedule_table(
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """The table as signed chunks: +c is a forward of chunk c - 1, -c a backward of it; warm-up, then one of each, then the rest."""
+    """The table as signed chunks: +c is a forward of chunk c - 1, -c a backward of it; warm-up, then one of each, then
+    the rest.
+    """
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
     w, total = num_warmup_microbatches, len(forwards)
@@ -132,8 +141,8 @@ def compute_order(
 ) -> list[Compute]:
     """What one rank computes, in order. `num_model_chunks` None is 1F1B; a number, even 1, the interleaved schedule.
 
-    `group_size` defaults to the pipeline size. `extra_warmup` 1 is the order under the overlapped expert all-to-all. Raises ValueError
-    and RuntimeError for an illegal group, as Megatron-core does.
+    `group_size` defaults to the pipeline size. `extra_warmup` 1 is the order under the overlapped expert all-to-all.
+    Raises ValueError and RuntimeError for an illegal group, as Megatron-core does.
     """
     p, chunks = pipeline_parallel_size, num_model_chunks or 1
     group = num_microbatches if num_model_chunks is None else (group_size or p)
@@ -160,7 +169,8 @@ def compute_order(
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """`layers`: +l forward and -l backward of global layer l (1-based), -(l - 0.5) written `-l - 0.5` its weight gradient.
+    """`layers`: +l forward and -l backward of global layer l (1-based), -(l - 0.5) written `-l - 0.5` its weight
+    gradient.
 
     `chunk_layer`: (chunk, layer in chunk), both from 0, for forwards; None for the others.
     """
@@ -174,8 +184,9 @@ def get_overlap_moe_expert_parallel_comm_order(
 ) -> LayerOrder:
     """Expand a chunk order into layers as they run under the overlapped expert all-to-all.
 
-    Between the first backward and the last forward every (backward, forward) pair runs layer by layer, the forward first. With split
-    weight gradients each backward layer is followed by its weight gradient; in a pair the last one moves to the pair's end.
+    Between the first backward and the last forward every (backward, forward) pair runs layer by layer, the forward
+    first. With split weight gradients each backward layer is followed by its weight gradient; in a pair the last one
+    moves to the pair's end.
     """
     first = [sum(num_layers_per_chunk[:c]) for c in range(len(num_layers_per_chunk))]
 
@@ -204,7 +215,9 @@ def get_overlap_moe_expert_parallel_comm_order(
 
 
 def _interleave(forward: list[float], backward: list[list[float]], split: bool) -> list[float]:
-    """One pair, layer by layer, forward first; a leftover tail of the longer one follows; the last weight gradient ends the pair."""
+    """One pair, layer by layer, forward first; a leftover tail of the longer one follows; the last weight gradient ends
+    the pair.
+    """
     last_weight = [backward[-1].pop()] if split and backward else []
     merged: list[float] = []
     for k in range(max(len(forward), len(backward))):
@@ -218,8 +231,8 @@ def checkpoint_activations_microbatch(
 ) -> bool | None:
     """Whether a forward recomputes all its layers in the backward; None leaves it to the model's own setting.
 
-    Of every window of `warm-up + 1` forwards (that many are alive at once) the first N keep their activations. `virtual_microbatch`
-    counts forwards of the rank: the microbatch without interleaving.
+    Of every window of `warm-up + 1` forwards (that many are alive at once) the first N keep their activations.
+    `virtual_microbatch` counts forwards of the rank: the microbatch without interleaving.
     """
     if num_microbatches_with_partial_activation_checkpoints is None:
         return None
@@ -253,15 +266,19 @@ def get_tensor_shapes(
     context_parallel_size: int = 1,
     variable_seq_lengths: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Shapes of what crosses a stage boundary: `[(tokens, rows, hidden)]`, or `[()]` when lengths are only known at run time.
+    """Shapes of what crosses a stage boundary: `[(tokens, rows, hidden)]`, or `[()]` when lengths are only known at run
+    time.
 
-    Raises ValueError when context or sequence parallelism does not divide the sequence (Megatron-core floors, and hangs later).
+    Raises ValueError when context or sequence parallelism does not divide the sequence (Megatron-core floors, and hangs
+    later).
     """
     if variable_seq_lengths:
         return [()]
     tokens = seq_length if decoder_seq_length is None else decoder_seq_length
     ways = context_parallel_size * (tensor_parallel_size if sequence_parallel else 1)
     if tokens % ways:
-        how = f"context parallel {context_parallel_size}" + (f" x sequence parallel {tensor_parallel_size}" if sequence_parallel else "")
+        how = f"context parallel {context_parallel_size}" + (
+            f" x sequence parallel {tensor_parallel_size}" if sequence_parallel else ""
+        )
         raise ValueError(f"{tokens} tokens do not divide by {how} ({tokens} % {ways} = {tokens % ways})")
     return [(tokens // ways, micro_batch_size, hidden_size)]

@@ -1,4 +1,6 @@
-"""Megatron-core's tensor helpers of a pipeline step, under its names: release of sent outputs, backward without them, loss scaling."""
+"""Megatron-core's tensor helpers of a pipeline step, under its names: release of sent outputs, backward without them,
+loss scaling.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import Tensor
 
 
 def is_single_shape(shape: object) -> bool:
-    """True for one shape, False for a list of shapes: a torch.Size (even empty), or a non-empty list or tuple of ints."""
+    """True for one shape, False for a list of shapes: a torch.Size (even empty), or a non-empty list or tuple of
+    ints.
+    """
     if isinstance(shape, torch.Size):
         return True
     return isinstance(shape, (list, tuple)) and len(shape) > 0 and all(isinstance(n, int) for n in shape)
@@ -20,8 +24,9 @@ def is_single_shape(shape: object) -> bool:
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool | None = False) -> None:
     """Free the values of an output that was sent, and keep its graph: `.data` becomes one element, `grad_fn` stays.
 
-    Nothing happens for None or without the flag; lists and dicts are walked. A view is refused (its base would stay alive and the
-    memory with it), and so is anything that is no tensor. Only `custom_backward` can start from the result.
+    Nothing happens for None or without the flag; lists and dicts are walked. A view is refused (its base would stay
+    alive and the memory with it), and so is anything that is no tensor. Only `custom_backward` can start from the
+    result.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
@@ -39,7 +44,8 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool | None 
 def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
     """Backward from a deallocated output: autograd's engine without the shape check of `autograd.backward`.
 
-    `output` must hold one element (deallocated, or a loss); `grad_output` None means ones. Gradients equal autograd's bit for bit.
+    `output` must hold one element (deallocated, or a loss); `grad_output` None means ones. Gradients equal autograd's
+    bit for bit.
     """
     assert output.numel() == 1, f"output has {output.numel()} elements; deallocate_output_tensor must have run"
     assert isinstance(output, Tensor), f"output is {type(output).__name__}"
@@ -60,7 +66,9 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
 
 @dataclass
 class StepLoss:
-    """What a forward step hands on: the tensor backward starts from (or to send), its token count, what the caller collects."""
+    """What a forward step hands on: the tensor backward starts from (or to send), its token count, what the caller
+    collects.
+    """
 
     output: Tensor
     num_tokens: Tensor | int = 0
@@ -80,8 +88,9 @@ def forward_step_calc_loss(
     """Turn the last stage's output into the loss of one microbatch, scaled as `loss_func`'s result asks for.
 
     `(loss, data)`: `loss * cp / m`, also with `calculate_per_token_loss` (return a 3-tuple for a true token mean).
-    `(loss, num_tokens, data)`: `loss / max(num_tokens, 1) / m`, or unchanged with `calculate_per_token_loss`, where gradients are scaled
-    once by the global token count after the step. No loss_func, or `collect_non_loss_data`: the output unchanged. Other stages: nothing.
+    `(loss, num_tokens, data)`: `loss / max(num_tokens, 1) / m`, or unchanged with `calculate_per_token_loss`, where
+    gradients are scaled once by the global token count after the step. No loss_func, or `collect_non_loss_data`: the
+    output unchanged. Other stages: nothing.
     """
     if not is_last_stage:
         return StepLoss(output_tensor)
@@ -109,7 +118,8 @@ def aux_loss_scales(
     grad_scale_func: Callable[[Tensor], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """(MoE auxiliary loss scale, MTP loss scale): `scale * cp / m` and `scale / m`, or `scale` for both with per-token losses.
+    """(MoE auxiliary loss scale, MTP loss scale): `scale * cp / m` and `scale / m`, or `scale` for both with per-token
+    losses.
 
     Raises ValueError when `grad_scale_func` returns more than one element.
     """
@@ -131,13 +141,16 @@ def backward_step(
     grad_scale_func: Callable[[Tensor], Tensor] | None = None,
     deallocate_pipeline_outputs: bool = False,
 ) -> Any:
-    """Backward of one stage and microbatch; returns the gradient(s) of its input, in the form they were given (one, or a list).
+    """Backward of one stage and microbatch; returns the gradient(s) of its input, in the form they were given (one, or
+    a list).
 
-    On the last stage `output_tensor_grad` is None and the loss is scaled by `grad_scale_func`. Nothing runs when the output needs no
-    gradient. The first stage gets None back.
+    On the last stage `output_tensor_grad` is None and the loss is scaled by `grad_scale_func`. Nothing runs when the
+    output needs no gradient. The first stage gets None back.
     """
     single = not isinstance(input_tensor, list)
-    inputs, outputs, grads = (x if isinstance(x, list) else [x] for x in (input_tensor, output_tensor, output_tensor_grad))
+    inputs, outputs, grads = (
+        x if isinstance(x, list) else [x] for x in (input_tensor, output_tensor, output_tensor_grad)
+    )
     for tensor in inputs:
         if tensor is not None:
             tensor.retain_grad()

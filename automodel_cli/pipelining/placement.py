@@ -1,6 +1,7 @@
 """Which decoder layers each (rank, chunk) holds: from a layout, from fixed counts at the ends, or evenly. Torch-free.
 
-The options and their arithmetic are Megatron-core's (`account_for_embedding_in_pipeline_split`, `num_layers_in_first_pipeline_stage`, ...).
+The options and their arithmetic are Megatron-core's (`account_for_embedding_in_pipeline_split`,
+`num_layers_in_first_pipeline_stage`, ...).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from automodel_cli.pipelining.layout import Layout, num_chunks, parse_layout, va
 
 
 class PlacementError(ConfigError):
-    """Options that describe no placement: `code` is not-divisible, not-positive, middle-mismatch, vpp-conflict or exclusive-options."""
+    """Options that describe no placement: `code` is not-divisible, not-positive, middle-mismatch, vpp-conflict or
+    exclusive-options.
+    """
 
     def __init__(self, text: str, *, code: str, keys: tuple[str, ...] = (), fix: str | None = None):
         super().__init__(f"{text} ({code})", keys=keys, fix=fix)
@@ -47,7 +50,9 @@ class Placement:
 
     @property
     def mtp_standalone(self) -> bool:
-        """True when MTP layers live on another rank than the last: the tensors between those stages then differ in shape."""
+        """True when MTP layers live on another rank than the last: the tensors between those stages then differ in
+        shape.
+        """
         return any(rank != self.pp_size - 1 for rank in self.mtp_ranks)
 
     @property
@@ -65,9 +70,14 @@ class Placement:
 
 
 def place_layout(layout: Layout | str | Sequence[Sequence[str]], pp_size: int) -> Placement:
-    """The stages of a layout on `pp_size` ranks. Only the stage count is checked; `validate_layout` has the other rules."""
+    """The stages of a layout on `pp_size` ranks.
+
+    Only the stage count is checked; `validate_layout` has the other rules.
+    """
     layout = layout if isinstance(layout, Layout) else parse_layout(layout)
-    return _placement(layout.letters, pp_size, num_chunks(layout, pp_size), layout.source if isinstance(layout.source, str) else None)
+    return _placement(
+        layout.letters, pp_size, num_chunks(layout, pp_size), layout.source if isinstance(layout.source, str) else None
+    )
 
 
 def place_layers(
@@ -85,8 +95,9 @@ def place_layers(
 ) -> Placement:
     """Decoder layers per (rank, chunk) from exactly one way of saying it.
 
-    `layout`; or even; or even with embedding and loss counted as a layer each; or fixed counts on the first and last rank. `vpp_size`
-    chunks per rank (or `layers_per_virtual_stage`) split a rank's layers evenly. Raises PlacementError and LayoutError.
+    `layout`; or even; or even with embedding and loss counted as a layer each; or fixed counts on the first and last
+    rank. `vpp_size` chunks per rank (or `layers_per_virtual_stage`) split a rank's layers evenly. Raises PlacementError
+    and LayoutError.
     """
     fixed_ends = first_stage_layers is not None or last_stage_layers is not None
     ways = {
@@ -97,7 +108,9 @@ def place_layers(
     }
     chosen = [name for name, used in ways.items() if used]
     if len(chosen) > 1:
-        raise PlacementError(f"{' and '.join(chosen)} exclude each other", code="exclusive-options", fix=f"keep {chosen[0]} only")
+        raise PlacementError(
+            f"{' and '.join(chosen)} exclude each other", code="exclusive-options", fix=f"keep {chosen[0]} only"
+        )
     if layout is not None:
         return _place_checked_layout(layout, num_layers, pp_size, vpp_size, mtp_num_layers)
     if pp_size < 1 or (vpp_size is not None and vpp_size < 1):
@@ -119,13 +132,18 @@ def place_layers(
 
 
 def _place_checked_layout(
-    source: str | Sequence[Sequence[str]], num_layers: int, pp_size: int, vpp_size: int | None, mtp_num_layers: int | None
+    source: str | Sequence[Sequence[str]],
+    num_layers: int,
+    pp_size: int,
+    vpp_size: int | None,
+    mtp_num_layers: int | None,
 ) -> Placement:
     layout = parse_layout(source)
     chunks = num_chunks(layout, pp_size)
     if vpp_size is not None and vpp_size != chunks:
         raise PlacementError(
-            f"the layout has {len(layout.stages)} stages on pp_size={pp_size}, that is {chunks} per rank, but vpp_size={vpp_size}",
+            f"the layout has {len(layout.stages)} stages on pp_size={pp_size}, that is {chunks} per rank, "
+            f"but vpp_size={vpp_size}",
             code="vpp-conflict",
             keys=("vpp_size",),
             fix=f"vpp_size={chunks}, or leave it out",
@@ -138,10 +156,13 @@ def _chunks_from_layers(num_layers: int, pp_size: int, vpp_size: int | None, lay
     if vpp_size is not None:
         raise PlacementError("vpp_size and layers_per_virtual_stage exclude each other", code="exclusive-options")
     if layers_per_virtual_stage < 1:
-        raise PlacementError(f"layers_per_virtual_stage={layers_per_virtual_stage} must be at least 1", code="not-positive")
+        raise PlacementError(
+            f"layers_per_virtual_stage={layers_per_virtual_stage} must be at least 1", code="not-positive"
+        )
     if num_layers % (pp_size * layers_per_virtual_stage):
         raise PlacementError(
-            f"{num_layers} layers do not divide into stages of {layers_per_virtual_stage} over {pp_size} ranks", code="not-divisible"
+            f"{num_layers} layers do not divide into stages of {layers_per_virtual_stage} over {pp_size} ranks",
+            code="not-divisible",
         )
     return num_layers // (pp_size * layers_per_virtual_stage)
 
@@ -171,7 +192,8 @@ def _fixed_ends(num_layers: int, pp_size: int, chunks: int, first: int | None, l
     middle_ranks, middle = pp_size - len(fixed), num_layers - sum(fixed)
     if middle_ranks < 0 or (middle_ranks == 0) != (middle == 0) or middle < 0:
         raise PlacementError(
-            f"{num_layers} layers minus {' + '.join(map(str, fixed))} leave {middle} for {middle_ranks} ranks", code="middle-mismatch"
+            f"{num_layers} layers minus {' + '.join(map(str, fixed))} leave {middle} for {middle_ranks} ranks",
+            code="middle-mismatch",
         )
     if middle_ranks and middle % middle_ranks:
         raise PlacementError(f"{middle} layers do not divide over the {middle_ranks} other ranks", code="not-divisible")
@@ -182,7 +204,9 @@ def _fixed_ends(num_layers: int, pp_size: int, chunks: int, first: int | None, l
         totals[-1] = last
     for rank, total in enumerate(totals):
         if total % chunks:
-            raise PlacementError(f"{total} layers of rank {rank} do not divide into {chunks} chunks", code="not-divisible")
+            raise PlacementError(
+                f"{total} layers of rank {rank} do not divide into {chunks} chunks", code="not-divisible"
+            )
     return [total // chunks for total in totals]
 
 
@@ -196,10 +220,13 @@ def _placement(letters: Sequence[str], pp_size: int, chunks: int, source: str | 
 
 
 def render_table(placement: Placement) -> str:
-    """The placement as text: one line per rank, one column per chunk, with stage number, letters and decoder layer ids."""
+    """The placement as text: one line per rank, one column per chunk, with stage number, letters and decoder layer
+    ids.
+    """
     layers = sum(s.num_layers for s in placement.stages)
     mtp = sum(s.letters.count("m") for s in placement.stages)
-    head = f"{placement.pp_size} ranks x {placement.num_chunks} chunks = {len(placement.stages)} stages, {layers} decoder layers"
+    head = f"{placement.pp_size} ranks x {placement.num_chunks} chunks = {len(placement.stages)} stages"
+    head += f", {layers} decoder layers"
     if mtp:
         where = "standalone on rank" if placement.mtp_standalone else "with the loss on rank"
         head += f", {mtp} MTP layer{'s' if mtp > 1 else ''} {where} {', '.join(map(str, placement.mtp_ranks))}"
@@ -207,7 +234,10 @@ def render_table(placement: Placement) -> str:
     for rank in range(placement.pp_size):
         rows.append([str(rank), *(_cell(s, rank + s.chunk * placement.pp_size) for s in placement.of_rank(rank))])
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    lines = ["  ".join([row[0].rjust(widths[0]), *(x.ljust(w) for x, w in zip(row[1:], widths[1:], strict=True))]) for row in rows]
+    lines = [
+        "  ".join([row[0].rjust(widths[0]), *(x.ljust(w) for x, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
     lines.insert(1, "  ".join("─" * w for w in widths))
     title = [f"layout {placement.source}"] if placement.source else []
     return "\n".join([*title, head, *(line.rstrip() for line in lines)])

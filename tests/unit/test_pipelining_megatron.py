@@ -35,7 +35,11 @@ def test_pp_rank_microbatches():
         want = tuple(row[k] for k in ("total", "all_in_warmup", "warmup", "remaining"))
         arguments = (row["microbatches"], row["chunks"], row["group"], row["forward_only"], row["overlap_moe"])
         assert mc.get_pp_rank_microbatches(*arguments, Communicator(row["pp"], row["rank"], row["vp"])) == want, row
-        numbers = {"pipeline_parallel_size": row["pp"], "pipeline_parallel_rank": row["rank"], "virtual_pipeline_parallel_size": row["vp"]}
+        numbers = {
+            "pipeline_parallel_size": row["pp"],
+            "pipeline_parallel_rank": row["rank"],
+            "virtual_pipeline_parallel_size": row["vp"],
+        }
         assert mc.get_pp_rank_microbatches(*arguments, **numbers) == want, row
 
 
@@ -62,8 +66,21 @@ def test_layer_order_under_overlap():
 
 def test_tensor_shapes():
     for row in VECTORS["tensor_shapes"]:
-        arguments = {k: row[k] for k in ("seq_length", "micro_batch_size", "decoder_seq_length", "sequence_parallel", "variable_seq_lengths")}
-        arguments |= {"hidden_size": row["hidden"], "tensor_parallel_size": row["tp"], "context_parallel_size": row["cp"]}
+        arguments = {
+            k: row[k]
+            for k in (
+                "seq_length",
+                "micro_batch_size",
+                "decoder_seq_length",
+                "sequence_parallel",
+                "variable_seq_lengths",
+            )
+        }
+        arguments |= {
+            "hidden_size": row["hidden"],
+            "tensor_parallel_size": row["tp"],
+            "context_parallel_size": row["cp"],
+        }
         if row["indivisible"]:
             with pytest.raises(ValueError, match="do not divide"):
                 mc.get_tensor_shapes(**arguments)
@@ -99,7 +116,12 @@ def test_full_traces_compute_and_recompute():
             continue
         options, warmup = row["options"], None
         order = mc.compute_order(
-            row["microbatches"], row["pp"], row["rank"], row["vp"], row["group"], forward_only=options.get("forward_only", False)
+            row["microbatches"],
+            row["pp"],
+            row["rank"],
+            row["vp"],
+            row["group"],
+            forward_only=options.get("forward_only", False),
         )
         warmup = next((k for k, step in enumerate(order) if step.kind == "B"), len(order)) - 1
         got, forwards = [], 0
@@ -114,7 +136,9 @@ def test_full_traces_compute_and_recompute():
         assert got == want, row
 
 
-@pytest.mark.parametrize("row", VECTORS["loss_normalisation"], ids=lambda r: f"{r['kind']}-{r['per_token']}-cp{r['cp']}-{r['num_tokens']}")
+@pytest.mark.parametrize(
+    "row", VECTORS["loss_normalisation"], ids=lambda r: f"{r['kind']}-{r['per_token']}-cp{r['cp']}-{r['num_tokens']}"
+)
 def test_loss_normalisation(row):
     tokens = torch.tensor(row["num_tokens"])
     functions = {
