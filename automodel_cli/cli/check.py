@@ -1,0 +1,45 @@
+"""`check -c CONF`: everything that is wrong with a config, or a line for each section."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import click
+
+from automodel_cli.cli import common
+from automodel_cli.config.problems import show
+
+
+@click.command(short_help="Check a config; nothing is run.")
+@common.config_options
+@click.option("--resolved", is_flag=True, help="Print the composed config with the origin of every value instead.")
+def check(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], resolved: bool) -> None:
+    """Check a config without running it: no GPU, no network, no torch. Prints a line for each section and ok."""
+    from automodel_cli.config.bundled import display
+
+    composed, _ = common.load(conf, overrides, trust)
+    if resolved:
+        click.echo(composed.to_yaml(), nl=False)
+        return
+    width = max(map(len, composed.tree))
+    limit = max(40, shutil.get_terminal_size().columns - width - 2)
+    for key, value in composed.tree.items():
+        label = "recipe" if key == "_target_" else key
+        click.echo(f"{click.style(f'{label:<{width}}', bold=True)}  {_clip(_line(value), limit)}")
+    files = " < ".join(display(path) for path in reversed(composed.files))
+    more = f", {len(overrides)} from the command line" if overrides else ""
+    click.echo(f"{click.style('ok', fg='green', bold=True):<{width}}  {files}{more}")
+
+
+def _line(value: Any) -> str:
+    """A section in one line: the class of its node, then what is set."""
+    if not isinstance(value, dict):
+        return show(value, 100)
+    words = [str(value["_target_"]).rpartition(".")[2]] if "_target_" in value else []
+    words += [f"{k}={show(v, 60)}" for k, v in value.items() if not k.startswith("_")]
+    return " ".join(words) or "(defaults)"
+
+
+def _clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

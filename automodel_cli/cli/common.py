@@ -1,0 +1,102 @@
+"""What every command that reads a config shares: its options, and the way from a file to a checked recipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+
+import click
+
+from automodel_cli.cli import complete
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch.placement import detect
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@runtime_checkable
+class Recipe(Protocol):
+    """What the root of a config must be. Exit codes are those of `automodel_cli.cli.main`."""
+
+    def num_ranks(self, num_gpus: int) -> int:
+        """How many ranks to start on a host with so many GPUs."""
+        ...
+
+    def run(self, composed: Composed) -> int:
+        """Train, as one rank; returns the exit code. `composed.run_dir` is set when a run goes on in place."""
+        ...
+
+    def inspect_data(self, composed: Composed, rows: int) -> int:
+        """Print rows as the model will see them; returns the exit code."""
+        ...
+
+    def export(self, run_dir: Path, out_dir: Path) -> int:
+        """Write the newest checkpoint of a run for `transformers`; returns the exit code."""
+        ...
+
+
+def trust_option(function: F) -> F:
+    """`--trust-package NAME`, repeatable."""
+    return click.option(
+        "--trust-package",
+        "trust",
+        multiple=True,
+        metavar="NAME",
+        help="Let _target_ name classes and functions of this package too.",
+    )(function)
+
+
+def override_arguments(function: F) -> F:
+    """`[key=value ...]` in Hydra's grammar."""
+    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete.overrides)(function)
+
+
+def config_options(function: F) -> F:
+    """`-c CONF [--trust-package NAME] [key=value ...]`."""
+    conf = click.option(
+        "-c",
+        "--conf",
+        required=True,
+        metavar="CONF",
+        shell_complete=complete.configs,
+        help="A .yaml file, or the name of a bundled recipe.",
+    )
+    return conf(trust_option(override_arguments(function)))
+
+
+def load(
+    conf: str | Path, overrides: Sequence[str], trust: Sequence[str], *, run_dir: Path | None = None
+) -> tuple[Composed, Recipe]:
+    """Compose and check. Raises ConfigError with everything that is wrong."""
+    from automodel_cli.config.check import check
+    from automodel_cli.config.compose import compose
+
+    try:
+        composed = compose(conf, overrides, run_dir=run_dir)
+        recipe = check(composed, trust)
+    except ConfigError as error:
+        if detect().rank > 0:  # every rank has found the same: rank 0 speaks, and is given the time to
+            time.sleep(2)
+            sys.exit(error.exit_code)
+        raise
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"{type(recipe).__name__} is no recipe: it lacks run, num_ranks, inspect_data or export",
+            origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
+        )
+    return composed, recipe
+
+
+def run_folder(name: str) -> Path:
+    """The folder of a run, given as a path or as a name below runs/. Raises ConfigError."""
+    for path in (Path(name), Path("runs") / name):
+        if (path / "config.yaml").is_file():
+            return path.resolve()
+    known = sorted((p.parent for p in Path("runs").glob("*/config.yaml")), key=lambda p: p.stat().st_mtime)
+    raise ConfigError(f"no run at {name}: it has no config.yaml", fix=str(known[-1]) if known else None)

@@ -1,0 +1,21 @@
+"""`data inspect`: rows as the model will see them."""
+
+from __future__ import annotations
+
+import click
+
+from automodel_cli.cli import common
+
+
+@click.group()
+def data() -> None:
+    """Look at the data of a config."""
+
+
+@data.command()
+@click.option("--rows", default=3, show_default=True, type=click.IntRange(min=1), help="How many rows to print.")
+@common.config_options
+def inspect(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], rows: int) -> int:
+    """Print rows with trained tokens coloured and the totals of supervised tokens."""
+    composed, recipe = common.load(conf, overrides, trust)
+    return recipe.inspect_data(composed, rows)

@@ -1,0 +1,187 @@
+"""`doctor`: is this machine fit, and if not, the one command that makes it so. Looks at metadata; imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import click
+
+DISTRIBUTION = "automodel-cli"
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+_GIB = 2**30
+_EXTRAS = {
+    "peft": ("peft", "LoRA"),
+    "gguf": ("gguf", "GGUF files"),
+    "te": ("transformer-engine", "FP8 and TE kernels"),
+    "megatron": ("megatron-fsdp", "the Megatron-FSDP parallelizer"),
+    "vllm": ("vllm", "fast rollouts"),
+    "rewards": ("math-verify", "math rewards"),
+    "tracking": ("wandb", "trackers"),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line: what was looked at, what was found, and the command that fixes it."""
+
+    status: Literal["ok", "warn", "fail"]
+    subject: str
+    text: str
+    fix: str = ""
+
+
+@click.command()
+def doctor() -> int:
+    """Check versions, clashes, GPU, disk and optional packages; exit code 1 if something fails."""
+    verdicts = [verdict for check in CHECKS for verdict in check()]
+    width = max(len(v.subject) for v in verdicts)
+    for v in verdicts:
+        label = click.style(f"{v.status:<4}", fg=_COLOURS[v.status], bold=True)
+        click.echo(f"{label}  {v.subject:<{width}}  {v.text}")
+        if v.fix:
+            click.echo(f"      {'':<{width}}  {click.style('fix', fg='green')}  {v.fix}")
+    return int(any(v.status == "fail" for v in verdicts))
+
+
+def python() -> Iterator[Verdict]:
+    """The interpreter that the project supports."""
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < (3, 11):
+        yield Verdict("fail", "python", f"{found}, needs >= 3.11", "uv venv --python 3.12")
+    else:
+        yield Verdict("ok", "python", f"{found}  {sys.executable}")
+
+
+def dependencies() -> Iterator[Verdict]:
+    """Every base dependency against the range that our own metadata declares."""
+    for line in metadata.requires(DISTRIBUTION) or ():
+        if ";" in line:
+            continue  # an extra
+        name, spec = re.match(r"([\w.-]+)\s*(.*)", line).groups()  # type: ignore[union-attr]
+        found = _version(name)
+        if found is None:
+            yield Verdict("fail", name, f"not installed, needs {spec}", f'pip install "{name}{spec}"')
+        elif not satisfies(found, spec):
+            yield Verdict("fail", name, f"{found}, supported is {spec}", f'pip install "{name}{spec}"')
+        else:
+            yield Verdict("ok", name, found)
+
+
+def clashes() -> Iterator[Verdict]:
+    """Other distributions that own our script name or a top-level package called `recipes`."""
+    owners = sorted(
+        d.name
+        for d in metadata.distributions()
+        for e in d.entry_points
+        if e.name == "automodel" and d.name != DISTRIBUTION
+    )
+    if owners:
+        text = f"{', '.join(owners)} also installs a script called automodel; the later install wins"
+        yield Verdict("warn", "script", text, f"pip uninstall {owners[0]}   or use python -m automodel_cli")
+    else:
+        yield Verdict("ok", "script", shutil.which("automodel") or "not on PATH; python -m automodel_cli works")
+    spec = importlib.util.find_spec("recipes")
+    ours = Path(__file__).resolve().parents[2] / "recipes"
+    folder = Path(spec.origin).resolve().parent if spec and spec.origin else None
+    if folder != ours:
+        yield Verdict(
+            "fail",
+            "recipes",
+            f"{folder or 'nothing'} stands in for ours",
+            f"pip install --force-reinstall {DISTRIBUTION}",
+        )
+    else:
+        yield Verdict("ok", "recipes", str(folder))
+
+
+def gpu() -> Iterator[Verdict]:
+    """Driver and CUDA build of torch, without importing torch."""
+    build = (_version("torch") or "").partition("+")[2]
+    if not shutil.which("nvidia-smi"):
+        if build.startswith("cu"):
+            yield Verdict("warn", "gpu", f"torch is built for {build}, but there is no NVIDIA driver: runs use the CPU")
+        else:
+            yield Verdict("ok", "gpu", "none: runs use the CPU")
+        return
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    if answer.returncode:
+        yield Verdict("fail", "gpu", answer.stdout.strip() or answer.stderr.strip(), "nvidia-smi   (repair the driver)")
+        return
+    gpus = answer.stdout.strip().splitlines()
+    text = f"{len(gpus)} x {gpus[0]}" if gpus else "none visible to nvidia-smi"
+    if gpus and build == "cpu":
+        yield Verdict("fail", "gpu", f"{text}, but torch is a CPU build", "pip install --force-reinstall torch")
+    else:
+        yield Verdict("ok", "gpu", text)
+
+
+def space() -> Iterator[Verdict]:
+    """Room for runs, for the Hugging Face cache, and shared memory for NCCL and data workers."""
+    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    for subject, path, need, fix in (
+        ("disk", Path.cwd(), 10, "output_dir=/a/larger/disk   (override of a run)"),
+        ("hub cache", hub, 10, "export HF_HOME=/a/larger/disk"),
+        ("shm", Path("/dev/shm"), 1, "docker run --shm-size=8g   (or --ipc=host)"),
+    ):
+        there = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
+        free = shutil.disk_usage(there).free / _GIB
+        text = f"{free:.0f} GiB free" if free >= 10 else f"{free:.1f} GiB free"
+        enough = free >= need
+        yield Verdict("ok" if enough else "warn", subject, f"{text}  {path}", "" if enough else fix)
+
+
+def extras() -> Iterator[Verdict]:
+    """Optional packages: what is there, and how to get the rest, on one line each."""
+    present = {e: _version(d) for e, (d, _) in _EXTRAS.items()}
+    have = [f"{_EXTRAS[e][0]} {v}" for e, v in present.items() if v]
+    missing = [f"{e} ({_EXTRAS[e][1]})" for e, v in present.items() if not v]
+    if have:
+        yield Verdict("ok", "extras", ", ".join(have))
+    if missing:
+        example = missing[0].split()[0]
+        yield Verdict(
+            "ok", "not there", ", ".join(missing), f'pip install "{DISTRIBUTION}[{example}]"   (only if wanted)'
+        )
+
+
+CHECKS: tuple[Callable[[], Iterator[Verdict]], ...] = (python, dependencies, clashes, gpu, space, extras)
+
+
+def satisfies(version: str, spec: str) -> bool:
+    """Whether a release lies in a range such as `>=2.11,<2.14`; local and pre-release suffixes are ignored."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        parts = [int(n) for n in re.findall(r"\d+", re.split(r"[+a-z]", text.strip())[0])]
+        return tuple((parts + [0, 0, 0])[:3])
+
+    compare: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+        ">=": lambda a, b: a >= b,
+        "<=": lambda a, b: a <= b,
+        "<": lambda a, b: a < b,
+        ">": lambda a, b: a > b,
+        "==": lambda a, b: a == b,
+        "!=": lambda a, b: a != b,
+    }
+    for clause in filter(None, spec.split(",")):
+        operator, bound = re.match(r"\s*([<>=!]+)(.*)", clause).groups()  # type: ignore[union-attr]
+        if not compare[operator](numbers(version), numbers(bound)):
+            return False
+    return True
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,23 @@
+"""`export RUN`: what the run learnt, as `transformers` loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from automodel_cli.cli import common
+
+
+@click.command(short_help="Write a run for transformers, and verify it.")
+@click.argument("run", metavar="RUN")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write; default RUN/export.")
+@common.trust_option
+def export(run: str, out: Path | None, trust: tuple[str, ...]) -> int:
+    """Write a run's newest checkpoint as a Hugging Face folder and verify it by reloading.
+
+    RUN is a folder or a name below runs/.
+    """
+    folder = common.run_folder(run)
+    _, recipe = common.load(folder / "config.yaml", (), trust, run_dir=folder)
+    return recipe.export(folder, out or folder / "export")

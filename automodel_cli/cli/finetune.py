@@ -1,0 +1,59 @@
+"""`finetune llm` and `resume`: check, then run in place or start the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from automodel_cli.cli import common
+from automodel_cli.launch import local, placement, stop, worker
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+
+
+@click.group()
+def finetune() -> None:
+    """Train the recipe that a config names."""
+
+
+@finetune.command()
+@common.config_options
+@click.pass_obj
+def llm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: tuple[str, ...]) -> int:
+    """Fine-tune a language model.
+
+    Starts the ranks that the mesh asks for; under torchrun or srun it is one of them. Ctrl-C and SIGTERM stop at a
+    step boundary with a checkpoint.
+    """
+    composed, recipe = common.load(conf, overrides, trust)
+    return start(composed, recipe, arguments)
+
+
+@click.command(short_help="Continue a run in its folder.")
+@click.argument("run", metavar="RUN")
+@common.override_arguments
+@common.trust_option
+@click.pass_obj
+def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: tuple[str, ...]) -> int:
+    """Continue a run in its folder, from its newest checkpoint.
+
+    RUN is a folder or a name below runs/. Overrides change its config from here on.
+    """
+    folder = common.run_folder(run)
+    composed, recipe = common.load(folder / "config.yaml", overrides, trust, run_dir=folder)
+    return start(composed, recipe, arguments)
+
+
+def start(composed: Composed, recipe: common.Recipe, arguments: Sequence[str]) -> int:
+    """Run `recipe` as the rank that this process is, or start its ranks with the same command line."""
+    if placement.detect().kind == "local":
+        num_ranks = recipe.num_ranks(placement.num_gpus())
+        if num_ranks > 1:
+            return local.run(arguments, num_ranks=num_ranks)
+    if not worker.is_ours():  # else `worker.begin` has done both
+        worker.redirect_output()
+        stop.install()
+    return recipe.run(composed)

@@ -1,0 +1,114 @@
+"""The `automodel` command: lazy sub-commands, and how whatever goes wrong becomes text and an exit code.
+
+Exit codes: 0 ok, 1 the run failed, 2 usage or config, 3 data, 4 out of memory, 75 preempted (SIGTERM), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from automodel_cli import __version__
+from automodel_cli.config import bundled
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch import worker
+
+_FAILED, _USAGE, _OUT_OF_MEMORY, _INTERRUPTED = 1, 2, 4, 130
+
+COMMANDS = {
+    "finetune": ("automodel_cli.cli.finetune", "finetune"),
+    "resume": ("automodel_cli.cli.finetune", "resume"),
+    "check": ("automodel_cli.cli.check", "check"),
+    "data": ("automodel_cli.cli.data", "data"),
+    "export": ("automodel_cli.cli.export", "export"),
+    "recipes": ("automodel_cli.cli.recipes", "recipes"),
+    "doctor": ("automodel_cli.cli.doctor", "doctor"),
+    "completion": ("automodel_cli.cli.completion", "completion"),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when it is named; `automodel CONF [overrides]` is `automodel finetune llm -c CONF`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        word = args[0]
+        if word not in COMMANDS:
+            if word.endswith((".yaml", ".yml")) or word in bundled.names():
+                return super().resolve_command(ctx, ["finetune", "llm", "-c", *args])
+            near = difflib.get_close_matches(word, [*COMMANDS, *bundled.names()], 1, 0.6)
+            fix = f"automodel {near[0]}" if near else "automodel --help"
+            raise ConfigError(f"no such command: {word}", fix=fix)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Short form: automodel CONF.yaml [key=value ...]   Start here: automodel recipes ls",
+)
+@click.version_option(__version__, message="automodel %(version)s")
+def cli() -> None:
+    """One YAML file in, one training run out: SFT, DPO and GRPO for Hugging Face models."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command line and exit with its code."""
+    worker.begin()
+    sys.exit(worker.finish(run(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line in this process; every known way to fail is printed to stderr and becomes an exit code."""
+    try:
+        result: Any = cli.main(args=list(arguments), prog_name="automodel", standalone_mode=False, obj=list(arguments))
+        return result if isinstance(result, int) else 0
+    except ConfigError as error:
+        click.echo(render(error), err=True)
+        return error.exit_code
+    except click.NoSuchOption as error:
+        click.echo(render(_unknown_option(error)), err=True)
+        return _USAGE
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return _INTERRUPTED
+    except Exception as error:
+        traceback.print_exc()
+        return _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else _FAILED
+
+
+def render(error: ConfigError) -> str:
+    """The error as it is printed: the class in red, `from` and `fix` labels dimmed and green on a terminal."""
+    text = str(error)
+    text = re.sub(r"^( +)(from )", lambda m: m[1] + click.style(m[2], dim=True), text, flags=re.M)
+    text = re.sub(r"^( +)(fix )", lambda m: m[1] + click.style(m[2], fg="green"), text, flags=re.M)
+    return f"{click.style(type(error).__name__ + ':', fg='red', bold=True)} {text}"
+
+
+def _unknown_option(error: click.NoSuchOption) -> ConfigError:
+    name = error.option_name
+    if "." in name or not error.possibilities:
+        return ConfigError(
+            f"no such option: {name}; a config key is set without dashes", fix=f"{name.lstrip('-')}=VALUE"
+        )
+    return ConfigError(f"no such option: {name}", fix=sorted(error.possibilities)[0])

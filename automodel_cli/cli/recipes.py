@@ -1,0 +1,64 @@
+"""`recipes ls | show | cp`: the shipped configs."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from pathlib import Path
+
+import click
+
+from automodel_cli.cli import complete
+from automodel_cli.config import bundled
+from automodel_cli.config.errors import ConfigError
+
+
+@click.group()
+def recipes() -> None:
+    """List, read and copy the bundled recipes."""
+
+
+@recipes.command()
+def ls() -> None:
+    """One line for each bundled recipe."""
+    names = bundled.names()
+    width = max(map(len, names), default=0)
+    for name in names:
+        about = bundled.describe(name)
+        facts = [f"{label} {text}" for label, text in (("fits on", about.fits_on), ("tested", about.tested)) if text]
+        tail = click.style(f"   {', '.join(facts)}", dim=True) if facts else ""
+        click.echo(f"{click.style(f'{name:<{width}}', bold=True)}  {about.summary}{tail}")
+    click.echo("\nRun one:  automodel finetune llm -c NAME        Make it yours:  automodel recipes cp NAME")
+
+
+@recipes.command()
+@click.argument("name", shell_complete=complete.names)
+def show(name: str) -> None:
+    """Print a bundled recipe."""
+    click.echo(_path(name).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes.command()
+@click.argument("name", shell_complete=complete.names)
+@click.argument("target", required=False, type=click.Path(path_type=Path))
+def cp(name: str, target: Path | None) -> None:
+    """Copy a bundled recipe to TARGET (default: NAME.yaml here). An existing file is never overwritten."""
+    source = _path(name)
+    destination = target or Path(source.name)
+    if destination.is_dir():
+        destination /= source.name
+    if destination.suffix != ".yaml":
+        raise ConfigError(f"{destination}: only the suffix .yaml is read", fix=f"{destination.with_suffix('.yaml')}")
+    if destination.exists():
+        fix = f"automodel recipes cp {name} {destination.with_stem(destination.stem + '_2')}"
+        raise ConfigError(f"{destination} exists already", fix=fix)
+    shutil.copyfile(source, destination)
+    click.echo(f"wrote {destination}\nnext  automodel finetune llm -c {destination}")
+
+
+def _path(name: str) -> Path:
+    stem = name.removesuffix(".yaml")
+    if stem not in bundled.names():
+        near = difflib.get_close_matches(stem, bundled.names(), 1, 0.5)
+        raise ConfigError(f"no bundled recipe is called {name}", fix=near[0] if near else "automodel recipes ls")
+    return bundled.path_of(stem)

@@ -1,0 +1,56 @@
+"""Where the shipped YAML lives, and what it says about itself. Imports nothing but the standard library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def conf_dir() -> Path:
+    """The folder of the bundled configs: `automodel_cli/conf` in a wheel, `conf/` beside the package in a checkout."""
+    installed = _PACKAGE / "conf"
+    return installed if installed.is_dir() else _PACKAGE.parent / "conf"
+
+
+def names() -> list[str]:
+    """The bundled configs that `-c NAME` accepts, sorted; files below a group folder are options, not recipes."""
+    return sorted(path.stem for path in conf_dir().glob("*.yaml"))
+
+
+def path_of(name: str) -> Path:
+    """The file of one bundled config; the caller has checked that it exists."""
+    return conf_dir() / f"{name}.yaml"
+
+
+def display(path: Path) -> str:
+    """How messages name a config file: bundled ones as `conf/...`, those below the working directory relative to it."""
+    for base, prefix in ((conf_dir(), "conf/"), (Path.cwd(), "")):
+        if path.is_relative_to(base):
+            return prefix + path.relative_to(base).as_posix()
+    return str(path)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the comment block at the top of a recipe says: its first line, and the lines `fits on:` and `tested:`."""
+
+    summary: str
+    fits_on: str
+    tested: str
+
+
+def describe(name: str) -> Description:
+    """Read the leading comment block of a bundled recipe."""
+    summary, facts = "", {"fits on": "", "tested": ""}
+    for line in path_of(name).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        text = line.lstrip("# ").rstrip()
+        label, _, rest = text.partition(":")
+        if label.lower() in facts:
+            facts[label.lower()] = rest.strip()
+        elif text and not summary and not text.startswith("@package"):
+            summary = text
+    return Description(summary, facts["fits on"], facts["tested"])

@@ -1,0 +1,306 @@
+"""The strict check: every `_target_` bound to its signature, every error at once, then the tree of objects.
+
+Two passes. `_Binder` walks the composed tree against annotations and calls nothing. `_Builder` then constructs
+bottom-up every node whose own subtree is clean, so that the rules of `__post_init__` report together with the typing
+errors; objects of other packages are constructed only when nothing at all is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from automodel_cli.config import schema, targets, values
+from automodel_cli.config.compose import MISSING, Composed
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.problems import Origin, Problem, show
+from automodel_cli.config.suggest import section as nearest_section
+from automodel_cli.config.suggest import suggest
+
+_WRONG = object()
+"""A value that has already been reported."""
+
+
+@dataclass
+class _Node:
+    """One bound target. `clean` is False once anything in its subtree was reported."""
+
+    key: str
+    target: Callable[..., Any]
+    partial: bool
+    signature: schema.Signature
+    arguments: dict[str, Any] = field(default_factory=dict)
+    clean: bool = True
+
+
+def check(composed: Composed, trust: Sequence[str] = ()) -> Any:
+    """Check the whole config and build its root. `trust` names further packages that `_target_` may reach.
+
+    Nothing but config nodes (frozen dataclasses, pure to construct) runs before every error is known. Raises one
+    ConfigError with all of them, sorted by file and line.
+    """
+    for name in trust:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f"--trust-package {name}: a package name is expected")
+    if trust and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a trusted package may lie beside the user's config; appended, it shadows nothing
+    binder = _Binder(composed, tuple(trust))
+    root = binder.root()
+    builder = _Builder(composed, binder.problems)
+    built = builder.build(root) if root is not None else _WRONG
+    if builder.problems:
+        raise composed.error(builder.problems)
+    return built
+
+
+class _Binder:
+    def __init__(self, composed: Composed, trust: tuple[str, ...]):
+        self.composed, self.trust = composed, trust
+        self.problems: list[Problem] = list(composed.problems)
+        self.reported = {p.key for p in composed.problems}
+        self.known: dict[str, None] = {}
+        self.unknown: list[tuple[str, object]] = []
+
+    def root(self) -> _Node | None:
+        tree = self.composed.tree
+        if "_target_" not in tree:
+            self.add("", "no recipe: the root has no _target_", fix="defaults: [sft, _self_]   at the top of the file")
+            return None
+        node = self.node(tree, "", None)
+        for key, value in self.unknown:
+            self.report_unknown(key, value)
+        return node
+
+    def add(self, key: str, message: str, fix: str | None = None, *, source: bool = True) -> None:
+        where = self.composed.nearest_origin(key)
+        text = f"{key}={show(_at(self.composed.tree, key))} ({where})" if source and key else str(where)
+        self.problems.append(Problem(key, message, where, text, fix))
+
+    def node(self, value: dict[str, Any], key: str, hint: Any) -> _Node | None:
+        """Bind one mapping to its `_target_`, or to the one dataclass that the annotation names."""
+        path = _join(key, "_target_")
+        try:
+            target = targets.resolve(value["_target_"], self.trust) if "_target_" in value else hint
+        except ConfigError as error:
+            self.add(path, error.message, _prefixed(error.fix, key))
+            return None
+        partial = value.get("_partial_", False)
+        if not isinstance(partial, bool):
+            self.add(_join(key, "_partial_"), f"{_join(key, '_partial_')} expects true or false, got {show(partial)}")
+        if partial and targets.is_own(target):
+            self.add(_join(key, "_partial_"), f"{key} is a config node of ours and takes no _partial_")
+        node = _Node(key, target, partial is True, schema.signature(target))
+        self.arguments(node, value)
+        return node
+
+    def arguments(self, node: _Node, value: dict[str, Any]) -> None:
+        parameters = node.signature.parameters
+        for name, parameter in parameters.items():
+            self.known[_join(node.key, name)] = None
+            inner = schema.dataclass_members(parameter.hint)
+            if len(inner) == 1:
+                self.known |= dict.fromkeys(schema.keys(inner[0], _join(node.key, name) + "."))
+        for name, item in value.items():
+            key = _join(node.key, name)
+            if name in ("_target_", "_partial_"):
+                continue
+            if name not in parameters and not (node.signature.open and not name.startswith("_")):
+                self.unknown.append((key, item))
+                node.clean = False
+                continue
+            bound = self.value(item, parameters[name].hint if name in parameters else Any, key)
+            node.arguments[name] = bound
+            node.clean &= _is_clean(bound)
+        for name, parameter in parameters.items():
+            if parameter.default is schema.REQUIRED and name not in value and not node.partial:
+                node.clean = False
+                self.report_missing(_join(node.key, name), parameter.hint)
+
+    def value(self, value: object, hint: Any, key: str) -> Any:
+        """Convert one value, or report it and return `_WRONG`."""
+        if key in self.reported:
+            return _WRONG
+        if value == MISSING:
+            self.report_missing(key, hint)
+            return _WRONG
+        try:
+            return self.converted(value, hint, key)
+        except values.Mismatch as mismatch:
+            at = key + mismatch.key
+            self.add(at, f"{at} {mismatch.message}", f"{at}={mismatch.fix}" if mismatch.fix is not None else None)
+            return _WRONG
+
+    def converted(self, value: object, hint: Any, key: str) -> Any:
+        if isinstance(value, dict) and ("_target_" in value or "_partial_" in value):
+            return self.targeted(value, hint, key)
+        if isinstance(value, dict) and len(nodes := schema.dataclass_members(hint)) == 1:
+            return self.node(value, key, nodes[0]) or _WRONG
+        if isinstance(value, dict) and len(nodes) > 1:
+            choices = " or ".join(f"{n.__module__}.{n.__qualname__}" for n in nodes)
+            raise values.Mismatch(f"needs a _target_: {choices}")
+        chosen = values.choose(value, hint)
+        arguments = typing.get_args(chosen)
+        if isinstance(value, dict):
+            inner = arguments[1] if len(arguments) == 2 else Any
+            return {k: self.value(v, inner, _join(key, str(k))) for k, v in value.items()}
+        if isinstance(value, list):
+            return self.sequence(value, chosen, key)
+        return values.convert_scalar(value, chosen)
+
+    def sequence(self, value: list[Any], hint: Any, key: str) -> Any:
+        arguments = typing.get_args(hint)
+        is_tuple = (typing.get_origin(hint) or hint) is tuple
+        inner: list[Any] = [arguments[0] if arguments else Any] * len(value)
+        if is_tuple and arguments and arguments[-1] is not Ellipsis:
+            if len(arguments) != len(value):
+                raise values.Mismatch(f"expects a list of {len(arguments)} values, got {show(value)}")
+            inner = list(arguments)
+        items = [self.value(item, h, f"{key}.{i}") for i, (item, h) in enumerate(zip(value, inner, strict=True))]
+        return tuple(items) if is_tuple else items
+
+    def targeted(self, value: dict[str, Any], hint: Any, key: str) -> Any:
+        """A node with its own `_target_`: bound, and of a class that the annotation allows."""
+        nodes = schema.dataclass_members(hint)
+        if "_target_" not in value and len(nodes) != 1:
+            raise values.Mismatch("has _partial_ but no _target_")
+        node = self.node(value, key, nodes[0] if nodes else None)
+        if node is None:
+            return _WRONG
+        options = schema.members(hint)
+        plain = all(isinstance(o, type) and not typing.is_typeddict(o) and not _is_protocol(o) for o in options)
+        if plain and not node.partial and isinstance(node.target, type) and not issubclass(node.target, options):
+            raise values.Mismatch(f"expects {values.describe(options)}, got {value['_target_']}")
+        return node
+
+    def report_missing(self, key: str, hint: Any) -> None:
+        kind = values.describe(schema.members(hint)) if hint is not Any else "a value"
+        where = self.composed.nearest_origin(key)
+        self.problems.append(Problem(key, f"{key} is missing: {kind}", where, str(where), f"{key}=..."))
+
+    def report_unknown(self, key: str, value: object) -> None:
+        if key.rpartition(".")[2].startswith("_"):
+            self.add(key, f"{key}: only _target_ and _partial_ have a leading underscore here")
+            return
+        if isinstance(value, dict) and value:
+            meant = nearest_section(key, self.known)
+            if meant:
+                self.add(key, f"unknown section {key}", f"call it {meant}")
+                return
+            inner = [(k, v) for k, v in _leaves(value, key) if suggest(k, v, self.known)]
+            for k, v in inner:
+                self.report_unknown(k, v)
+            if inner:
+                return
+        found = suggest(key, value, self.known)
+        note = f" ({found.note})" if found and found.note else ""
+        self.add(key, f"unknown key {key}{note}", found.fix if found else None)
+
+
+class _Builder:
+    def __init__(self, composed: Composed, problems: list[Problem]):
+        self.composed, self.problems = composed, problems
+
+    def build(self, node: _Node) -> Any:
+        arguments = {name: self.value(item) for name, item in node.arguments.items()}
+        wrong = not node.clean or any(_contains_wrong(item) for item in arguments.values())
+        own = targets.is_node(node.target)
+        if wrong or (self.problems and not own):
+            return _WRONG
+        if node.partial:
+            return functools.partial(node.target, **arguments)
+        try:
+            return node.target(**arguments)
+        except ConfigError as error:
+            self.refused(node, error)
+        except Exception as error:
+            if own and targets.is_own(node.target):
+                raise  # a bug of ours: keep the traceback
+            self.refused(node, ConfigError(f"{node.target.__qualname__} refuses its arguments: {error}"))
+        return _WRONG
+
+    def value(self, item: Any) -> Any:
+        if isinstance(item, _Node):
+            return self.build(item)
+        if isinstance(item, (list, tuple)):
+            return type(item)(self.value(i) for i in item)
+        if isinstance(item, dict):
+            return {k: self.value(v) for k, v in item.items()}
+        return item
+
+    def refused(self, node: _Node, error: ConfigError) -> None:
+        """A node refused its own values: name the keys, their values and where each was written."""
+        keys = [_join(node.key, k) for k in error.keys] or [node.key]
+        where = self.composed.nearest_origin(keys[0])
+        source = error.origin or self.sources(node, keys)
+        self.problems.append(Problem(keys[0], error.message, where, source, error.fix))
+
+    def sources(self, node: _Node, keys: list[str]) -> str:
+        groups: dict[Origin, list[str]] = {}
+        for key in keys:
+            if key == node.key:  # the node as a whole
+                groups.setdefault(self.composed.nearest_origin(key), []).append(key)
+                continue
+            text = f"{key}={show(_value_or_default(self.composed.tree, node, key))}"
+            groups.setdefault(self.composed.where(key), []).append(text)
+        return "; ".join(f"{', '.join(texts)} ({origin})".lstrip() for origin, texts in groups.items())
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _prefixed(fix: str | None, key: str) -> str | None:
+    return _join(key, fix) if fix is not None and fix.startswith("_target_=") else fix
+
+
+def _at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        elif isinstance(tree, dict) and part in tree:
+            tree = tree[part]
+        else:
+            return None
+    return tree
+
+
+def _value_or_default(tree: Any, node: _Node, key: str) -> Any:
+    set_here = _at(tree, key)
+    name = key[len(node.key) + 1 if node.key else 0 :]
+    parameter = node.signature.parameters.get(name)
+    if set_here is not None or parameter is None or parameter.default is schema.REQUIRED or parameter.is_factory:
+        return set_here
+    return parameter.default
+
+
+def _leaves(value: object, key: str) -> list[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [leaf for k, v in value.items() if not str(k).startswith("_") for leaf in _leaves(v, f"{key}.{k}")]
+    return [(key, value)]
+
+
+def _is_protocol(hint: type) -> bool:
+    return typing.Protocol in hint.__mro__
+
+
+def _is_clean(bound: Any) -> bool:
+    if isinstance(bound, _Node):
+        return bound.clean
+    if isinstance(bound, (list, tuple)):
+        return all(_is_clean(item) for item in bound)
+    if isinstance(bound, dict):
+        return all(_is_clean(item) for item in bound.values())
+    return bound is not _WRONG
+
+
+def _contains_wrong(built: Any) -> bool:
+    if isinstance(built, (list, tuple)):
+        return any(_contains_wrong(item) for item in built)
+    if isinstance(built, dict):
+        return any(_contains_wrong(item) for item in built.values())
+    return built is _WRONG

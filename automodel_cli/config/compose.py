@@ -1,0 +1,279 @@
+"""YAML files and command-line overrides -> one composed config that knows where every value came from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
+from omegaconf.errors import OmegaConfBaseException
+
+from automodel_cli.config import bundled, hydra_adapter
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.marks import read_marks, yaml_error
+from automodel_cli.config.problems import COMMAND_LINE, DEFAULT, Origin, Problem, as_error, show
+
+MISSING = "???"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed config, not yet checked.
+
+    `tree` is plain and resolved. `problems` holds what composing found wrong (spellings, interpolations): `check`
+    raises them together with its own. `path` is the file that was named; `run_dir` is set when a run is resumed or
+    exported from its folder.
+    """
+
+    name: str
+    path: Path
+    overrides: tuple[str, ...]
+    tree: dict[str, Any]
+    problems: tuple[Problem, ...]
+    files: tuple[Path, ...]
+    run_dir: Path | None
+    _config: DictConfig = field(repr=False)
+    _origins: Mapping[str, Origin] = field(repr=False)
+
+    def where(self, key: str) -> Origin:
+        """The origin of `key`, or "default" where nobody set it."""
+        return self._origins.get(key, Origin("", text=DEFAULT))
+
+    def origin(self, key: str) -> str:
+        """`conf/x.yaml:12`, `command line` or `default`."""
+        return str(self.where(key))
+
+    def nearest_origin(self, key: str) -> Origin:
+        """The origin of `key` or of the closest section above it; for a missing key, where it should stand."""
+        while key:
+            if key in self._origins:
+                return self._origins[key]
+            key = key.rpartition(".")[0]
+        return Origin(bundled.display(self.path), 1)
+
+    def error(self, problems: Sequence[Problem]) -> ConfigError:
+        """`problems` as one error that names this config."""
+        return as_error(problems, bundled.display(self.path))
+
+    def to_yaml(self) -> str:
+        """The composed config with interpolations UNRESOLVED (secrets stay in the environment) and each origin as a
+        comment.
+        """
+        raw: Any = OmegaConf.to_container(self._config, resolve=False)
+        return "\n".join(_emit(raw, "", 0, self)) + "\n"
+
+
+def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | None = None) -> Composed:
+    """Compose `conf` (a path ending in .yaml, or a bundled name) and apply the overrides in Hydra's grammar.
+
+    Search path: the file's own folder, then the bundled conf/. A value override may set any key, known or not: the
+    checker refuses the unknown ones with a suggestion, which Hydra's struct mode cannot. Raises ConfigError.
+    """
+    path = locate(str(conf))
+    folders = [path.parent] if path.parent == bundled.conf_dir() else [path.parent, bundled.conf_dir()]
+    loader = hydra_adapter.Loader(folders)
+    read_marks(path)  # broken YAML is named with its line before Hydra sees the file
+    try:
+        in_use = loader.groups_in_use(path.stem)
+        groups, values = _split(loader, in_use, overrides)
+        merged = loader.merge(path.stem, groups)
+    except ConfigError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        raise yaml_error(Path(error.problem_mark.name if error.problem_mark else path), error) from error
+    except hydra_adapter.ComposeErrors as error:
+        raise ConfigError(_first_lines(error), origin=f"defaults of {bundled.display(path)}") from error
+
+    origins: dict[str, Origin] = {}
+    problems: list[Problem] = []
+    for file, package in merged.files:
+        _record_file(file, package, origins, problems)
+    for override in values:
+        _apply(merged.config, override, origins)
+    problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
+    tree = _resolve(merged.config, origins, problems)
+    name = run_dir.name if run_dir else path.stem
+    files = tuple(dict.fromkeys(file for file, _ in merged.files))
+    return Composed(name, path, tuple(overrides), tree, tuple(problems), files, run_dir, merged.config, origins)
+
+
+def locate(conf: str) -> Path:
+    """The absolute path of `-c CONF`. Raises ConfigError with the nearest bundled name or file."""
+    path = Path(conf)
+    if path.suffix == ".yml":
+        raise ConfigError(f"{conf}: only the suffix .yaml is read", fix=f"mv {conf} {path.with_suffix('.yaml')}")
+    if path.suffix == ".yaml" or "/" in conf:
+        if path.is_file() and path.suffix == ".yaml":
+            return path.resolve()
+        if path.with_suffix(".yaml").is_file():
+            raise ConfigError(f"{conf} has no suffix", fix=f"-c {path.with_suffix('.yaml')}")
+        known = f"-c {path.stem}   (bundled)" if path.stem in bundled.names() else None
+        raise ConfigError(f"no such config file: {conf}", fix=known or _nearest_file(path))
+    if conf in bundled.names():
+        return bundled.path_of(conf)
+    if Path(f"{conf}.yaml").is_file():
+        raise ConfigError(f"no bundled recipe is called {conf}, but a file is", fix=f"-c {conf}.yaml")
+    near = difflib.get_close_matches(conf, bundled.names(), 1, 0.5)
+    raise ConfigError(
+        f"no bundled recipe is called {conf}", fix=f"-c {near[0]}" if near else "automodel recipes ls   (lists them)"
+    )
+
+
+def _nearest_file(path: Path) -> str | None:
+    siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(str(path), siblings, 1, 0.6)
+    return f"-c {near[0]}" if near else None
+
+
+def _first_lines(error: Exception) -> str:
+    """Hydra's own text without its advice about flags that this command line does not have."""
+    lines = [line for line in str(error).splitlines() if line.strip() and "To append" not in line]
+    return "\n  ".join(lines) or type(error).__name__
+
+
+def _split(
+    loader: hydra_adapter.Loader, in_use: Mapping[str, Any], overrides: Sequence[str]
+) -> tuple[list[hydra_adapter.Override], list[hydra_adapter.Override]]:
+    """Parse the overrides into choices of a group's option (Hydra's business) and values (ours)."""
+    groups, values = [], []
+    for text in overrides:
+        override = _parse(text)
+        group, option = override.key_or_group, override.value()
+        options = loader.options(group)
+        choice = isinstance(option, str) and bool(options)
+        if override.package is not None or "/" in group or (override.is_delete() and group in in_use):
+            groups.append(override)
+        elif choice and not override.is_delete():
+            if option not in options:
+                near = difflib.get_close_matches(str(option), options, 1, 0.5)
+                raise ConfigError(
+                    f"{group} has no option {option}; it has {', '.join(options)}",
+                    origin=f"{text} (command line)",
+                    fix=f"{group}={near[0] if near else options[0]}",
+                )
+            groups.append(_parse(f"{group}={option}" if group in in_use else f"+{group}={option}"))
+        else:
+            values.append(override)
+    return groups, values
+
+
+def _parse(text: str) -> hydra_adapter.Override:
+    key, equals, value = text.partition("=")
+    origin = f"{text} (command line)"
+    if text.startswith("-"):
+        raise ConfigError(f"{text} is no option; overrides have no dashes", origin=origin, fix=text.lstrip("-"))
+    if not equals and not text.startswith("~"):
+        raise ConfigError(f"{text} is not an override: key=value is expected", origin=origin, fix=f"{key}=VALUE")
+    try:
+        override = hydra_adapter.parse(text)
+    except hydra_adapter.OverrideParseException as error:
+        quoted = "'" + f'{key}="{value}"' + "'"
+        raise ConfigError(f"{text} cannot be read; quote the value", origin=origin, fix=quoted) from error
+    if override.is_sweep_override():
+        fix = f"'{key}=[{value}]'"
+        raise ConfigError(f"{text} is a sweep over several runs; a list has brackets", origin=origin, fix=fix)
+    return override
+
+
+def _record_file(path: Path, package: str, origins: dict[str, Origin], problems: list[Problem]) -> None:
+    shown = bundled.display(path)
+    for mark in read_marks(path):
+        if mark.key == "defaults" or mark.key.startswith("defaults."):
+            continue
+        key = f"{package}.{mark.key}" if package else mark.key
+        origin = Origin(shown, mark.line)
+        origins[key] = origin
+        if mark.refused:
+            problems.append(Problem(key, mark.refused, origin, f"{mark.key} ({origin})", mark.fix))
+
+
+def _apply(config: DictConfig, override: hydra_adapter.Override, origins: dict[str, Origin]) -> None:
+    """Set, merge (a dict) or delete one key. `key=`, `+key=` and `++key=` mean the same: the checker knows the keys."""
+    key, value = override.key_or_group, override.value()
+    origin = f"{override.input_line} (command line)"
+    try:
+        if override.is_delete():
+            parent, _, leaf = key.rpartition(".")
+            section = OmegaConf.select(config, parent) if parent else config
+            if not isinstance(section, DictConfig) or leaf not in section:
+                raise ConfigError(f"{key} cannot be removed: it is not set", origin=origin)
+            del section[leaf]
+            origins.pop(key, None)
+            return
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        section = key.rpartition(".")[0]
+        held = OmegaConf.select(config, section, throw_on_missing=False) if section else None
+        raise ConfigError(f"{key} cannot be set: {section} is {show(held)}, not a section", origin=origin) from error
+    _record_override(key, value, origins)
+
+
+def _record_override(key: str, value: object, origins: dict[str, Origin]) -> None:
+    origins[key] = Origin("", text=COMMAND_LINE)
+    if isinstance(value, dict):
+        for k, v in value.items():
+            _record_override(f"{key}.{k}", v, origins)
+    elif isinstance(value, list):
+        for i, v in enumerate(value):
+            _record_override(f"{key}.{i}", v, origins)
+
+
+def _resolve(config: DictConfig, origins: Mapping[str, Origin], problems: list[Problem]) -> dict[str, Any]:
+    """The plain tree with every interpolation resolved; one that fails stays as text and becomes a problem."""
+
+    def plain(node: DictConfig | ListConfig, prefix: str) -> Any:
+        if isinstance(node, ListConfig):
+            return [item(node, i, f"{prefix}.{i}") for i in range(len(node))]
+        names: list[Any] = list(node)
+        return {str(k): item(node, k, f"{prefix}.{k}" if prefix else str(k)) for k in names}
+
+    def item(node: DictConfig | ListConfig, k: Any, key: str) -> Any:
+        if OmegaConf.is_missing(node, k):
+            return MISSING
+        unresolved: Any = OmegaConf.to_container(node, resolve=False)
+        raw = unresolved[k] if OmegaConf.is_interpolation(node, k) else None
+        where = origins.get(key, Origin("", text=DEFAULT))
+        source = f"{key}={raw} ({where})"
+        if raw is not None and ("${now:" in raw or "${hydra:" in raw):
+            problems.append(Problem(key, f"{key}: {raw} would differ between the ranks of one run", where, source))
+            return raw
+        try:
+            value = node[k]
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            problems.append(Problem(key, f"{key}: {raw} cannot be resolved: {reason}", where, source))
+            return raw
+        return plain(value, key) if isinstance(value, (DictConfig, ListConfig)) else value
+
+    return plain(config, "")
+
+
+def _emit(raw: dict[str, Any], prefix: str, indent: int, composed: Composed) -> list[str]:
+    """YAML lines of a section; scalars and flat lists on one line each, with the origin as comment."""
+    lines = []
+    pad = "  " * indent
+    for name, value in raw.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        label = pad + _scalar(name)
+        if isinstance(value, dict) and value:
+            lines.append(f"{label}:")
+            lines += _emit(value, key, indent + 1, composed)
+        else:
+            lines.append(f"{label}: {_scalar(value)}  # {composed.origin(key)}")
+    return lines
+
+
+def _scalar(value: object) -> str:
+    """A scalar, a list or an empty dict on one line of YAML that OmegaConf reads back as the same value."""
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    flow = True if isinstance(value, (list, dict)) else None
+    dumper = get_omega_conf_dumper()
+    text = yaml.dump(
+        value, Dumper=dumper, default_flow_style=flow, default_style=style, width=10**9, allow_unicode=True
+    )
+    return text.removesuffix("\n").removesuffix("\n...").strip()

@@ -1,0 +1,85 @@
+"""The only file that touches Hydra. `compose` and line marks both need the defaults list, which has no public name.
+
+Built on `ConfigLoaderImpl` and `create_defaults_list` (unchanged over 1.3.x, which pyproject pins) rather than on
+`initialize_config_dir`: no global state, no composition of Hydra's own 40 logging and sweeper keys, and the files in
+merge order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+__all__ = ["Loader", "MarkedYAMLError", "Merged", "Override", "OverrideParseException", "parse"]
+
+ComposeErrors = (HydraException, OmegaConfBaseException, ValueError)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The composed config before value overrides, and its files in merge order with the key each was merged under."""
+
+    config: DictConfig
+    files: list[tuple[Path, str]]
+
+
+def parse(override: str) -> Override:
+    """One command-line override in Hydra's grammar. Raises OverrideParseException."""
+    return OverridesParser.create().parse_override(override)
+
+
+class Loader:
+    """Config files on a search path of folders, the first folder winning."""
+
+    def __init__(self, folders: Sequence[Path]):
+        version.setbase("1.3")
+        Plugins.instance()  # registers the file:// source
+        search = ConfigSearchPathImpl()
+        for i, folder in enumerate(folders):
+            search.append("main" if i == 0 else "bundled", f"file://{folder}")
+        search.append("schema", "structured://")
+        self._loader = ConfigLoaderImpl(search)
+        self._repository = CachingConfigRepository(self._loader.repository)
+
+    def options(self, group: str) -> list[str]:
+        """The files of a config group; empty for a plain key (and for a folder of data that happens to have its
+        name).
+        """
+        return self._repository.get_group_options(group) if self._repository.group_exists(group) else []
+
+    def groups_in_use(self, name: str) -> dict[str, Any]:
+        """The groups of the defaults list and what each is set to."""
+        return self._defaults(name, []).overrides.known_choices
+
+    def merge(self, name: str, group_overrides: Sequence[Override]) -> Merged:
+        """Merge the defaults list of `name`. Raises one of `ComposeErrors` or MarkedYAMLError."""
+        defaults = self._defaults(name, list(group_overrides)).defaults
+        config = self._loader._compose_config_from_defaults_list(defaults=defaults, repo=self._repository)
+        files = []
+        for default in defaults:
+            loaded = self._repository.load_config(default.config_path)
+            assert loaded is not None, default.config_path  # it was merged a line above
+            package = default.package if default.package is not None else loaded.header["package"]
+            folder = loaded.path.removeprefix("file://")
+            files.append((Path(folder) / f"{default.config_path.removesuffix('.yaml')}.yaml", package or ""))
+        return Merged(config, files)
+
+    def _defaults(self, name: str, overrides: list[Override]) -> Any:
+        return create_defaults_list(
+            repo=self._repository, config_name=name, overrides_list=overrides, prepend_hydra=False, skip_missing=False
+        )

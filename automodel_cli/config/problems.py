@@ -1,0 +1,73 @@
+"""One thing that is wrong with a config, and how several of them become one `ConfigError`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from automodel_cli.config.errors import ConfigError
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written. `file` is as displayed; "" stands for the command line or a default, told apart by
+    `text`.
+    """
+
+    file: str
+    line: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else self.text
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`where` sorts and labels the problem; `source` is the `key=value (file:line)` text; `fix` is pasteable."""
+
+    key: str
+    message: str
+    where: Origin
+    source: str | None = None
+    fix: str | None = None
+
+
+def show(value: object, limit: int = 48) -> str:
+    """A config value as YAML would spell it, short enough for one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        text = value if value else "''"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(show(v, limit) for v in value) + "]"
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(f"{k}: {show(v, limit)}" for k, v in value.items()) + "}"
+    else:
+        text = str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def as_error(problems: Sequence[Problem], title: str) -> ConfigError:
+    """All problems as one error, sorted by file and line with the command line last; `title` is the config's name.
+
+    One problem keeps the three-line form of `ConfigError`; several become a list with one margin of origins.
+    """
+    unique = {(p.key, p.message): p for p in problems}.values()
+    ordered = sorted(unique, key=lambda p: (not p.where.file, p.where.file != title, p.where.file, p.where.line))
+    keys = tuple(p.key for p in ordered)
+    if len(ordered) == 1:
+        only = ordered[0]
+        return ConfigError(only.message, keys=keys, origin=only.source or str(only.where), fix=only.fix)
+    width = max(len(str(p.where)) for p in ordered)
+    lines = [f"{len(ordered)} errors in {title}, nothing was started"]
+    for p in ordered:
+        first, *rest = p.message.splitlines()
+        lines.append(f"  {p.where!s:<{width}}  {first}")
+        lines += [f"  {'':<{width}}  {line}" for line in rest]
+        if p.fix:
+            lines.append(f"  {'':<{width}}  fix  {p.fix}")
+    return ConfigError("\n".join(lines), keys=keys)

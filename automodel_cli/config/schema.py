@@ -1,0 +1,104 @@
+"""What a target accepts: its parameters, their annotations and defaults, without calling it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Union
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`default` is REQUIRED, a value, or a zero-argument factory where `is_factory`."""
+
+    name: str
+    hint: Any
+    default: Any
+    is_factory: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """`open` means that any further keyword is taken (`**kwargs`)."""
+
+    parameters: dict[str, Parameter]
+    open: bool = False
+
+
+def signature(target: Callable[..., Any]) -> Signature:
+    """The keywords of a dataclass (its fields) or of any other callable (its signature).
+
+    An annotation that cannot be evaluated (a name under TYPE_CHECKING, a C function) counts as Any.
+    """
+    if isinstance(target, type) and dataclasses.is_dataclass(target):
+        hints = _hints(target, {f.name: f.type for f in dataclasses.fields(target)}, sys.modules[target.__module__])
+        return Signature({f.name: _field(f, hints[f.name]) for f in dataclasses.fields(target) if f.init})
+    try:
+        found = inspect.signature(target)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return Signature({}, open=True)
+    function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {name: p for name, p in found.parameters.items() if p.kind in keywords}
+    module = sys.modules[target.__module__]
+    hints = _hints(function, {name: p.annotation for name, p in named.items()}, module)
+    parameters = {
+        name: Parameter(name, hints[name], REQUIRED if p.default is inspect.Parameter.empty else p.default)
+        for name, p in named.items()
+    }
+    return Signature(parameters, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values()))
+
+
+def _field(field: dataclasses.Field[Any], hint: Any) -> Parameter:
+    if field.default is not dataclasses.MISSING:
+        return Parameter(field.name, hint, field.default)
+    if field.default_factory is not dataclasses.MISSING:
+        return Parameter(field.name, hint, field.default_factory, is_factory=True)
+    return Parameter(field.name, hint, REQUIRED)
+
+
+def _hints(owner: Any, raw: dict[str, Any], module: types.ModuleType) -> dict[str, Any]:
+    try:
+        hints = typing.get_type_hints(owner)
+    except Exception:
+        hints = {}  # one unresolvable name spoils get_type_hints as a whole: evaluate each on its own
+    return {name: hints.get(name, _evaluate(annotation, module)) for name, annotation in raw.items()}
+
+
+def _evaluate(annotation: Any, module: types.ModuleType) -> Any:
+    if annotation is inspect.Parameter.empty:
+        return Any
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, vars(module))  # the annotation of an allowed target, not text from a config
+    except Exception:
+        return Any
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the hint alone."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def dataclass_members(hint: Any) -> list[type]:
+    """The dataclasses among the alternatives."""
+    return [m for m in members(hint) if isinstance(m, type) and dataclasses.is_dataclass(m)]
+
+
+def keys(target: Callable[..., Any], prefix: str = "") -> Iterator[str]:
+    """Every dotted key that `target` accepts, following fields that name exactly one dataclass."""
+    for name, parameter in signature(target).parameters.items():
+        yield prefix + name
+        inner = dataclass_members(parameter.hint)
+        if len(inner) == 1:
+            yield from keys(inner[0], f"{prefix}{name}.")

@@ -1,0 +1,131 @@
+"""Which objects a config may name in `_target_`.
+
+An allow-list, compared twice: the text before anything is imported, and the module and qualified name of the object
+that the text resolves to, so that an alias (`automodel_cli.config.compose.yaml.dump`) is judged by what it is. Hydra
+itself keeps a deny-list and runs everything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from automodel_cli.config.errors import ConfigError
+
+OWN = ("automodel_cli", "recipes")
+"""Only frozen dataclasses are config nodes here: a function or another class of ours is refused."""
+
+THIRD_PARTY = (
+    "torch.optim",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torchao.optim",
+    "bitsandbytes.optim",
+)
+"""Classes only."""
+
+
+def inside(name: str, packages: Sequence[str]) -> bool:
+    """Whether a dotted name lies in one of the packages."""
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def resolve(path: object, trust: Sequence[str] = ()) -> Callable[..., Any]:
+    """The class (or, in a package named by --trust-package, the function) that `path` names.
+
+    Raises ConfigError when the text or the object lies outside the allow-list, when it does not exist, or when it is
+    nothing that a config builds.
+    """
+    if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(f"_target_ must be a dotted name such as recipes.sft.SFTRecipe, got {path!r}")
+    allowed = (*OWN, *THIRD_PARTY, *trust)
+    if not inside(path, allowed):
+        raise _outside(path, allowed)
+    if any(part.startswith("_") for part in path.split(".")):
+        raise ConfigError(f"{path} reaches into private names")
+    found = _walk(path)
+    if not isinstance(found, (type, types.FunctionType, types.BuiltinFunctionType)):
+        raise ConfigError(f"{path} is no class: a config cannot build {_kind(found)}")
+    real = f"{found.__module__}.{found.__qualname__}"
+    if not inside(real, allowed):
+        raise ConfigError(f"{path} is {real}, which is outside the packages that a config may build from")
+    if not inside(real, trust):
+        if not isinstance(found, type):
+            raise ConfigError(f"{path} is a function; a config builds classes")
+        if inside(real, OWN) and not is_node(found):
+            raise ConfigError(f"{path} is no config node (a frozen dataclass)")
+    return found
+
+
+def is_node(target: object) -> bool:
+    """Whether `target` is a config node of ours: a frozen dataclass."""
+    return isinstance(target, type) and dataclasses.is_dataclass(target) and target.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def is_own(target: Callable[..., Any]) -> bool:
+    """Whether `target` belongs to this project."""
+    return inside(target.__module__, OWN)
+
+
+def _outside(path: str, allowed: Sequence[str]) -> ConfigError:
+    top = path.split(".")[0]
+    message = f"{path} is outside the packages that a config may build from: {', '.join(allowed)}"
+    near = difflib.get_close_matches(top, OWN, 1, 0.75)
+    if near:
+        return ConfigError(message, fix=f"_target_={near[0]}{path[len(top) :]}")
+    if top in sys.stdlib_module_names:
+        return ConfigError(message)
+    return ConfigError(message, fix=f"--trust-package {top}   (if you trust its code)")
+
+
+def _walk(path: str) -> object:
+    """Import module by module, then take one attribute. A module reached under another name than its own is refused."""
+    parts = path.split(".")
+    found: object = _import(parts[0], path)
+    for i, part in enumerate(parts[1:], start=1):
+        if not isinstance(found, types.ModuleType):
+            raise ConfigError(f"{path} reaches into {'.'.join(parts[:i])}, which is no module")
+        here = ".".join(parts[: i + 1])
+        inner = vars(found).get(part)
+        if isinstance(inner, types.ModuleType) and inner.__name__ != here:
+            raise ConfigError(f"{path} is an alias: {here} is the module {inner.__name__}")
+        if inner is None or isinstance(inner, types.ModuleType):
+            # A lazy module (PEP 562) may know the name although its dict does not.
+            inner = _import(here, path) if _exists(here) else getattr(found, part, None)
+        if inner is None:
+            raise _no_such(path, found, part, parts[:i])
+        found = inner
+    return found
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _import(module: str, path: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        message = f"{path} needs the package {missing}, which is not installed"
+        raise ConfigError(message, fix=f"pip install {missing}") from error
+
+
+def _no_such(path: str, module: types.ModuleType, part: str, parents: Sequence[str]) -> ConfigError:
+    names = [name for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")]
+    near = difflib.get_close_matches(part, names, 1, 0.6)
+    fix = f"_target_={'.'.join([*parents, near[0]])}" if near else None
+    return ConfigError(f"{path} does not exist: {'.'.join(parents)} has no {part}", fix=fix)
+
+
+def _kind(found: object) -> str:
+    return "a module" if isinstance(found, types.ModuleType) else f"an object of type {type(found).__name__}"

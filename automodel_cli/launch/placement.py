@@ -1,0 +1,83 @@
+"""What this process is: a command that a person typed, or one rank that torchrun or srun has already started."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+from automodel_cli.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`local` means that nobody has started ranks: the command starts them itself. Otherwise it runs in place."""
+
+    kind: Literal["local", "torchrun", "srun"]
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+def detect(environ: MutableMapping[str, str] | None = None) -> Placement:
+    """Read the placement from the environment (os.environ).
+
+    Under srun with more than one task the variables that torch.distributed reads (RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are filled in. One srun task (an interactive shell) counts as local.
+    Raises ConfigError when the variables of a rank are there in part.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, or a scheduler that speaks its language
+        rank = int(env["RANK"])
+        if "LOCAL_RANK" not in env:
+            raise ConfigError(
+                f"RANK={rank} is set but LOCAL_RANK is not", fix="start with torchrun, or unset RANK WORLD_SIZE"
+            )
+        return Placement("torchrun", rank, int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]))
+    num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "SLURM_STEP_ID" not in env or num_tasks == 1:
+        return Placement("local")
+    placement = Placement("srun", int(env["SLURM_PROCID"]), num_tasks, int(env["SLURM_LOCALID"]))
+    env.update(
+        RANK=str(placement.rank),
+        WORLD_SIZE=str(placement.world_size),
+        LOCAL_RANK=str(placement.local_rank),
+        LOCAL_WORLD_SIZE=str(_local_world_size(env)),
+    )
+    env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]))
+    env.setdefault("MASTER_PORT", str(_port(env)))
+    return placement
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu[07-09,12],login` -> `gpu07`. `hostname` may answer 127.x; the list
+    does not.
+    """
+    head = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", head)
+
+
+def _port(env: Mapping[str, str]) -> int:
+    """A rendezvous port that two steps on one host do not share: fixed ports collide."""
+    return 20_000 + (int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env["SLURM_STEP_ID"])) % 20_000
+
+
+def _local_world_size(env: Mapping[str, str]) -> int:
+    """Tasks on this node, from `SLURM_STEP_TASKS_PER_NODE` such as `8(x3),4`."""
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1")):
+        counts += [int(count)] * int(repeat or 1)
+    node = int(env.get("SLURM_NODEID", "0"))
+    return counts[min(node, len(counts) - 1)]
+
+
+def num_gpus() -> int:
+    """GPUs that this host offers, without importing torch where no driver is."""
+    drivers = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+    if not any(os.path.exists(path) for path in drivers):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,86 @@
+"""The worker's side of a local start: who I am, where my output goes, and how I ended.
+
+torch's elastic launcher reports a flattened exit code and kills the peers of any worker that exits non-zero. So a rank
+leaves its exit code in a file of the launcher's status folder, and a clean stop (75, 130) leaves the process as 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from automodel_cli.launch import stop
+
+STATUS_DIR = "AUTOMODEL_STATUS_DIR"
+"""Set by the launcher for its workers, never by a user."""
+LOG_DIR = "AUTOMODEL_LOG_DIR"
+"""A user may set it: ranks other than 0 write `rank-N.log` there, under torchrun and srun too."""
+
+_CLEAN_STOPS = frozenset(stop.EXIT_CODES.values())
+_PR_SET_PDEATHSIG = 1
+_status: Path | None = None
+
+
+def begin() -> None:
+    """First thing in a process: if it is a rank of ours, redirect its output, catch signals, tell the launcher its pid.
+
+    The pid is written last: whoever can see it may send a signal and will be heard.
+    """
+    global _status
+    if STATUS_DIR not in os.environ:
+        return
+    _status = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
+    redirect_output()
+    _die_with_parent()
+    stop.install(quiet=True)
+    _write(_status / f"rank-{os.environ['RANK']}.pid", str(os.getpid()))
+
+
+def is_ours() -> bool:
+    """Whether this process is a rank that `launch.local` started."""
+    return _status is not None
+
+
+def redirect_output(log_dir: Path | None = None) -> None:
+    """Send stdout and stderr of this rank to `log_dir/rank-N.log`; rank 0 keeps the terminal.
+
+    Without a folder, AUTOMODEL_LOG_DIR decides, and nothing happens where it is unset. Works on file descriptors, so
+    that the output of C++ (NCCL) goes along. A recipe calls it once the run folder is known.
+    """
+    rank = os.environ.get("RANK", "0")
+    folder = log_dir or (Path(os.environ[LOG_DIR]) if LOG_DIR in os.environ else None)
+    if rank == "0" or folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{rank}.log"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("ab") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    if _status is not None:
+        _write(_status / f"rank-{rank}.log-path", str(path.resolve()))
+
+
+def finish(code: int) -> int:
+    """Leave `code` for the launcher; returns what the process itself should exit with."""
+    if _status is None:
+        return code
+    _write(_status / f"rank-{os.environ['RANK']}.exit", str(code))
+    return 0 if code in _CLEAN_STOPS else code
+
+
+def _die_with_parent() -> None:
+    """A launcher that is killed (-9) must not leave ranks behind that go on writing into the run. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: the launcher may look at any moment."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text)
+    temporary.rename(path)
