@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import MeshConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,26 +21,13 @@ BACKENDS = ("nccl", "gloo")
 DEFAULT_COMPILE_BACKEND = "inductor"
 
 
-class ParallelizerConfig(Protocol):
-    """What recipes and the parallelizer need of any strategy."""
-
-    activation_checkpointing: bool | int | str
-    autocast_dtype: str | None
-    backend: str
-    enable_compile: bool
-    compile_backend: str
-
-    def check_mesh(self, mesh: MeshConfig) -> None: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True)
 class MixedPrecision:
     """dtypes of FSDP2: of gathered parameters and compute, of gradient reduction, and of what the whole model returns.
 
-    Null keeps the dtype of the parameters (`model.dtype`). The optimizer always steps on the parameters as stored. A null
-    `output_dtype` lets hidden states travel between pipeline stages as computed; log-probs are float32 in any case.
+    Null keeps the dtype of the parameters (`model.dtype`). The optimizer always steps on the parameters as stored.
+    `output_dtype` acts on what the whole part returns, never on single layers. Null lets hidden states travel between
+    pipeline stages as computed; log-probs are float32 in any case.
     """
 
     param_dtype: str | None = "bfloat16"
@@ -76,7 +64,57 @@ class CPUOffload:
 
 
 @dataclass(frozen=True)
-class FSDP2Config:
+class ParallelizerConfig:
+    """What every strategy has.
+
+    `activation_checkpointing`: false | true = "full" | "selective" (keep matrix products and attention) | n = every
+    n-th layer.
+    `autocast_dtype`: run forward under autocast.
+    `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
+    `enable_compile`: torch.compile each layer in place with `compile_backend` ("inductor"; "aot_eager" compiles in a
+    second and is what the tests use).
+    """
+
+    activation_checkpointing: bool | int | str = False
+    autocast_dtype: str | None = None
+    backend: str = "nccl"
+    enable_compile: bool = False
+    compile_backend: str = DEFAULT_COMPILE_BACKEND
+
+    def __post_init__(self) -> None:
+        _check_choice("backend", self.backend, BACKENDS, "parallelizer.backend")
+        _check_dtype("autocast_dtype", self.autocast_dtype, "parallelizer.autocast_dtype")
+        value = self.activation_checkpointing
+        every_nth = isinstance(value, int) and value >= 1
+        if not (isinstance(value, bool) or every_nth or value in ("full", "selective")):
+            choices = "false, true, full, selective, or n >= 1 (every n-th layer)"
+            raise ConfigError(
+                f"activation_checkpointing={value!r} is not one of {choices}",
+                keys=("activation_checkpointing",),
+                fix="parallelizer.activation_checkpointing=full",
+            )
+        if self.compile_backend != DEFAULT_COMPILE_BACKEND and not self.enable_compile:
+            raise ConfigError(
+                f"compile_backend={self.compile_backend} does nothing while enable_compile=false",
+                keys=("compile_backend", "enable_compile"),
+                fix="parallelizer.enable_compile=true",
+            )
+
+    def check_mesh(self, mesh: MeshConfig) -> None:
+        """Refuse what this strategy cannot do on this mesh, by ConfigError."""
+        raise NotImplementedError
+
+    def parameter_device(self, device: torch.device) -> torch.device:
+        """Where parameters live between steps, for whoever fills them."""
+        return device
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field -> value; policies stay objects."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class FSDP2Config(ParallelizerConfig):
     """Fully sharded data parallelism, and hybrid sharding with `mesh.dp_replicate_size`.
 
     `sequence_parallel`, `tp_plan`, `enable_async_tensor_parallel`: tensor parallelism (need mesh.tp_size > 1).
@@ -84,14 +122,9 @@ class FSDP2Config:
     document boundaries and the detection never runs.
     `mp_policy`: null = `MixedPrecision()`, bfloat16 compute with float32 reduction; or MixedPrecision, or torch's
     MixedPrecisionPolicy. `offload_policy`: null, CPUOffload, or torch's CPUOffloadPolicy.
-    `autocast_dtype`: run forward under autocast; wants an `mp_policy` with float32 parameters.
-    `activation_checkpointing`: false | true = "full" | "selective" (keep matrix products and attention) | n = every n-th
-    layer.
+    `autocast_dtype` wants an `mp_policy` that leaves parameters in float32: autocast casts nothing that is bfloat16.
     `defer_fsdp_grad_sync`: reduce gradients on the last microbatch only; false reduces on each (less memory, more
     communication, the same sum).
-    `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
-    `enable_compile`: torch.compile each layer in place with `compile_backend` ("inductor"; "aot_eager" compiles in a
-    second and is what the tests use).
     `enable_fsdp2_prefetch`: gather `fsdp2_forward_prefetch_depth` / `fsdp2_backward_prefetch_depth` layers ahead.
     """
 
@@ -100,25 +133,20 @@ class FSDP2Config:
     patch_is_packed_sequence: bool = False
     mp_policy: Any = None
     offload_policy: Any = None
-    autocast_dtype: str | None = None
-    activation_checkpointing: bool | int | str = False
     defer_fsdp_grad_sync: bool = True
-    backend: str = "nccl"
     enable_async_tensor_parallel: bool = False
-    enable_compile: bool = False
-    compile_backend: str = DEFAULT_COMPILE_BACKEND
     enable_fsdp2_prefetch: bool = False
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
 
     def __post_init__(self) -> None:
-        _check_common(self)
+        super().__post_init__()
         _check_policy("mp_policy", self.mp_policy, MixedPrecision, "MixedPrecisionPolicy")
         _check_policy("offload_policy", self.offload_policy, CPUOffload, "CPUOffloadPolicy")
         if self.patch_is_packed_sequence:
             raise ConfigError(
-                "patch_is_packed_sequence=true is wrong with packed rows, and saves nothing here: every batch carries its "
-                "document boundaries, so the library's detection never runs",
+                "patch_is_packed_sequence=true is wrong with packed rows, and saves nothing here: every batch carries "
+                "its document boundaries, so the library's detection never runs",
                 keys=("patch_is_packed_sequence",),
                 fix="parallelizer.patch_is_packed_sequence=false",
             )
@@ -162,34 +190,30 @@ class FSDP2Config:
         pin_memory = self.offload_policy.pin_memory  # the one field that both kinds of policy have
         return CPUOffload(pin_memory).build(device_type)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Field -> value; policies stay objects."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    def parameter_device(self, device: torch.device) -> torch.device:
+        import torch
+
+        return device if self.offload_policy is None else torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class DDPConfig:
+class DDPConfig(ParallelizerConfig):
     """Whole copies on every rank, gradients summed in buckets while backward runs.
 
     `broadcast_buffers`: copy rank 0's buffers before each forward. `find_unused_parameters`: search the graph for
     parameters without gradient (slower). `static_graph`: promise that the same parameters are used every step.
     `bucket_cap_mb`: bucket size in MiB, null = torch's choice. `gradient_as_bucket_view`: gradients live in the buckets
-    (less memory). The others as in FSDP2Config.
+    (less memory).
     """
 
-    activation_checkpointing: bool | int | str = False
-    backend: str = "nccl"
     broadcast_buffers: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = False
-    autocast_dtype: str | None = None
-    enable_compile: bool = False
-    compile_backend: str = DEFAULT_COMPILE_BACKEND
 
     def __post_init__(self) -> None:
-        _check_common(self)
+        super().__post_init__()
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ConfigError(
                 f"bucket_cap_mb={self.bucket_cap_mb!r} is not a size in MiB",
@@ -203,15 +227,11 @@ class DDPConfig:
         _refuse_axes("ddp", mesh, axes)
         if (mesh.dp_replicate_size or 1) > 1:
             raise ConfigError(
-                f"parallelizer ddp already holds a whole copy on every rank: dp_replicate_size={mesh.dp_replicate_size} "
-                "is hybrid sharding, which is fsdp2's",
+                f"parallelizer ddp holds a whole copy on every rank: dp_replicate_size={mesh.dp_replicate_size} is for "
+                "hybrid sharding, which is fsdp2's",
                 keys=("dp_replicate_size",),
                 fix="mesh.dp_replicate_size=1, or parallelizer=fsdp2",
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Field -> value."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def torch_dtype(name: str | None) -> Any:
@@ -219,25 +239,6 @@ def torch_dtype(name: str | None) -> Any:
     import torch
 
     return None if name is None else getattr(torch, name)
-
-
-def _check_common(config: ParallelizerConfig) -> None:
-    _check_choice("backend", config.backend, BACKENDS, "parallelizer.backend")
-    _check_dtype("autocast_dtype", config.autocast_dtype, "parallelizer.autocast_dtype")
-    value = config.activation_checkpointing
-    every_nth = isinstance(value, int) and value >= 1
-    if not (isinstance(value, bool) or every_nth or value in ("full", "selective")):
-        raise ConfigError(
-            f"activation_checkpointing={value!r} is not one of false, true, full, selective, or n >= 1 (every n-th layer)",
-            keys=("activation_checkpointing",),
-            fix="parallelizer.activation_checkpointing=full",
-        )
-    if config.compile_backend != DEFAULT_COMPILE_BACKEND and not config.enable_compile:
-        raise ConfigError(
-            f"compile_backend={config.compile_backend} does nothing while enable_compile=false",
-            keys=("compile_backend", "enable_compile"),
-            fix="parallelizer.enable_compile=true",
-        )
 
 
 def _check_dtype(name: str, value: object, path: str) -> None:

@@ -58,6 +58,10 @@ class Layout:
         shard = "dp_shard_cp" if self.cp > 1 else "dp_shard"
         return ("dp_replicate", shard) if self.dp_replicate > 1 else (shard,)
 
+    def to_config(self) -> MeshConfig:
+        """The same layout as a request with every size spelled out."""
+        return MeshConfig(self.dp, self.dp_replicate, self.tp, self.pp, self.cp, self.ep)
+
     def __str__(self) -> str:
         sizes = {"pp": self.pp, "dp": self.dp, "dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp}
         named = [f"{name}={size}" for name, size in (sizes | {"ep": self.ep}).items() if size > 1]

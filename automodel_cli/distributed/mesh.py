@@ -1,0 +1,91 @@
+"""The device mesh of a run: five axes that always exist, and the derived axes that answer one question each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from automodel_cli.distributed.layout import AXES, Layout
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One process among many. Every axis is a one-dimensional DeviceMesh of the ranks that this rank shares it with.
+
+    Flattened axes are kept here as the objects torch returned: looking them up by name again warns, and fails on views.
+    """
+
+    layout: Layout
+    device: torch.device
+    root: DeviceMesh
+    """(pp, dp_replicate, dp_shard, cp, tp)"""
+    dp: DeviceMesh
+    """Who reads different rows."""
+    dp_cp: DeviceMesh
+    """Whose weights add up: every rank with other tokens."""
+    dp_shard_cp: DeviceMesh
+    """Who holds shards of one copy of the parameters."""
+    loss: DeviceMesh
+    """Whose losses add up: dp_cp, and pp because only the last stage has a loss."""
+    fsdp: DeviceMesh
+    """What FSDP2 works on: (shard,), or (replicate, shard) for hybrid sharding."""
+
+    @property
+    def pp(self) -> DeviceMesh:
+        return self.root["pp"]
+
+    @property
+    def cp(self) -> DeviceMesh:
+        return self.root["cp"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        return self.root["tp"]
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp.get_local_rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp.size()
+
+    def sum_over(self, axis: DeviceMesh, tensor: Tensor) -> Tensor:
+        """Sum of `tensor` over the ranks of a one-dimensional axis, as a new tensor. Collective over the axis."""
+        total = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(total, group=axis.get_group())
+        return total
+
+
+def build_mesh(layout: Layout, device_type: str) -> Mesh:
+    """The mesh of this rank. Collective over all ranks; the process group must have `layout.world_size` ranks."""
+    world_size = dist.get_world_size()
+    assert world_size == layout.world_size, f"a layout of {layout.world_size} ranks in a group of {world_size}"
+    sizes = tuple(getattr(layout, axis) for axis in AXES)
+    root = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    return Mesh(
+        layout=layout,
+        device=device,
+        root=root,
+        dp=root["dp_replicate", "dp_shard"]._flatten("dp"),
+        dp_cp=root["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
+        dp_shard_cp=root["dp_shard", "cp"]._flatten("dp_shard_cp"),
+        loss=root["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss"),
+        fsdp=fsdp_mesh(root),
+    )
+
+
+def fsdp_mesh(root: DeviceMesh) -> DeviceMesh:
+    """What FSDP2 works on: `dp_shard`, joined with `cp` where there is one, behind `dp_replicate` for hybrid
+    sharding.
+    """
+    shard = root["dp_shard", "cp"]._flatten("dp_shard_cp") if root["cp"].size() > 1 else root["dp_shard"]
+    if root["dp_replicate"].size() == 1:
+        return shard
+    # Private in torch 2.11 and 2.13; public slicing cannot put a flattened axis next to another. The only use.
+    return DeviceMesh._concatenate([root["dp_replicate"], shard])

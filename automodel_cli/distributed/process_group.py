@@ -1,0 +1,45 @@
+"""Start and stop this process's default group: gloo on the CPU, nccl (and gloo for host tensors) on CUDA."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.device:
+    """Join the default group and return the device that this rank computes on.
+
+    Rank and size come from RANK, WORLD_SIZE, LOCAL_RANK as torchrun and our Slurm launcher set them; without them, or
+    with one rank, the group is made in memory and needs no network. `backend="nccl"` means CUDA where there is CUDA and
+    gloo on the CPU elsewhere; `"gloo"` means the CPU in any case. The timeout holds for every group made later: it is
+    how long a rank waits for one that is stuck, so it must exceed the longest difference between ranks (a slow
+    checkpoint file system). Collective. Starting twice is a bug of ours.
+    """
+    assert not dist.is_initialized(), "the process group was started twice"
+    timeout = timedelta(minutes=timeout_minutes)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    device, backends = _device_and_backends(backend)
+    bound_device = device if device.type == "cuda" else None  # lets nccl connect now, with the right GPU
+    if world_size == 1:
+        store = dist.HashStore()
+        dist.init_process_group(backends, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound_device)
+    else:
+        dist.init_process_group(backends, timeout=timeout, device_id=bound_device)
+    return device
+
+
+def stop() -> None:
+    """Leave the default group and every group made from it; harmless when none was started or it was stopped before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device_and_backends(backend: str) -> tuple[torch.device, str]:
+    if backend == "gloo" or not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device, f"cpu:gloo,cuda:{backend}"

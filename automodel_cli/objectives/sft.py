@@ -1,0 +1,22 @@
+"""Supervised fine-tuning: the negative log-likelihood of the label tokens, each with the same weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from automodel_cli.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class SFT:
+    """Loss = -sum of label log-probs / label tokens of the whole step: the mean over tokens, not over rows or ranks."""
+
+    def weight(self, batch: Batch) -> Tensor:
+        return batch.num_label_tokens
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+        return -logprobs_BT.sum()

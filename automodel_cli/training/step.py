@@ -1,0 +1,113 @@
+"""The one optimizer step, for every objective, parallelizer and pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.data.batch import Batch
+from automodel_cli.distributed.gradients import clip_grad_norm_
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.objectives.base import Objective
+from automodel_cli.training.stages import Stages
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars of the whole step, equal on every rank, on the mesh's device until somebody logs them."""
+
+    loss: Tensor
+    """fp32: sum of the objective / `weight`."""
+    grad_norm: Tensor
+    """float64, before clipping."""
+    weight: Tensor
+    """What the loss was divided by: label tokens, pairs or sequences."""
+
+
+class NonFiniteError(RunError):
+    """Loss or gradient is inf or nan, or the step has nothing to train on. Raised on every rank, before the optimizer
+    has touched a parameter.
+
+    `rows` are the ids of the rows (`Batch.row_ids_B`, of all ranks) whose log-probs are not finite, or, where all
+    are, every row of the step.
+    """
+
+    def __init__(self, message: str, rows: Sequence[int], fix: str):
+        super().__init__(f"{message}; rows {', '.join(map(str, rows))}", fix=fix)
+        self.reason, self.rows = message, tuple(rows)
+
+    def located(self, step: int, describe: Callable[[int], str]) -> RunError:
+        """The same for the user: with the step and the rows by file and line."""
+        rows = "; ".join(describe(row) for row in self.rows)
+        return RunError(f"step {step}: {self.reason}: {rows}", fix=self.fix)
+
+
+def train_step(
+    stages: Stages,
+    batches: Sequence[Batch],
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    *,
+    max_grad_norm: float | None,
+) -> StepResult:
+    """One optimizer step over this rank's microbatches; every rank must bring equally many.
+
+    The denominator of the loss is summed over ranks before the first forward, so each microbatch is divided once, by
+    the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss. One
+    host synchronisation, to refuse a non-finite step before it reaches the optimizer (NonFiniteError, on all ranks
+    alike).
+    """
+    batches = [batch.to(mesh.device) for batch in batches]
+    weight = mesh.sum_over(mesh.dp, torch.stack([objective.weight(batch) for batch in batches]).sum())
+    local_loss = stages.forward_backward(batches, lambda logprobs_BT, batch: objective(logprobs_BT, batch) / weight)
+    grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
+    loss = _sum_of_losses(local_loss, grad_norm, mesh)
+    if not bool(loss.isfinite()):
+        _refuse(loss, grad_norm, weight, stages, batches)
+    optimizer.step()
+    optimizer.zero_grad()
+    return StepResult(loss=loss, grad_norm=grad_norm, weight=weight)
+
+
+def _sum_of_losses(local_loss: Tensor, grad_norm: Tensor, mesh: Mesh) -> Tensor:
+    """The step's loss on every rank; nan on every rank if any of them has a loss or gradient norm that is not
+    finite.
+    """
+    agreed = torch.where(grad_norm.isfinite(), local_loss, torch.full_like(local_loss, torch.nan))
+    return mesh.sum_over(mesh.loss, agreed)
+
+
+def _refuse(loss: Tensor, grad_norm: Tensor, weight: Tensor, stages: Stages, batches: Sequence[Batch]) -> NoReturn:
+    """Name what went wrong and the rows. Collective: every rank is here, because all hold the same summed loss."""
+    if not bool(weight):
+        reason = "nothing to train on: the step has no label tokens"
+    elif bool(grad_norm.isfinite()):
+        reason = "the loss is not finite"
+    else:
+        reason = f"the gradient norm is {grad_norm.item()}"
+    raise NonFiniteError(
+        f"{reason}; stopped before the optimizer step",
+        _suspects(stages, batches),
+        fix="inspect these rows, or lower optimizer.lr; the last checkpoint is good",
+    )
+
+
+def _suspects(stages: Stages, batches: Sequence[Batch]) -> list[int]:
+    """Rows of all ranks with a non-finite log-prob in a fresh forward; all rows of the step if there is none.
+    Collective.
+    """
+    bad_B = stages.forward(batches, lambda logprobs_BT, batch: ~logprobs_BT.isfinite().all(1))
+    row_ids = torch.cat([batch.row_ids_B for batch in batches])
+    bad = torch.cat(bad_B)
+    everywhere: list[tuple[list[int], list[int]]] = [([], []) for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, (row_ids.tolist(), row_ids[bad].tolist()))
+    rows = {row for of_rank, _ in everywhere for row in of_rank}
+    bad_rows = {row for _, of_rank in everywhere for row in of_rank}
+    return sorted(bad_rows or rows)
