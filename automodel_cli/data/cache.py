@@ -1,0 +1,152 @@
+"""A content-addressed cache of folders: one process builds an entry, the others wait for it, a killed builder leaves
+nothing.
+
+An entry's name is the hash of everything its content depends on, the code of this package included. It is built under a
+temporary name next to its place and renamed when whole, so an entry that exists is complete. A file lock admits one
+builder; it needs no process group, so ranks may come before `init_process_group` and no collective waits for
+tokenisation.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import DataError
+
+REMEMBERED_HASH_BYTES = 64 << 20
+CODE_FILES = (
+    "cache.py",
+    "chat.py",
+    "formats.py",
+    "packing.py",
+    "prepare.py",
+    "readers.py",
+    "rows.py",
+    "stores.py",
+    "tokenise.py",
+)
+
+
+def cache_root(configured: str | None) -> Path:
+    """The configured folder, `$AUTOMODEL_CACHE`, or `automodel` in the user's cache folder."""
+    chosen = configured or os.environ.get("AUTOMODEL_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automodel"
+
+
+def entry_key(ingredients: dict[str, Any]) -> str:
+    """Hash of named ingredients (JSON values) and of the code that turns them into an entry."""
+    text = json.dumps({"code": code_version(), **ingredients}, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def code_version() -> str:
+    """Hash of the source files that decide what is in an entry."""
+    digest = hashlib.sha256()
+    for name in CODE_FILES:
+        digest.update(name.encode() + (Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash of what the tokenizer does: vocabulary, rules and special tokens; not of its chat template, nor of where it
+    lies.
+    """
+    parts = [type(tokenizer).__name__, json.dumps(_plain(tokenizer.special_tokens_map), sort_keys=True)]
+    if tokenizer.is_fast:
+        # in front of "added_tokens" stand truncation and padding, set by any earlier call and of no effect on ours
+        head, key, rules = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')
+        parts.append(rules if key else head)
+    else:
+        settings = {key: str(value) for key, value in tokenizer.init_kwargs.items() if key != "name_or_path"}
+        parts.append(json.dumps([sorted(tokenizer.get_vocab().items()), settings], sort_keys=True))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [str(item) for item in value] if isinstance(value, list | tuple) else str(value)
+
+
+def file_hash(path: Path, root: Path) -> str:
+    """Hash of a file's bytes. Of large files it is remembered under the file's identity, size and time of change."""
+    stat = path.stat()
+    if stat.st_size < REMEMBERED_HASH_BYTES:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    identity = f"{path.resolve()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    note = root / "hashes" / hashlib.sha256(identity.encode()).hexdigest()
+    if note.is_file():
+        return note.read_text()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    note.parent.mkdir(parents=True, exist_ok=True)
+    temporary = note.with_suffix(f".{os.getpid()}")
+    temporary.write_text(digest)
+    temporary.replace(note)
+    return digest
+
+
+def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
+    """The folder of entry `key`, and whether this call built it. `build` fills an empty folder; what it raises is
+    passed on.
+
+    Safe to call from any number of processes at once. Raises DataError when the disk is full or the folder not
+    writable.
+    """
+    final = root / key
+    if final.is_dir():
+        return final, False
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{key}.lock"):
+            if final.is_dir():
+                return final, False
+            for left_over in root.glob(
+                f"{key}.tmp-*"
+            ):  # of a builder that was killed: it held this lock, so it is gone
+                shutil.rmtree(left_over)
+            temporary = root / f"{key}.tmp-{os.getpid()}"
+            temporary.mkdir()
+            try:
+                build(temporary)
+                _to_disk(temporary)
+                temporary.rename(final)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            raise
+        reason = os.strerror(error.errno)
+        raise DataError(
+            f"cannot write the data cache {root}: {reason}", fix="data.cache_dir=<a folder with space>"
+        ) from error
+    return final, True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait for, hold and give back an exclusive lock; the kernel gives back the lock of a process that dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _to_disk(folder: Path) -> None:
+    """Before the rename: after a power cut an entry must not exist with files that do not."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

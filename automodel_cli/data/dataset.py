@@ -1,0 +1,124 @@
+"""Packed rows as a dataset: memory-mapped, addressed by row number, batched without a loop over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.data.stores import PackedStore
+
+DUMMY_ROW = -1
+"""Row number of a row of padding without labels, for ranks that would otherwise have one row less."""
+
+
+def shuffled(number: int, *seeds: int) -> np.ndarray:
+    """A permutation of `range(number)` that depends on the seeds only.
+
+    Raw counter bits rather than `Generator.permutation`, whose stream numpy may change between versions: resumed runs
+    must see the same order.
+    """
+    words = np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]).generate_state(2, np.uint64)
+    return np.argsort(np.random.Philox(key=words).random_raw(number), kind="stable")
+
+
+class PackedDataset:
+    """The rows of one or more datasets, numbered through; `weights[i]` says how often dataset i's rows are seen per
+    epoch.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[PackedStore],
+        weights: Sequence[float],
+        *,
+        pad_id: int,
+        row_len: int | None,
+        pad_multiple: int = 1,
+    ):
+        """`row_len`: tokens of every row; None: of the longest in the microbatch, rounded up to `pad_multiple`."""
+        self.stores, self.weights = list(stores), list(weights)
+        self.pad_id, self.row_len, self.pad_multiple = pad_id, row_len, pad_multiple
+        self.first_rows = np.cumsum([0, *(store.num_rows for store in stores)])
+
+    def __len__(self) -> int:
+        return int(self.first_rows[-1])
+
+    def _locate(self, row: int) -> tuple[PackedStore, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        source = int(np.searchsorted(self.first_rows, row, side="right")) - 1
+        return self.stores[source], row - int(self.first_rows[source])
+
+    def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, label mask (1 where the next token is trained) and the boundaries of the row's documents, from 0 to its
+        length.
+        """
+        store, local = self._locate(row)
+        bounds = store.offsets[store.row_offsets[local] : store.row_offsets[local + 1] + 1]
+        a, b = int(bounds[0]), int(bounds[-1])
+        return store.ids[a:b], store.label_mask[a:b], bounds - a
+
+    def documents(self, row: int) -> list[tuple[str, int]]:
+        """File name and line of each document (or piece) of the row, in its order."""
+        store, local = self._locate(row)
+        pieces = slice(int(store.row_offsets[local]), int(store.row_offsets[local + 1]))
+        names = [store.meta["files"][i] for i in store.files[pieces].tolist()]
+        return list(zip(names, store.lines[pieces].tolist(), strict=True))
+
+    def describe(self, row: int) -> str:
+        """Where the row comes from, for messages: `train.jsonl:18, 44`."""
+        if row == DUMMY_ROW:
+            return "(padding)"
+        by_file: dict[str, list[int]] = {}
+        for name, line in self.documents(row):
+            if line not in by_file.setdefault(name, []):
+                by_file[name].append(line)
+        return "; ".join(f"{name}:{', '.join(map(str, sorted(lines)))}" for name, lines in by_file.items())
+
+    def num_label_tokens(self, row: int) -> int:
+        """Trained tokens of the row."""
+        store, local = self._locate(row)
+        return int(store.num_label_tokens[local])
+
+    @property
+    def total_label_tokens(self) -> int:
+        """Trained tokens of all rows, each row once."""
+        return sum(int(store.num_label_tokens.sum()) for store in self.stores)
+
+    def collate(self, row_indices: Sequence[int]) -> Batch:
+        """The rows as one microbatch; `DUMMY_ROW` stands for a row of padding.
+
+        Padding at a row's end is a document of its own: no real token attends to it, nor it to one.
+        """
+        rows = [self.tokens(int(row)) if row != DUMMY_ROW else _EMPTY for row in row_indices]
+        num_tokens = self.row_len or self._round_up(max(len(ids) for ids, _, _ in rows))
+        shape = (len(rows), num_tokens)
+        ids_BT = np.full(shape, self.pad_id, np.int64)
+        mask_BT = np.zeros(shape, np.uint8)
+        starts = []
+        for i, (ids, mask, bounds) in enumerate(rows):
+            ids_BT[i, : len(ids)] = ids
+            mask_BT[i, : len(ids)] = mask
+            starts.append(bounds[bounds < num_tokens] + i * num_tokens)
+        cu_seqlens = np.concatenate([*starts, [len(rows) * num_tokens]])
+        lengths = np.diff(cu_seqlens)
+        positions = np.arange(len(rows) * num_tokens) - np.repeat(cu_seqlens[:-1], lengths)
+        labels_BT = np.full(shape, IGNORE_INDEX, np.int64)
+        labels_BT[:, :-1] = np.where(mask_BT[:, :-1] != 0, ids_BT[:, 1:], IGNORE_INDEX)
+        return Batch(
+            input_ids_BT=torch.from_numpy(ids_BT),
+            labels_BT=torch.from_numpy(labels_BT),
+            position_ids_BT=torch.from_numpy(positions.reshape(shape)),
+            cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+            max_seqlen=int(lengths.max()),
+            row_ids_B=torch.tensor([int(row) for row in row_indices], dtype=torch.int64),
+        )
+
+    def _round_up(self, number: int) -> int:
+        return max(self.pad_multiple, -(-number // self.pad_multiple) * self.pad_multiple)
+
+
+_EMPTY = (np.zeros(0, np.int64), np.zeros(0, np.uint8), np.zeros(1, np.int64))

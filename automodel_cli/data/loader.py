@@ -1,0 +1,148 @@
+"""Which rows each optimizer step sees, on each data-parallel rank; a position in one endless stream is the whole state.
+
+The stream is the same for any number of ranks. Step k takes its rows `k * G ... (k + 1) * G - 1` (G the global batch);
+microbatch m of rank r takes the next `microbatch_size` of them after those of lower (m, r). So a run may be resumed
+with another number of ranks, or another microbatch size, and trains on the same rows in each step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.data.batch import Batch
+from automodel_cli.data.dataset import DUMMY_ROW, PackedDataset, shuffled
+
+
+class RowStream:
+    """The endless order of row numbers. An epoch holds `round(weight * rows)` rows of every dataset, at least one.
+
+    Each dataset is walked through on its own, in a new order on every pass, and an epoch takes its next rows: with
+    weight 0.5 two epochs together see every row once. Within an epoch the datasets are mixed.
+    """
+
+    def __init__(self, dataset: PackedDataset, seed: int, shuffle: bool):
+        self.seed, self.shuffle = seed, shuffle
+        self.first = dataset.first_rows[:-1].tolist()
+        self.sizes = np.diff(dataset.first_rows).tolist()
+        self.takes = [max(1, round(w * n)) for w, n in zip(dataset.weights, self.sizes, strict=True)]
+        self.rows_per_epoch = sum(self.takes)
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+
+    def rows(self, start: int, number: int) -> np.ndarray:
+        """Row numbers at the positions `start ... start + number - 1` of the stream."""
+        out = []
+        while number:
+            epoch, offset = divmod(start, self.rows_per_epoch)
+            part = self._epoch_order(epoch)[offset : offset + number]
+            out.append(part)
+            start, number = start + len(part), number - len(part)
+        return np.concatenate(out)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            parts = [self._source_rows(source, epoch) for source in range(len(self.sizes))]
+            order = np.concatenate(parts)
+            if self.shuffle:
+                order = order[shuffled(len(order), self.seed, 1, epoch)]
+            self._epoch, self._order = epoch, order
+        return self._order
+
+    def _source_rows(self, source: int, epoch: int) -> np.ndarray:
+        size, take = self.sizes[source], self.takes[source]
+        positions = np.arange(epoch * take, (epoch + 1) * take)
+        passes = positions // size
+        rows = positions % size
+        if self.shuffle:
+            for nth in np.unique(passes).tolist():
+                chosen = passes == nth
+                rows[chosen] = shuffled(size, self.seed, 2, source, nth)[rows[chosen]]
+        return rows + self.first[source]
+
+
+class StepLoader:
+    """The microbatches of this rank, optimizer step by optimizer step. Stateful; `state_dict` is the same on every
+    rank.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        global_batch_size: int,
+        microbatch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
+        """Sizes count rows. Raises ConfigError when the global batch is not whole microbatches on every rank."""
+        if global_batch_size < 1 or microbatch_size < 1 or global_batch_size % (microbatch_size * dp_size):
+            unit = max(1, microbatch_size) * dp_size
+            near = max(1, round(global_batch_size / unit)) * unit
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is not a multiple of microbatch_size={microbatch_size} x "
+                f"{dp_size} data-parallel ranks",
+                keys=("global_batch_size", "microbatch_size"),
+                fix=f"train.global_batch_size={near}",
+            )
+        self.dataset, self.microbatch_size = dataset, microbatch_size
+        self.global_batch_size, self.dp_rank, self.dp_size = global_batch_size, dp_rank, dp_size
+        self.stream = RowStream(dataset, seed, shuffle)
+        self.position = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps that see every row of an epoch at least once (the last one may begin the next epoch)."""
+        return -(-self.stream.rows_per_epoch // self.global_batch_size)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs seen so far."""
+        return self.position / self.stream.rows_per_epoch
+
+    def next_rows(self) -> np.ndarray:
+        """Row numbers of this rank's next step, `[microbatches, microbatch_size]`, without moving on."""
+        rows = self.stream.rows(self.position, self.global_batch_size)
+        return rows.reshape(-1, self.dp_size, self.microbatch_size)[:, self.dp_rank]
+
+    def next_step(self) -> list[Batch]:
+        """This rank's microbatches of one optimizer step; the stream goes on into the next epoch."""
+        batches = [self.dataset.collate(rows) for rows in self.next_rows()]
+        self.position += self.global_batch_size
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the stream and what the stream depends on; independent of rank and number of ranks."""
+        stream = self.stream
+        return {
+            "position": self.position,
+            "seed": stream.seed,
+            "shuffle": stream.shuffle,
+            "sizes": list(stream.sizes),
+            "takes": list(stream.takes),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` stopped. Raises RunError when the rows or their order are not those of the saved run."""
+        mine = self.state_dict()
+        changed = [key for key in ("seed", "shuffle", "sizes", "takes") if state[key] != mine[key]]
+        if changed:
+            said = ", ".join(f"{key} was {state[key]}, is {mine[key]}" for key in changed)
+            raise RunError(
+                f"the data changed since the checkpoint, so its position means other rows now: {said}",
+                fix="resume with the data, packing and seed of the checkpoint, or start a new run from its weights",
+            )
+        self.position = int(state["position"])
+
+
+def eval_batches(dataset: PackedDataset, *, microbatch_size: int, dp_rank: int = 0, dp_size: int = 1) -> list[Batch]:
+    """Every row once over all ranks, in order; padded with rows without labels so that all ranks get equally many
+    batches.
+    """
+    unit = microbatch_size * dp_size
+    rows = np.full(-(-len(dataset) // unit) * unit, DUMMY_ROW)
+    rows[: len(dataset)] = np.arange(len(dataset))
+    return [dataset.collate(part) for part in rows.reshape(-1, dp_size, microbatch_size)[:, dp_rank]]

@@ -1,0 +1,326 @@
+"""From the `data:` section to packed rows on disk, once, whoever asks first.
+
+`prepare` needs no process group and may be called by every rank at once: a file lock lets one of them build what is
+missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
+from automodel_cli.data.chat import GENERATION_TAG, Encoded, resolve_chat_template
+from automodel_cli.data.config import DataConfig, SourceConfig
+from automodel_cli.data.dataset import PackedDataset, shuffled
+from automodel_cli.data.formats import detect_format
+from automodel_cli.data.packing import Pieces, cut_long, pack
+from automodel_cli.data.report import DataReport, LongReport, SourceReport
+from automodel_cli.data.rows import Rejected, RowError, rows_error
+from automodel_cli.data.sources import Source, TaskSource, first_rows, open_source
+from automodel_cli.data.stores import PackedStore, TokenStore, write_packed, write_tokens
+from automodel_cli.data.tokenise import EncodeSpec, RowEncoder, choose_workers, encode_all
+
+PROGRESS_SECONDS = 5.0
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What a run reads: training rows, validation rows if configured, and what was done to get them."""
+
+    train: PackedDataset
+    validation: PackedDataset | None
+    report: DataReport
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One dataset on its way: source, weight, tokens, and the documents of it that this part takes."""
+
+    source: Source
+    weight: float
+    tokens: TokenStore
+    key: str
+    built: bool
+    documents: np.ndarray | None = None
+    held_out: str = ""
+
+
+def prepare(config: DataConfig, tokenizer: Any, *, seed: int, progress: Progress | None = None) -> PreparedData:
+    """Tokenise, mask, pack and cache the data, or find it in the cache.
+
+    `seed` decides which rows `validation_rows` takes out. `progress` receives a line each few seconds of a long
+    tokenisation (default: standard error). Raises DataError with every row that cannot be used, grouped by cause.
+    """
+    began = time.perf_counter()
+    builder = _Builder(config, tokenizer, progress or (lambda line: print(line, file=sys.stderr)))
+    train, validation = builder.tokenised()
+    _check_rows(config, [*train, *validation])
+    if config.validation_rows:
+        train, validation = _hold_out(train, config.validation_rows, seed)
+    packed_train = [builder.packed(part) for part in train]
+    packed_validation = [builder.packed(part) for part in validation]
+    report = DataReport(
+        [r for _, r in packed_train],
+        [r for _, r in packed_validation],
+        cache=str(builder.root),
+        seconds=time.perf_counter() - began,
+    )
+    return PreparedData(
+        builder.dataset([s for s, _ in packed_train], [part.weight for part in train]),
+        builder.dataset([s for s, _ in packed_validation], [1.0] * len(validation)) if validation else None,
+        report,
+    )
+
+
+def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
+    """The policy for refused rows, over all datasets together so that one run shows every problem."""
+    rejected = [row for part in parts for row in part.tokens.rejected()]
+    num_rows = sum(part.tokens.meta["num_rows"] for part in parts)
+    if rejected and config.on_bad_row == "fail":
+        limit = (
+            "" if len(rejected) <= config.max_bad * num_rows else f" data.max_bad={_round_up(len(rejected) / num_rows)}"
+        )
+        raise rows_error(
+            rejected, num_rows, fix=f"correct the rows, or go on without them: data.on_bad_row=drop{limit}"
+        )
+    if len(rejected) > config.max_bad * num_rows:
+        error = rows_error(rejected, num_rows, fix=f"data.max_bad={_round_up(len(rejected) / num_rows)}")
+        raise DataError(
+            f"more rows are refused than data.max_bad={config.max_bad} allows: {error.message}", fix=error.fix
+        )
+    for part in parts:
+        if not part.tokens.meta["num_rows"]:
+            raise DataError(f"{part.source.name} has no rows")
+        if not part.tokens.num_documents:
+            raise DataError(f"no row of {part.source.name} is left: all {part.tokens.meta['num_rows']:,} were refused")
+
+
+def _round_up(share: float) -> float:
+    return min(1.0, np.ceil(share * 100 + 1e-9) / 100)
+
+
+def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part], list[_Part]]:
+    """Take validation documents out of every dataset, in proportion to its size, by a seeded shuffle."""
+    sizes = np.array([part.tokens.num_documents for part in parts])
+    total = int(sizes.sum())
+    number = max(1, round(wanted * total)) if wanted < 1 else int(wanted)
+    if number >= total:
+        raise DataError(
+            f"validation_rows={wanted:g} leaves nothing to train on: there are {total:,} documents",
+            fix="data.validation_rows=0.1",
+        )
+    exact = number * sizes / total
+    shares = np.floor(exact).astype(int)
+    shares[np.argsort(shares - exact, kind="stable")[: number - shares.sum()]] += 1
+    train, validation = [], []
+    for index, (part, share) in enumerate(zip(parts, shares.tolist(), strict=True)):
+        order = shuffled(part.tokens.num_documents, seed, index, 0x5EED)
+        name = f"{share} of seed {seed}, {index}"
+        if share < part.tokens.num_documents:
+            train.append(replace(part, documents=np.sort(order[share:]), held_out=f"without {name}"))
+        if share:
+            validation.append(replace(part, documents=np.sort(order[:share]), held_out=name))
+    return train, validation
+
+
+class _Builder:
+    """One call of `prepare`: the tokenizer, the template and the cache folder, and what they make of a source."""
+
+    def __init__(self, config: DataConfig, tokenizer: Any, progress: Progress):
+        self.config, self.tokenizer, self.progress = config, tokenizer, progress
+        self.root = cache_root(config.cache_dir)
+        self.template = resolve_chat_template(config.chat_template, tokenizer)
+        self.tokenizer_key = tokenizer_fingerprint(tokenizer)
+
+    def tokenised(self) -> tuple[list[_Part], list[_Part]]:
+        """Training and validation sources with their tokens."""
+        config = self.config
+        if config.task is not None:
+            train = TaskSource(config.task, "train"), SourceConfig("task", format="messages")
+            validation = TaskSource(config.task, "validation"), SourceConfig("task", format="messages")
+            return [self._tokens(*train)], [self._tokens(*validation)]
+        sources = config.train_sources()
+        extra = []
+        if config.validation_path:
+            extra = [SourceConfig(config.validation_path, format=config.format, columns=config.columns)]
+        elif config.validation_split:
+            extra = [replace(sources[0], split=config.validation_split)]
+        return [self._tokens(open_source(s, self.root), s) for s in sources], [
+            self._tokens(open_source(s, self.root), s) for s in extra
+        ]
+
+    def _tokens(self, source: Source, config: SourceConfig) -> _Part:
+        ingredients = {
+            **source.ingredients(),
+            "format": config.format,
+            "columns": config.columns,
+            "template": self.template,
+            "tokenizer": self.tokenizer_key,
+            "mask": self.config.mask,
+        }
+        key = entry_key({"kind": "tokens", **ingredients})
+        folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
+        return _Part(source, config.weight, TokenStore.open(folder), key, built)
+
+    def _write_tokens(self, folder: Path, source: Source, config: SourceConfig) -> None:
+        fmt: str = config.format
+        if fmt == "auto":
+            examples = first_rows(source)
+            # with no readable row at all any format will do: every row is refused by its own error
+            fmt = detect_format(examples, config.columns, source.name) if examples else "text"
+        encoder = RowEncoder(self.tokenizer, EncodeSpec(fmt, config.columns, self.template, self.config.mask))
+        for_rows, for_origins = itertools.tee(source.rows())
+        workers = choose_workers(self.config.num_workers, source.num_bytes)
+        batches = encode_all(encoder, (origin.row for origin in for_rows), workers)
+        write_tokens(
+            folder,
+            self._counted(batches, source.name),
+            for_origins,
+            meta={
+                "files": source.files,
+                "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
+                "format": fmt + (", detected" if config.format == "auto" else ""),
+                "masked_by": self._masked_by(fmt),
+            },
+            special_ids={*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder},
+        )
+
+    def _counted(self, batches: Iterable[list[Encoded | RowError]], name: str) -> Iterator[list[Encoded | RowError]]:
+        shown = time.perf_counter()
+        rows = tokens = 0
+        for batch in batches:
+            rows += len(batch)
+            tokens += sum(len(item.ids) for item in batch if isinstance(item, Encoded))
+            if time.perf_counter() - shown > PROGRESS_SECONDS:
+                shown = time.perf_counter()
+                self.progress(f"tokenising {name}: {rows:,} rows, {tokens:,} tokens")
+            yield batch
+
+    def _masked_by(self, fmt: str) -> str:
+        if fmt == "text":
+            return "nothing: every token is trained"
+        if self.template is None:
+            return "the end of the prompt" if self.config.mask != "all" else "nothing: every token is trained"
+        turns = {"assistant": "assistant turns", "last_turn": "last assistant turn", "all": "all tokens"}[
+            self.config.mask
+        ]
+        by_tags = GENERATION_TAG.search(self.template) and self.config.mask != "all"
+        way = "the template's generation tags" if by_tags else "prefix difference, verified per row"
+        return turns if self.config.mask == "all" else f"{way} ({turns})"
+
+    def packed(self, part: _Part) -> tuple[PackedStore, SourceReport]:
+        """The packed rows of one part, built or found, and its line in the report."""
+        config = self.config
+        key = entry_key(
+            {
+                "kind": "packed",
+                "tokens": part.key,
+                "seq_len": config.seq_len,
+                "packing": config.packing,
+                "long_documents": config.long_documents,
+                "held_out": part.held_out,
+            }
+        )
+        folder, built = get_or_build(self.root, key, lambda folder: self._write_packed(folder, part))
+        store = PackedStore.open(folder)
+        meta, counts = part.tokens.meta, store.meta
+        report = SourceReport(
+            name=part.source.name,
+            fmt=meta["format"],
+            num_rows=meta["num_rows"],
+            num_rejected=meta["num_rejected"],
+            rejected_path=str(part.tokens.folder / "rejected.jsonl"),
+            num_documents=counts["num_documents"],
+            num_tokens=counts["num_tokens"],
+            num_label_tokens=int(store.num_label_tokens.sum()),
+            masked_by=meta["masked_by"],
+            ends_trained=meta["ends_trained"] / max(1, part.tokens.num_documents),
+            packing=config.packing,
+            seq_len=config.seq_len,
+            num_packed_rows=store.num_rows,
+            fill=counts["fill"],
+            long=LongReport(**counts["long"]),
+            weight=part.weight,
+            built=part.built or built,
+        )
+        return store, report
+
+    def _write_packed(self, folder: Path, part: _Part) -> None:
+        config, tokens = self.config, part.tokens
+        documents = np.arange(tokens.num_documents) if part.documents is None else part.documents
+        lengths = tokens.lengths[documents]
+        if config.packing == "wrapped":
+            pieces, long = Pieces(documents, np.zeros_like(documents), lengths), LongReport("split")
+        else:
+            pieces = cut_long(lengths, config.seq_len, config.long_documents)
+            pieces = replace(pieces, document=documents[pieces.document])
+            pieces, long = self._without_labels(tokens, pieces, lengths)
+        packed = pack(pieces, config.seq_len, config.packing)
+        write_packed(
+            folder,
+            tokens,
+            packed,
+            meta={
+                "num_documents": len(documents),
+                "num_tokens": int(lengths.sum()),
+                "fill": packed.fill(config.seq_len),
+                "long": vars(long),
+            },
+        )
+
+    def _without_labels(self, tokens: TokenStore, pieces: Pieces, lengths: np.ndarray) -> tuple[Pieces, LongReport]:
+        """Leave out pieces of cut documents in which nothing is trained: they cost compute and give no gradient.
+
+        A document that `truncate` leaves without any trained token is refused like a row that never had one.
+        """
+        config = self.config
+        cut = np.flatnonzero(pieces.length < tokens.lengths[pieces.document])
+        first = tokens.offsets[pieces.document[cut]] + pieces.start[cut]
+        # the last token of a piece has no label: its next token stands elsewhere
+        spans = zip(cut.tolist(), first.tolist(), (first + pieces.length[cut] - 1).tolist(), strict=True)
+        empty = [piece for piece, a, b in spans if not tokens.label_mask[a:b].any()]
+        if empty and config.long_documents == "truncate" and config.on_bad_row == "fail":
+            reason = f"truncated to seq_len={config.seq_len} it has no trained token left"
+            raise rows_error(
+                [self._refused(tokens, int(pieces.document[i]), reason) for i in empty],
+                len(lengths),
+                fix="data.long_documents=split (or drop), a larger data.seq_len, or data.on_bad_row=drop",
+            )
+        kept = np.delete(np.arange(len(pieces.length)), empty)
+        is_long = lengths > config.seq_len
+        return pieces.take(kept), LongReport(
+            config.long_documents,
+            num_documents=int(is_long.sum()),
+            num_tokens=int(lengths[is_long].sum()),
+            tokens_lost=int(lengths.sum() - pieces.length[kept].sum()),
+            pieces_without_labels=len(empty),
+        )
+
+    def _refused(self, tokens: TokenStore, document: int, reason: str) -> Rejected:
+        a, b = tokens.offsets[document : document + 2].tolist()
+        text = self.tokenizer.decode(tokens.ids[a : min(b, a + 60)].tolist())
+        name = tokens.meta["files"][int(tokens.files[document])]
+        return Rejected(name, int(tokens.lines[document]), "truncated_away", reason, text)
+
+    def dataset(self, stores: list[PackedStore], weights: list[float]) -> PackedDataset:
+        """The rows as the loader reads them."""
+        config, tokenizer = self.config, self.tokenizer
+        pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+        fixed = config.packing != "none" or config.pad_to == "seq_len"
+        return PackedDataset(
+            stores,
+            weights,
+            pad_id=pad,
+            row_len=config.seq_len if fixed else None,
+            pad_multiple=config.pad_multiple,
+        )

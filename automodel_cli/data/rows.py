@@ -1,0 +1,84 @@
+"""Rows that cannot be used: how one is described, how many become one error, and how they are kept on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import DataError
+
+MAX_EXCERPT = 160
+MAX_LINES_LISTED = 8
+
+
+class RowError(Exception):
+    """One row cannot be used. `code` is the cause that rows are grouped by, `fix` a pasteable remedy of that cause."""
+
+    def __init__(self, code: str, message: str, *, fix: str | None = None, raw: str | None = None):
+        super().__init__(message)
+        self.code, self.message, self.fix, self.raw = code, message, fix, raw
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keyword arguments survive the way back from a worker process."""
+        return _row_error, (self.code, self.message, self.fix, self.raw)
+
+
+def _row_error(code: str, message: str, fix: str | None, raw: str | None) -> RowError:
+    return RowError(code, message, fix=fix, raw=raw)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A line of `rejected.jsonl`: where a row stands, why it was refused, and the row itself (text when unreadable)."""
+
+    source: str
+    line: int
+    code: str
+    message: str
+    row: Any
+    fix: str | None = None
+
+
+def write_rejected(path: Path, rejected: Sequence[Rejected]) -> None:
+    """One JSON object per line; what JSON cannot hold (dates, bytes of a parquet column) is written as text."""
+    with path.open("w", encoding="utf-8") as file:
+        for item in rejected:
+            file.write(json.dumps(asdict(item), ensure_ascii=False, default=str) + "\n")
+
+
+def read_rejected(path: Path) -> list[Rejected]:
+    """The rows that `write_rejected` kept."""
+    with path.open(encoding="utf-8") as file:
+        return [Rejected(**json.loads(line)) for line in file]
+
+
+def rows_error(rejected: Sequence[Rejected], num_rows: int, *, fix: str) -> DataError:
+    """One error for all refused rows: per cause the first in full with its text, the others counted and some lines
+    named.
+    """
+    groups: dict[str, list[Rejected]] = {}
+    for item in rejected:
+        groups.setdefault(item.code, []).append(item)
+    share = 100 * len(rejected) / max(1, num_rows)
+    causes = "1 cause" if len(groups) == 1 else f"{len(groups)} causes"
+    text = [f"{len(rejected):,} of {num_rows:,} rows cannot be used ({share:.1f}%, {causes})"]
+    for items in sorted(groups.values(), key=len, reverse=True):
+        first = items[0]
+        text.append(f"  {first.source}:{first.line}: {first.message}")
+        text.append(f"      {first.line} | {_excerpt(first.row)}")
+        if first.fix:
+            text.append(f"      fix {first.fix}")
+        if len(items) > 1:
+            names = ", ".join(f"{i.source}:{i.line}" for i in items[1 : 1 + MAX_LINES_LISTED])
+            more = ", ..." if len(items) > 1 + MAX_LINES_LISTED else ""
+            text.append(f"      {len(items) - 1:,} more like this: {names}{more}")
+    return DataError("\n".join(text), fix=fix)
+
+
+def _excerpt(row: Any) -> str:
+    text = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False, default=str)
+    text = text.strip()
+    return text if len(text) <= MAX_EXCERPT else f"{text[: MAX_EXCERPT - 4]} ..."

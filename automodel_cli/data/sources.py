@@ -1,0 +1,103 @@
+"""Where rows come from: local files, a hub dataset, or a task node; each with what its content depends on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from automodel_cli.data.cache import file_hash
+from automodel_cli.data.config import SourceConfig, TaskNode
+from automodel_cli.data.readers import load_hub, local_files, read_file, read_hub
+from automodel_cli.data.rows import RowError
+from automodel_cli.data.stores import Origin
+
+
+class Source(Protocol):
+    """A dataset to read: its name for messages, the files that `Origin.file` counts, and its rows."""
+
+    name: str
+    files: list[str]
+    num_bytes: int
+
+    def ingredients(self) -> dict[str, Any]:
+        """What identifies the content, for the cache key."""
+
+    def rows(self) -> Iterator[Origin]:
+        """Every row in order; `Origin.row` is a RowError where it could not be parsed."""
+
+
+def open_source(config: SourceConfig, root: Path) -> Source:
+    """The local files or the hub dataset that `config.path` names. Raises DataError when there is neither."""
+    paths = local_files(config.path)
+    return HubSource(config) if paths is None else FileSource(config, paths, root)
+
+
+def first_rows(source: Source, number: int = 16) -> list[dict[str, Any]]:
+    """The first readable rows, to tell the format by."""
+    readable = (origin.row for origin in source.rows() if not isinstance(origin.row, RowError))
+    return list(itertools.islice(readable, number))
+
+
+class FileSource:
+    """One or more local files."""
+
+    def __init__(self, config: SourceConfig, paths: list[Path], root: Path):
+        self.paths, self.root = paths, root
+        self.name = paths[0].name if len(paths) == 1 else config.path
+        self.files = [path.name for path in paths]
+        self.num_bytes = sum(path.stat().st_size for path in paths)
+
+    def ingredients(self) -> dict[str, Any]:
+        """Names too: they stand in messages about rows."""
+        return {"files": [[path.name, file_hash(path, self.root)] for path in self.paths]}
+
+    def rows(self) -> Iterator[Origin]:
+        """Rows of all files, numbered per file."""
+        for number, path in enumerate(self.paths):
+            for line, row in read_file(path):
+                yield Origin(number, line, row)
+
+
+class HubSource:
+    """A dataset of the hub. Its cached files carry the revision's hash in their names, which identifies the content."""
+
+    def __init__(self, config: SourceConfig):
+        self.config = config
+        self.dataset = load_hub(config)
+        self.name = f"{config.path}/{config.split}"
+        self.files = [self.name]
+        self.num_bytes = int(self.dataset.data.nbytes)
+
+    def ingredients(self) -> dict[str, Any]:
+        """Cached files rather than the hub's answer, so that a node without network gives the same key."""
+        cached = [entry["filename"] for entry in self.dataset.cache_files]
+        config = self.config
+        return {"hub": [config.path, config.name, config.revision, config.split, len(self.dataset), cached]}
+
+    def rows(self) -> Iterator[Origin]:
+        """Rows numbered from 1."""
+        return (Origin(0, line, row) for line, row in read_hub(self.dataset))
+
+
+@dataclass
+class TaskSource:
+    """One split of a task node."""
+
+    task: TaskNode
+    split: Literal["train", "validation"]
+
+    def __post_init__(self) -> None:
+        self.name = f"{type(self.task).__name__}/{self.split}"
+        self.files = [self.name]
+        self.num_bytes = 0
+
+    def ingredients(self) -> dict[str, Any]:
+        """The node's own key."""
+        return {"task": self.task.cache_key(), "split": self.split}
+
+    def rows(self) -> Iterator[Origin]:
+        """Rows numbered from 1."""
+        return (Origin(0, line, row) for line, row in enumerate(self.task.rows(self.split), 1))

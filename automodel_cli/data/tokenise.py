@@ -1,0 +1,175 @@
+"""Rows in, tokens and mask out; in this process, or for large data in worker processes that each hold the tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.data.chat import ChatEncoder, Encoded, encode_texts
+from automodel_cli.data.config import Mask
+from automodel_cli.data.formats import Completion, Conversation, Document, PlainText, RowReader
+from automodel_cli.data.readers import Row
+from automodel_cli.data.rows import RowError
+
+BATCH_ROWS = 256
+LARGE_BYTES = 256 << 20
+"""From this size on, starting workers (a few seconds each) is worth it."""
+
+
+@dataclass(frozen=True)
+class EncodeSpec:
+    """What decides the tokens of a row, besides the tokenizer."""
+
+    fmt: str
+    columns: dict[str, str]
+    template: str | None
+    mask: Mask
+
+
+class RowEncoder:
+    """Rows of one dataset to tokens. Pickles."""
+
+    def __init__(self, tokenizer: Any, spec: EncodeSpec):
+        self.tokenizer, self.spec = tokenizer, spec
+        self.reader = RowReader(spec.fmt, spec.columns, chat=spec.template is not None)
+        self.chat = None if spec.template is None else ChatEncoder(tokenizer, spec.template, spec.mask)
+
+    def encode(self, rows: Sequence[Row | RowError]) -> list[Encoded | RowError]:
+        """One result per row, in order. A row is refused also when nothing of it would be trained."""
+        documents = [self._read(row) for row in rows]
+        out: list[Encoded | RowError] = [d if isinstance(d, RowError) else _NOTHING for d in documents]
+        for kind, encode in (
+            (Conversation, self._encode_chats),
+            (Completion, self._encode_completions),
+            (PlainText, self._encode_texts),
+        ):
+            places = [i for i, document in enumerate(documents) if isinstance(document, kind)]
+            for place, result in zip(places, encode([documents[i] for i in places]), strict=True):
+                out[place] = _refuse_untrained(result)
+        return out
+
+    def _read(self, row: Row | RowError) -> Document | RowError:
+        if isinstance(row, RowError):
+            return row
+        try:
+            return self.reader.read(row)
+        except RowError as error:
+            return error
+
+    def _encode_chats(self, chats: Sequence[Any]) -> list[Encoded | RowError]:
+        if self.chat is None and chats:
+            fix = "data.chat_template=<a .jinja file>, or a tokenizer with a chat template"
+            return [RowError("no_template", "messages need a chat template and the tokenizer has none", fix=fix)] * len(
+                chats
+            )
+        return self.chat.encode(chats) if self.chat is not None else []
+
+    def _encode_texts(self, texts: Sequence[Any]) -> list[Encoded | RowError]:
+        """BOS where the tokenizer adds one, the text, EOS; all of it trained."""
+        encoded = encode_texts(self.tokenizer, [t.text for t in texts], add_special_tokens=True)
+        return [Encoded(ids, np.ones(len(ids), np.uint8)) for ids in map(self._with_eos, encoded)]
+
+    def _encode_completions(self, pairs: Sequence[Any]) -> list[Encoded | RowError]:
+        """BOS, prompt, completion, EOS; the completion and EOS trained.
+
+        Encoded as one text when the prompt's tokens are a prefix of it, else prompt and completion each for itself:
+        that is what the model will see when it is given the prompt alone.
+        """
+        prompts = encode_texts(self.tokenizer, [p.prompt for p in pairs], add_special_tokens=True)
+        prompts = [self._without_eos(ids) for ids in prompts]
+        wholes = encode_texts(self.tokenizer, [p.prompt + p.completion for p in pairs], add_special_tokens=True)
+        rests = encode_texts(self.tokenizer, [p.completion for p in pairs])
+        out: list[Encoded | RowError] = []
+        for pair, prompt, whole, rest in zip(pairs, prompts, map(self._with_eos, wholes), rests, strict=True):
+            ids = whole
+            if not np.array_equal(whole[: len(prompt)], prompt):
+                ids = self._with_eos(np.concatenate([prompt, rest]))
+                if self.tokenizer.decode(ids) != self.tokenizer.decode(whole):
+                    where = f"{pair.prompt[-12:]!r} + {pair.completion[:12]!r}"
+                    reason = f"a token reaches from the prompt into the completion ({where})"
+                    out.append(
+                        RowError(
+                            "not_a_prefix",
+                            reason,
+                            fix="end the prompt with a newline, or begin the completion with a space",
+                        )
+                    )
+                    continue
+            trained = np.ones(len(ids), np.uint8)
+            trained[: len(prompt)] = self.spec.mask == "all"
+            out.append(Encoded(ids, trained))
+        return out
+
+    def _with_eos(self, ids: np.ndarray) -> np.ndarray:
+        eos = self.tokenizer.eos_token_id
+        if eos is None or (len(ids) and ids[-1] == eos):
+            return ids
+        return np.append(ids, np.int32(eos))
+
+    def _without_eos(self, ids: np.ndarray) -> np.ndarray:
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
+
+
+_NOTHING = RowError("internal", "the row was not encoded")
+
+
+def _refuse_untrained(result: Encoded | RowError) -> Encoded | RowError:
+    """The first token is never predicted, so a row needs a trained token after it."""
+    if isinstance(result, Encoded) and not result.trained[1:].any():
+        return RowError("no_label_token", f"none of its {len(result.ids)} tokens would be trained")
+    return result
+
+
+def choose_workers(num_workers: int | None, num_bytes: int) -> int:
+    """Worker processes to use: as configured, or by default none for small data and one per two cores for large."""
+    if num_workers is not None:
+        return num_workers
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // 2) if num_bytes >= LARGE_BYTES and cores > 2 else 0
+
+
+def encode_all(
+    encoder: RowEncoder, rows: Iterable[Row | RowError], num_workers: int
+) -> Iterator[list[Encoded | RowError]]:
+    """Results in the order of `rows`, batch by batch, whatever the number of workers."""
+    batches = _batches(rows, BATCH_ROWS)
+    if num_workers == 0:
+        yield from map(encoder.encode, batches)
+        return
+    # spawn: a fork of a process whose tokenizer has started threads can hang
+    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (encoder,)) as pool:
+        waiting: deque[Future[list[Encoded | RowError]]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(_encode_in_worker, batch))
+            if len(waiting) > 4 * num_workers:  # bounded, or the whole file would stand in memory
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _batches(rows: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(rows)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
+
+
+_worker_encoder: RowEncoder | None = None
+
+
+def _start_worker(encoder: RowEncoder) -> None:
+    global _worker_encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use the cores
+    _worker_encoder = encoder
+
+
+def _encode_in_worker(rows: list[Row | RowError]) -> list[Encoded | RowError]:
+    assert _worker_encoder is not None, "the worker was started without its encoder"
+    return _worker_encoder.encode(rows)
