@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
-
-Row = Mapping[str, float | int | None]
+from automodel_cli.training.metrics import Row
 
 
 class Tracker(Protocol):

@@ -1,4 +1,4 @@
-"""Checkpoints of one process: bitwise resume after kill -9, atomic publication, keep-k, best, full disk, LoRA-like freezing."""
+"""Checkpoints of one process: bitwise resume after kill -9, atomic publication, keep-k, best, full disk, freezing."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_frozen_parameters_are_not_stored(tmp_path):
     other = frozen()
     other.load()
     assert_bitwise(other.everything(), run.everything())
-    with pytest.raises(RunError, match="another set of trainable parameters: model.embed_tokens.weight is missing"):
+    with pytest.raises(RunError, match=r"another set of trainable parameters: model\.embed_tokens\.weight is missing"):
         Run(tmp_path).load()
 
 

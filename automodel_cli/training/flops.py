@@ -1,0 +1,201 @@
+"""Model FLOPs per token from a Hugging Face config, and the BF16 peak of a device: what MFU is made of. Torch-free.
+
+Per token, forward and backward (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B):
+
+    6 N + 6 * sum over layers of H * (d_qk + d_v) * C        (PaLM's 12 L H Q T when d_qk = d_v = Q and C = T)
+
+N counts the matrix parameters a token passes through: all linear layers and the head, of a mixture of experts only the
+chosen and the shared experts and the router; neither the embedding table (a lookup) nor norms and biases. H is the
+number of query heads (grouped-query attention saves cache, not products), d_qk and d_v their sizes, C the tokens a
+query is compared with: the length of its document, at most the window in layers with a sliding window. No discount
+for causality, and recomputed activations do not count: more recompute must not look like a better machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# Two matrices in the MLP instead of three (no gate).
+_UNGATED = frozenset(
+    {
+        "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+        "gptj", "mpt", "nemotron", "opt", "phi", "starcoder2",
+    }
+)  # fmt: skip
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+# Dense BF16 with FP32 accumulation, no sparsity, in TFLOP/s; from the vendors' data sheets. First match wins.
+_PEAK_TFLOPS = (
+    ("GB300", 2500.0),
+    ("B300", 2500.0),
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("B100", 1750.0),
+    ("H200", 989.4),
+    ("GH200", 989.4),
+    ("H100 NVL", 835.5),
+    ("H100 PCIe", 756.5),
+    ("H100", 989.4),
+    ("H800", 989.4),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10G", 70.0),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("RTX 6000 Ada", 364.0),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+    ("MI355X", 2516.0),
+    ("MI325X", 1307.4),
+    ("MI300X", 1307.4),
+    ("MI250X", 383.0),
+)
+
+
+def device_peak_flops(device_name: str) -> float | None:
+    """BF16 FLOP/s of one device by its name (`torch.cuda.get_device_name()`); None where no peak is known."""
+    for name, teraflops in _PEAK_TFLOPS:
+        if name in device_name:
+            return teraflops * 1e12
+    return None
+
+
+def model_flops_utilisation(
+    flops_per_token: float | None, tokens_per_second: float | None, num_devices: int, peak: float | None
+) -> float | None:
+    """MFU in 0..1; None where a factor is unknown. `tokens_per_second` is that of all devices together."""
+    if flops_per_token is None or tokens_per_second is None or peak is None:
+        return None
+    return flops_per_token * tokens_per_second / (num_devices * peak)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Matrix parameters that one token passes through, and sizes for its attention products."""
+
+    matrices: int
+    heads: int
+    qk_and_v: int
+    window: int | None
+
+
+def training_flops_per_token(
+    hf_config: Any, context_length: float, *, frozen_base: bool = False, num_adapter_params: int = 0
+) -> float | None:
+    """FLOPs to train on one token; see the module's text. None for layers of unknown cost (state space, linear).
+
+    `context_length` is the mean length of the documents that tokens sit in, weighted by tokens; for unpacked text the
+    length of a row. With `frozen_base` (LoRA) the backward of frozen matrices has one product per weight instead of
+    two, so 4 N, and the adapter's own parameters count 6 each. Attention has no weights: its backward is the same.
+    """
+    counted = _layers(hf_config)
+    if counted is None:
+        return None
+    config = hf_config.get_text_config()
+    matrices = sum(layer.matrices for layer in counted) + config.hidden_size * config.vocab_size
+    attention = 0.0
+    for layer in counted:
+        context = min(context_length, layer.window) if layer.window else context_length
+        attention += layer.heads * layer.qk_and_v * context
+    return (4 if frozen_base else 6) * matrices + 6 * num_adapter_params + 6 * attention
+
+
+def num_active_matrix_params(hf_config: Any) -> int | None:
+    """N of the formula: matrix parameters that one token passes through, with the head and without the embedding."""
+    counted = _layers(hf_config)
+    if counted is None:
+        return None
+    config = hf_config.get_text_config()
+    return sum(layer.matrices for layer in counted) + config.hidden_size * config.vocab_size
+
+
+def _layers(hf_config: Any) -> list[_Layer] | None:
+    config = hf_config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    if not _ATTENTION_LAYERS.issuperset(kinds) or not isinstance(_get(config, "num_attention_heads"), int):
+        return None
+    return [
+        _Layer(
+            matrices=_attention_matrices(config) + _mlp_matrices(config, index),
+            heads=config.num_attention_heads,
+            qk_and_v=_qk_and_v(config),
+            window=_window(config, kind),
+        )
+        for index, kind in enumerate(kinds)
+    ]
+
+
+def _get(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of `names` that the config has and that is not None: families name the same thing differently."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return default
+
+
+def _head_dim(config: Any) -> int:
+    return _get(config, "head_dim", default=config.hidden_size // config.num_attention_heads)
+
+
+def _qk_and_v(config: Any) -> int:
+    if _get(config, "kv_lora_rank") is not None:
+        return config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    return 2 * _head_dim(config)
+
+
+def _window(config: Any, kind: str) -> int | None:
+    if kind == "chunked_attention":
+        return _get(config, "attention_chunk_size")
+    window = _get(config, "sliding_window")
+    # Without layer_types (Mistral) every layer has the window; with them only those that say so.
+    everywhere = _get(config, "layer_types") is None and _get(config, "use_sliding_window", default=True)
+    return window if kind == "sliding_attention" or everywhere else None
+
+
+def _attention_matrices(config: Any) -> int:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    rank = _get(config, "kv_lora_rank")
+    if rank is not None:  # multi-head latent attention
+        nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        q_rank = _get(config, "q_lora_rank")
+        q_out = heads * (nope + rope)
+        q = hidden * q_out if q_rank is None else (hidden + q_out) * q_rank
+        return q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+    head_dim = _head_dim(config)
+    kv_heads = _get(config, "num_key_value_heads", default=heads)
+    return 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+
+
+def _mlp_matrices(config: Any, layer: int) -> int:
+    hidden = config.hidden_size
+    dense = _get(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden)
+    per_expert = _get(config, "moe_intermediate_size", default=dense)
+    experts = _get(config, "num_local_experts", "num_experts", "n_routed_experts", default=0)
+    products = 2 if config.model_type in _UNGATED else 3
+    if not experts or not _is_sparse(config, layer):
+        return products * hidden * dense
+    active = _get(config, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=1)
+    shared = _get(config, "shared_expert_intermediate_size", default=0)
+    shared_gate = hidden if shared else 0
+    shared = shared or _get(config, "n_shared_experts", default=0) * per_expert
+    return 3 * hidden * (active * per_expert + shared) + shared_gate + hidden * experts
+
+
+def _is_sparse(config: Any, layer: int) -> bool:
+    """Does this layer have experts? Families say it in four ways."""
+    kinds = _get(config, "mlp_layer_types")
+    if kinds is not None:
+        return kinds[layer] == "sparse"
+    if layer in _get(config, "mlp_only_layers", default=()):
+        return False
+    if layer < _get(config, "first_k_dense_replace", default=0):
+        return False
+    return (layer + 1) % _get(config, "decoder_sparse_step", default=1) == 0
