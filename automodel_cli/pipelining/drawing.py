@@ -33,8 +33,7 @@ def _text_colour(fill: str) -> str:
 
 
 def draw_svg(timeline: Timeline, *, title: str | None = None, unit: str = "") -> str:
-    """The timeline as one SVG document: a lane per rank, a box per action with its microbatch, time axis, legend, key
-    figures.
+    """The timeline as one SVG document: a lane per rank, a box per action, time axis, legend, key figures.
 
     Paired actions share their box: forward above, backward below. `unit` labels the axis ("ms", say); by default one
     forward of a rank's layers is the unit of whoever made the costs.
@@ -230,9 +229,7 @@ def draw_text(timeline: Timeline, *, width: int = 120, ascii_only: bool = False)
 
 
 def _columns(timeline: Timeline, available: int) -> int:
-    """As many as let the shortest box show its label, at most `available`; whole columns per shortest box where they
-    fit.
-    """
+    """As many as let the shortest box show its label, at most `available`; whole columns per shortest box."""
     shortest = min((s.end - s.start for rank in timeline.spans for s in rank if s.end > s.start), default=1.0)
     label = 2 + len(str(timeline.program.num_microbatches - 1))
     for per_box in range(label, 0, -1):

@@ -31,9 +31,7 @@ Position = int | tuple[int, int | None] | None
 
 
 class LayoutError(ConfigError):
-    """A layout that cannot be read or cannot work: `code` is stable, `position` is where, the message shows string and
-    caret.
-    """
+    """A layout that cannot be read or cannot work: a stable `code`, a `position`, and a message with a caret."""
 
     def __init__(
         self, text: str, *, code: str, position: Position = None, source: object = None, fix: str | None = None

@@ -1,5 +1,4 @@
-"""Megatron-core's schedule arithmetic, under its names: warm-up counts, the interleaved table, orders, checkpoint and
-sync rules.
+"""Megatron-core's schedule arithmetic, under its names: warm-up counts, the interleaved table, orders, flags.
 
 Pure functions on integers; nothing here communicates or imports torch. Where Megatron-core reads global state (the
 pipeline rank and size), these functions take a communicator, as the newer Megatron-core does, or the three numbers by
@@ -73,9 +72,7 @@ def get_pp_rank_microbatches(
 
 
 def check_microbatch_group_size(num_microbatches: int, pipeline_parallel_size: int, group_size: int) -> None:
-    """Legal groups: `p <= g <= m` (ValueError, rule group-range), last group full or at least p (RuntimeError, rule
-    group-remainder).
-    """
+    """Legal groups: `p <= g <= m`, else ValueError; last group full or at least p, else RuntimeError."""
     p, m, g = pipeline_parallel_size, num_microbatches, group_size
     if not p <= g <= m:
         raise ValueError(
@@ -91,10 +88,9 @@ def check_microbatch_group_size(num_microbatches: int, pipeline_parallel_size: i
 def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
 ) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of every virtual forward: groups of microbatches, chunk-major inside a group; the last group
-    takes the rest.
+    """(microbatch, chunk) of every virtual forward: groups of microbatches, chunk-major inside a group.
 
-    The k-th backward is microbatch `table[k][0]` on chunk `v - 1 - table[k][1]`.
+    The last group takes the rest. The k-th backward is microbatch `table[k][0]` on chunk `v - 1 - table[k][1]`.
     """
     group = microbatch_group_size_per_vp_stage
     return [
@@ -108,8 +104,9 @@ def get_schedule_table(
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """The table as signed chunks: +c is a forward of chunk c - 1, -c a backward of it; warm-up, then one of each, then
-    the rest.
+    """The table as signed chunks: +c is a forward of chunk c - 1, -c its backward.
+
+    Warm-up forwards first, then one forward and one backward in turn, then the remaining backwards.
     """
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
@@ -169,9 +166,9 @@ def compute_order(
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """`layers`: +l forward and -l backward of global layer l (1-based), -(l - 0.5) written `-l - 0.5` its weight
-    gradient.
+    """Layers in the order they run.
 
+    `layers`: +l is the forward and -l the backward of global layer l (from 1), -l - 0.5 its weight gradient.
     `chunk_layer`: (chunk, layer in chunk), both from 0, for forwards; None for the others.
     """
 
@@ -215,9 +212,7 @@ def get_overlap_moe_expert_parallel_comm_order(
 
 
 def _interleave(forward: list[float], backward: list[list[float]], split: bool) -> list[float]:
-    """One pair, layer by layer, forward first; a leftover tail of the longer one follows; the last weight gradient ends
-    the pair.
-    """
+    """One pair, layer by layer, forward first; the longer one's tail follows; the last weight gradient ends it."""
     last_weight = [backward[-1].pop()] if split and backward else []
     merged: list[float] = []
     for k in range(max(len(forward), len(backward))):
@@ -266,8 +261,7 @@ def get_tensor_shapes(
     context_parallel_size: int = 1,
     variable_seq_lengths: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Shapes of what crosses a stage boundary: `[(tokens, rows, hidden)]`, or `[()]` when lengths are only known at run
-    time.
+    """Shapes of what crosses a stage boundary: `[(tokens, rows, hidden)]`, or `[()]` for variable lengths.
 
     Raises ValueError when context or sequence parallelism does not divide the sequence (Megatron-core floors, and hangs
     later).

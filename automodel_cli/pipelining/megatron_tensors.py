@@ -1,6 +1,4 @@
-"""Megatron-core's tensor helpers of a pipeline step, under its names: release of sent outputs, backward without them,
-loss scaling.
-"""
+"""Megatron-core's tensor helpers of a pipeline step: release of sent outputs, backward without them, loss scaling."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from torch import Tensor
 
 
 def is_single_shape(shape: object) -> bool:
-    """True for one shape, False for a list of shapes: a torch.Size (even empty), or a non-empty list or tuple of
-    ints.
-    """
+    """True for one shape: a torch.Size (even empty), or a non-empty list or tuple of ints."""
     if isinstance(shape, torch.Size):
         return True
     return isinstance(shape, (list, tuple)) and len(shape) > 0 and all(isinstance(n, int) for n in shape)
@@ -66,9 +62,7 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
 
 @dataclass
 class StepLoss:
-    """What a forward step hands on: the tensor backward starts from (or to send), its token count, what the caller
-    collects.
-    """
+    """What a forward step hands on: loss or output to send, its token count, what the caller collects."""
 
     output: Tensor
     num_tokens: Tensor | int = 0
@@ -118,10 +112,9 @@ def aux_loss_scales(
     grad_scale_func: Callable[[Tensor], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """(MoE auxiliary loss scale, MTP loss scale): `scale * cp / m` and `scale / m`, or `scale` for both with per-token
-    losses.
+    """(MoE auxiliary loss scale, MTP loss scale): `scale * cp / m` and `scale / m`.
 
-    Raises ValueError when `grad_scale_func` returns more than one element.
+    With per-token losses `scale` for both. Raises ValueError when `grad_scale_func` returns more than one element.
     """
     scale = torch.ones(1, device=device)
     if grad_scale_func is not None:
@@ -141,8 +134,7 @@ def backward_step(
     grad_scale_func: Callable[[Tensor], Tensor] | None = None,
     deallocate_pipeline_outputs: bool = False,
 ) -> Any:
-    """Backward of one stage and microbatch; returns the gradient(s) of its input, in the form they were given (one, or
-    a list).
+    """Backward of one stage and microbatch; returns the gradient of its input, or a list of them for a list.
 
     On the last stage `output_tensor_grad` is None and the loss is scaled by `grad_scale_func`. Nothing runs when the
     output needs no gradient. The first stage gets None back.

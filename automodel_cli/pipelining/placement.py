@@ -14,8 +14,9 @@ from automodel_cli.pipelining.layout import Layout, num_chunks, parse_layout, va
 
 
 class PlacementError(ConfigError):
-    """Options that describe no placement: `code` is not-divisible, not-positive, middle-mismatch, vpp-conflict or
-    exclusive-options.
+    """Options that describe no placement.
+
+    `code` is not-divisible, not-positive, middle-mismatch, vpp-conflict or exclusive-options.
     """
 
     def __init__(self, text: str, *, code: str, keys: tuple[str, ...] = (), fix: str | None = None):
@@ -50,9 +51,7 @@ class Placement:
 
     @property
     def mtp_standalone(self) -> bool:
-        """True when MTP layers live on another rank than the last: the tensors between those stages then differ in
-        shape.
-        """
+        """True when MTP layers live on another rank than the last: what crosses those stages then differs in shape."""
         return any(rank != self.pp_size - 1 for rank in self.mtp_ranks)
 
     @property
@@ -220,9 +219,7 @@ def _placement(letters: Sequence[str], pp_size: int, chunks: int, source: str | 
 
 
 def render_table(placement: Placement) -> str:
-    """The placement as text: one line per rank, one column per chunk, with stage number, letters and decoder layer
-    ids.
-    """
+    """The placement as text: a line per rank, a column per chunk, with stage number, letters and layer ids."""
     layers = sum(s.num_layers for s in placement.stages)
     mtp = sum(s.letters.count("m") for s in placement.stages)
     head = f"{placement.pp_size} ranks x {placement.num_chunks} chunks = {len(placement.stages)} stages"

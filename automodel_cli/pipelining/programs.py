@@ -132,9 +132,7 @@ def _from_megatron(order: Sequence[tuple[str, int, int]], p: int, rank: int) -> 
 
 
 def _zero_bubble(stage: int, m: int, *, warmup: int, delay: int) -> tuple[Step, ...]:
-    """1F1B with split backwards: a weight gradient runs once more than `delay` of them wait (2401.10241, handcrafted
-    schedules).
-    """
+    """1F1B with split backwards: a weight gradient runs once more than `delay` of them wait (2401.10241)."""
     steps = [Action("F", stage, k) for k in range(min(warmup, m))]
     forwards, weights = len(steps), 0
     for k in range(m):
@@ -149,9 +147,7 @@ def _zero_bubble(stage: int, m: int, *, warmup: int, delay: int) -> tuple[Step, 
 
 
 def forward_only_program(program: Program) -> Program:
-    """The forwards alone, microbatch by microbatch: a validation pass over the same stages, in an order that cannot
-    deadlock.
-    """
+    """The forwards alone, microbatch by microbatch: a validation pass, in an order that cannot deadlock."""
     stages = [[s for s, owner in enumerate(program.owner) if owner == rank] for rank in range(program.pp_size)]
     ranks = tuple(tuple(Action("F", s, k) for k in range(program.num_microbatches) for s in own) for own in stages)
     return Program(f"{program.schedule}, forward only", program.num_microbatches, program.owner, ranks)

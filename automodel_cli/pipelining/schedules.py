@@ -19,11 +19,9 @@ from automodel_cli.pipelining.split import ScheduleKind, Style
 class Schedule:
     """One schedule.
 
-    `name` is torch's where torch has it, `option` the name of the config group; names compare without case.
-
-    `kind` single: one stage per rank; multi: several (exactly two where `style` is "v"). `splits_backward`: input
-    gradients and weight gradients are separate actions, which fills the bubble and forbids what hooks the end of a
-    backward.
+    `name` is torch's where torch has it, `option` the name of the config group; names compare without case. `kind`
+    single: one stage per rank; multi: several (exactly two where `style` is "v"). `splits_backward`: input and weight
+    gradients are separate actions, which fills the bubble and forbids what hooks the end of a backward.
     """
 
     name: str
@@ -199,9 +197,7 @@ def check_composition(
     compiled_wrapper: bool = False,
     checkpoint_partial: bool = False,
 ) -> None:
-    """Refuse neighbours of a split backward that lose gradients without an error (measured 2e-2 to 3e-2) or cannot run
-    at all.
-    """
+    """Refuse neighbours of a split backward that lose gradients silently (2e-2 to 3e-2) or cannot run at all."""
     if not schedule.splits_backward:
         return
     wrong: list[tuple[bool, str, str]] = [

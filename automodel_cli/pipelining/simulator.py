@@ -1,5 +1,4 @@
-"""What a schedule costs: a timeline of every rank from its program and the costs of its stages, with idle time and
-memory peaks.
+"""What a schedule costs: a timeline of every rank from its program and its stages' costs, idle time, memory peaks.
 
 Event-driven and exact: an action starts when its rank is free and what it needs has arrived, `start = max(rank free,
 end of the dependency + hop if it crosses ranks)`. Nothing else delays it: sends cost the sender nothing, links do not
@@ -19,8 +18,7 @@ from automodel_cli.pipelining.schedules import Schedule, legal_schedules
 
 @dataclass(frozen=True)
 class Costs:
-    """Time per microbatch of forward, input gradients and weight gradients, for every stage; and of one hop between
-    ranks.
+    """Time per microbatch of forward, input gradients and weight gradients of every stage, and of one hop.
 
     `overlap` is for paired actions (DualPipeV): None runs them one after the other, as torch does; x runs them as one
     block of x * (F + B) that ends together.
@@ -55,7 +53,6 @@ def even_costs(
     """Costs of equal stages.
 
     The three times are for one microbatch through all layers of one *rank*; a stage costs that over v.
-
     `first_stage_needs_no_input_gradient`: stage 0 computes all of its backward in W (what torch does with token
     inputs).
     """
@@ -106,9 +103,7 @@ class Timeline:
 
     @property
     def rank_span_excess(self) -> float:
-        """The zero-bubble papers' bubble: longest (last end - first start) of a rank, minus its work run without
-        overlap.
-        """
+        """The zero-bubble papers' bubble: the longest (last end - first start) of a rank, minus its work."""
         return max(
             spans[-1].end - spans[0].start - self.costs.of_rank(self.program, rank)
             for rank, spans in enumerate(self.spans)
@@ -119,9 +114,7 @@ class Timeline:
     def lower_bound(self) -> float | None:
         """No order of the same work can be faster: a rank cannot start before its first stage's input exists.
 
-        None with overlap.
-
-        With equal stages: m (F + I + W) + (p - 1)(F / v + hop).
+        None with overlap. With equal stages: m (F + I + W) + (p - 1)(F / v + hop).
         """
         return None if self.costs.overlap is not None else _lower_bound(self.program, self.costs)
 

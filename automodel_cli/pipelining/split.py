@@ -68,10 +68,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def even_sizes(num_stages: int, num_layers: int) -> list[int]:
-    """Layers per stage: `num_layers // num_stages`, the first ones get one more.
-
-    Every stage gets at least one layer.
-    """
+    """Layers per stage: `num_layers // num_stages`, the first ones get one more; no stage gets none."""
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
             f"{num_stages} stages for {num_layers} decoder layers: every stage needs at least one layer",
@@ -122,8 +119,9 @@ def stage_module_names(
     multimodal_modules: Sequence[str] = (),
     extra_module_fqns: Sequence[str] = (),
 ) -> list[list[str]]:
-    """Module names per stage for an even spread: embedding, multimodal and extra modules first; layers; norm and head;
-    rotary everywhere.
+    """Module names per stage for an even spread.
+
+    Embedding, multimodal and extra modules on stage 0; layers; norm and head on the last; rotary table on all.
     """
     stages: list[list[str]] = []
     ranges = layer_ranges(even_sizes(num_stages, num_layers))

@@ -10,6 +10,7 @@ import torch
 
 from automodel_cli.pipelining import megatron as mc
 from automodel_cli.pipelining import megatron_tensors as mt
+from automodel_cli.pipelining.megatron_sync import plan_sync
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "schedules_pp2_pp4.json").read_text())
 
@@ -134,6 +135,45 @@ def test_full_traces_compute_and_recompute():
             got.append(f"{step}{mark}")
         want = [event.rstrip("*") for event in row["events"] if event[0] in "FB"]
         assert got == want, row
+
+
+def test_sync_plan_is_the_recorded_one():
+    """Parameter and gradient collectives of the recorded interleaved runs, at their place among the compute entries."""
+    seen = 0
+    for row in VECTORS["traces_full"]:
+        options = row["options"]
+        if "error" in row or row["vp"] is None or options.get("forward_only"):
+            continue
+        kinds = ["F", "B", *(f"{kind}_sync" for kind in ("param", "grad") if options.get(f"{kind}_sync"))]
+        if not options.get("grad_sync"):
+            kinds.append("no_sync-")
+        want = [e.rstrip("*!-") if e[0] in "FB" else e for e in row["events"] if e.startswith(tuple(kinds))]
+        if not options.get("grad_sync"):
+            want.pop()  # the context is left once more at the end of the step
+        assert [e for e in _sync_events(row) if e.startswith(tuple(kinds))] == want, row
+        seen += 1
+    assert seen == 18
+
+
+def _sync_events(row):
+    """Compute entries of one rank with the collectives of its plan between them."""
+    table = mc.get_schedule_table(row["microbatches"], row["vp"], row["group"])
+    plan = plan_sync(table, row["vp"], row["rank"], grad_sync_func=row["options"].get("grad_sync", False))
+    yield from (f"param_sync{chunk}" for chunk in plan.params_at_start)
+    forwards = backwards = 0
+    for step in mc.compute_order(row["microbatches"], row["pp"], row["rank"], row["vp"], row["group"]):
+        if step.kind == "F":
+            if forwards in plan.params_before_forward:
+                yield f"param_sync{plan.params_before_forward[forwards]}"
+            forwards += 1
+        elif backwards in plan.grads_in_backward:
+            yield "no_sync-"
+        yield str(step)
+        if step.kind == "B":
+            if backwards in plan.grads_after_backward:
+                yield f"grad_sync{plan.grads_after_backward[backwards]}"
+            backwards += 1
+    yield from (f"grad_sync{chunk}" for chunk in plan.grads_at_end)
 
 
 @pytest.mark.parametrize(

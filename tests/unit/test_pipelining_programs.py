@@ -59,9 +59,7 @@ def test_every_legal_program_is_complete_and_runs():
 
 
 def test_refusals_are_torchs_own():
-    """What torch's constructors accept is accepted and what they refuse is refused (1F1B's rule sits in its constructor
-    too).
-    """
+    """What torch's constructors accept is accepted, and what they refuse is refused."""
     for schedule, p, m, v in CASES:
         if schedule.torch_class is None or p == 1:
             continue

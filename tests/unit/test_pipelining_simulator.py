@@ -1,6 +1,4 @@
-"""The simulator against 372 published rows, the closed forms of the schedules' papers, and latencies; and the
-drawings.
-"""
+"""The simulator against 372 published rows, the papers' closed forms and latencies; and the drawings."""
 
 from __future__ import annotations
 

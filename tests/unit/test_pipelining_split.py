@@ -203,6 +203,8 @@ def test_balanced_sizes_moves_layers_away_from_the_head():
         5,
         2,
     ]  # of equals, the first stage, which holds most activations, is small
+    assert balanced_sizes([1.0, 5.0, 2.0, 3.0], 3) == [1, 1, 2]  # costs 1, 5, 5: the smallest maximum
+    # (2, 1, 1) costs 6, 2, 3, which is a smaller sum of squares but a larger maximum
     assert balanced_sizes([1.0] * 4, 3, head_cost=9.0, min_layers=0)[-1] == 0
     with pytest.raises(ConfigError, match="5 stages of at least 1 layers"):
         balanced_sizes([1.0] * 4, 5)
