@@ -201,7 +201,8 @@ class DDPConfig(ParallelizerConfig):
     """Whole copies on every rank, gradients summed in buckets while backward runs.
 
     `broadcast_buffers`: copy rank 0's buffers before each forward. `find_unused_parameters`: search the graph for
-    parameters without gradient (slower). `static_graph`: promise that the same parameters are used every step.
+    parameters without gradient (slower). `static_graph`: promise that the same parameters are used every step
+    (one microbatch per step only: torch's DDP cannot both record the graph and defer the reduction).
     `bucket_cap_mb`: bucket size in MiB, null = torch's choice. `gradient_as_bucket_view`: gradients live in the buckets
     (less memory).
     """

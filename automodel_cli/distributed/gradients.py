@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh import Mesh
 
 _CLIP_EPSILON = 1e-6  # torch's own in clip_grad_norm_
@@ -58,6 +59,13 @@ def gradient_sync(module: nn.Module, is_last: bool) -> Iterator[None]:
             module.set_is_last_backward(True)
         return
     skip_reduction = isinstance(module, DistributedDataParallel) and not is_last
+    if skip_reduction and module.static_graph:
+        raise ConfigError(
+            "static_graph=true works with one microbatch per step only: torch's DDP fails when the first ones are not "
+            "reduced",
+            keys=("static_graph",),
+            fix="parallelizer.static_graph=false",
+        )
     with module.no_sync() if skip_reduction else nullcontext():  # type: ignore[operator]
         yield
 
@@ -86,7 +94,7 @@ def grad_norm(parts: Sequence[nn.Module], mesh: Mesh) -> Tensor:
     gradient that is inf or nan gives inf or nan. Collective over all ranks of the parts.
     """
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for (device_mesh, axes), local_grads in _groups(_gradients(parts)).items():
+    for (device_mesh, axes), local_grads in _groups(_gradients(parts, count_once=True)).items():
         square = torch.stack([g.norm(dtype=torch.float64) for g in local_grads]).square().sum().to(mesh.device)
         for axis in axes:
             assert device_mesh is not None
@@ -130,11 +138,14 @@ def _all_reduce_sum(group, bucket):  # type: ignore[no-untyped-def]  # DDP rejec
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _gradients(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
+def _gradients(parts: Sequence[nn.Module], *, count_once: bool = False) -> Iterator[Tensor]:
+    """Gradients of all parameters; `count_once` leaves out those that another pipeline stage counts (a tied table)."""
     seen: set[int] = set()
     for part in parts:
-        for param in part.parameters():
-            if param.grad is not None and id(param) not in seen:
+        # only parts of a pipeline have this: parameters tied to one that another stage holds and counts
+        elsewhere: frozenset[str] = getattr(part, "held_elsewhere", frozenset()) if count_once else frozenset()
+        for name, param in part.named_parameters():
+            if param.grad is not None and id(param) not in seen and name not in elsewhere:
                 seen.add(id(param))
                 yield param.grad
 

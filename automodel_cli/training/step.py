@@ -68,28 +68,27 @@ def train_step(
     weight = mesh.sum_over(mesh.dp, torch.stack([objective.weight(batch) for batch in batches]).sum())
     local_loss = stages.forward_backward(batches, lambda logprobs_BT, batch: objective(logprobs_BT, batch) / weight)
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
-    loss = _sum_of_losses(local_loss, grad_norm, mesh)
-    if not bool(loss.isfinite()):
+    loss, num_bad_norms = _sum_of_losses(local_loss, grad_norm, mesh)
+    if not bool(loss.isfinite() & (num_bad_norms == 0)):
         _refuse(loss, grad_norm, weight, stages, batches)
     optimizer.step()
     optimizer.zero_grad()
     return StepResult(loss=loss, grad_norm=grad_norm, weight=weight)
 
 
-def _sum_of_losses(local_loss: Tensor, grad_norm: Tensor, mesh: Mesh) -> Tensor:
-    """The step's loss on every rank; nan on every rank if any of them has a loss or gradient norm that is not
-    finite.
-    """
-    agreed = torch.where(grad_norm.isfinite(), local_loss, torch.full_like(local_loss, torch.nan))
-    return mesh.sum_over(mesh.loss, agreed)
+def _sum_of_losses(local_loss: Tensor, grad_norm: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """The step's loss, and on how many ranks the gradient norm is not finite: one collective, so all ranks agree."""
+    bad_norm = (~grad_norm.isfinite()).to(local_loss.dtype)
+    loss, num_bad_norms = mesh.sum_over(mesh.loss, torch.stack([local_loss, bad_norm])).unbind()
+    return loss, num_bad_norms
 
 
 def _refuse(loss: Tensor, grad_norm: Tensor, weight: Tensor, stages: Stages, batches: Sequence[Batch]) -> NoReturn:
     """Name what went wrong and the rows. Collective: every rank is here, because all hold the same summed loss."""
     if not bool(weight):
         reason = "nothing to train on: the step has no label tokens"
-    elif bool(grad_norm.isfinite()):
-        reason = "the loss is not finite"
+    elif not bool(loss.isfinite()):
+        reason = f"the loss is {loss.item()}"
     else:
         reason = f"the gradient norm is {grad_norm.item()}"
     raise NonFiniteError(

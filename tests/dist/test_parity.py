@@ -1,5 +1,6 @@
-"""Every data-parallel layout against one process, on loss, gradient norm and every gradient, packed and padded, with one
-and several microbatches whose label masks are uneven over ranks. Then the sabotages that must not pass."""
+"""Every data-parallel layout against one process, on loss, gradient norm and every gradient, packed and padded, with
+one and several microbatches whose label masks are uneven over ranks. Then the sabotages that must not pass.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def only_last_microbatch(batches):
 
     def forget_then_sync(module, is_last):
         module.zero_grad()
-        return gradient_sync(module, is_last)
+        return gradient_sync(module, is_last=True)
 
     patch.object(stages, "gradient_sync", forget_then_sync).start()
     return batches

@@ -1,0 +1,182 @@
+"""Options of the parallelizers: each acts, and none changes the numbers unless it is meant to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import CPUOffload, DDPConfig, MixedPrecision
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.parallelizer import fsdp2_strategy_parallelize, parallelize
+from automodel_cli.models.part import ModelPart
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.training.stages import SingleStage
+from automodel_cli.training.step import train_step
+from tests import tiny
+from tests.dist.harness import RankFailure, launch, launch_all
+from tests.dist.parity import FP32, FSDP2, Case, Recorder, compare, step_batches, tiny_part
+
+TOLERANCE = 1e-6
+
+EXACT = {
+    "checkpointing full": replace(FSDP2, activation_checkpointing="full"),
+    "checkpointing selective": replace(FSDP2, activation_checkpointing="selective"),
+    "checkpointing every 2nd": replace(FSDP2, activation_checkpointing=2),
+    "compile": replace(FSDP2, enable_compile=True, compile_backend="aot_eager"),
+    "compile, checkpointing": replace(
+        FSDP2, enable_compile=True, compile_backend="aot_eager", activation_checkpointing=True
+    ),
+    "prefetch": replace(FSDP2, enable_fsdp2_prefetch=True),
+    "prefetch 3, 2": replace(
+        FSDP2, enable_fsdp2_prefetch=True, fsdp2_backward_prefetch_depth=3, fsdp2_forward_prefetch_depth=2
+    ),
+    "prefetch, checkpointing": replace(FSDP2, enable_fsdp2_prefetch=True, activation_checkpointing="selective"),
+    "sync each microbatch": replace(FSDP2, defer_fsdp_grad_sync=False),
+    "cpu offload": replace(FSDP2, offload_policy=CPUOffload()),
+    "output dtype": replace(FSDP2, mp_policy=replace(FP32, output_dtype="float32")),
+    "ddp, checkpointing": DDPConfig(activation_checkpointing="selective"),
+    "ddp, buckets": DDPConfig(bucket_cap_mb=0.05, gradient_as_bucket_view=True, broadcast_buffers=True),
+    "ddp, unused": DDPConfig(find_unused_parameters=True),
+    "ddp, compile": DDPConfig(enable_compile=True, compile_backend="aot_eager"),
+}
+REDUCED = {
+    "bfloat16": replace(FSDP2, mp_policy=MixedPrecision()),
+    "bfloat16 by default": replace(FSDP2, mp_policy=None),
+    "autocast": replace(FSDP2, autocast_dtype="bfloat16"),
+    "ddp, autocast": DDPConfig(autocast_dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("option", EXACT)
+def test_numbers_do_not_change(option):
+    (errors,) = launch(compare, 2, [Case("qwen3", config=EXACT[option])])
+    assert errors.within(TOLERANCE), errors
+
+
+def test_static_graph_works_with_one_microbatch_and_is_refused_with_more():
+    case = Case("qwen3", num_microbatches=1, config=DDPConfig(static_graph=True))
+    (errors,) = launch(compare, 2, [case])
+    assert errors.within(TOLERANCE), errors
+    with pytest.raises(RankFailure, match=r"fix +parallelizer.static_graph=false"):
+        launch(compare, 2, [replace(case, num_microbatches=3)])
+
+
+@pytest.mark.parametrize("option", REDUCED)
+def test_reduced_precision_is_close_and_really_reduced(option):
+    (errors,) = launch(compare, 2, [Case(config=REDUCED[option])])
+    assert 1e-5 < errors.gradient < 0.1, errors
+    assert errors.loss < 1e-2 and errors.grad_norm < 5e-2, errors
+
+
+KINDS = {
+    "gathers": ("c10d._allgather_base_",),
+    "scatters": ("c10d._reduce_scatter",),
+    "matmuls": ("aten.mm.", "aten.addmm."),
+}
+
+
+class _Count(TorchDispatchMode):
+    """How often operators ran whose name contains one of these."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = dict.fromkeys(KINDS, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for kind, names in KINDS.items():
+            self.counts[kind] += any(name in str(func) for name in names)
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(config, world, *, pp_size=1):
+    """What one step runs; with `pp_size`, on what a pipeline stage gets, without the pipeline."""
+    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
+    part = tiny_part("llama")
+    fsdp2_strategy_parallelize(part, mesh.fsdp, config=config, pp_size=pp_size)
+    batches = step_batches(Case(), world)[mesh.dp_rank]
+    with _Count() as count:
+        train_step(SingleStage(part), batches, SFT(), Recorder(part), mesh, max_grad_norm=None)
+    return count.counts
+
+
+def _communication(rank, world):
+    return [
+        _operators(FSDP2, world),
+        _operators(replace(FSDP2, defer_fsdp_grad_sync=False), world),
+        _operators(FSDP2, world, pp_size=2),
+    ]
+
+
+def test_gradients_are_reduced_once_per_step_unless_asked_and_a_pipeline_keeps_parameters():
+    deferred, each, pipeline = launch(_communication, 2)
+    units, microbatches = tiny.NUM_LAYERS + 1, 3  # layers and the root
+    assert deferred["scatters"] == pipeline["scatters"] == units
+    assert each["scatters"] == units * microbatches
+    assert pipeline["gathers"] == units * microbatches
+    # all but the last layer and the root are gathered again for backward
+    assert deferred["gathers"] == each["gathers"] == (units + units - 2) * microbatches
+
+
+def _matmuls(rank, world):
+    modes = (False, "selective", 2, "full")
+    return [_operators(replace(FSDP2, activation_checkpointing=mode), world)["matmuls"] for mode in modes]
+
+
+def test_checkpointing_recomputes_what_it_says():
+    none, selective, every_second, full = launch(_matmuls, 1)
+    assert none == selective < every_second < full  # selective keeps every matrix product
+    assert full - none == 2 * (every_second - none)
+
+
+def _dtypes_and_modes(rank, world):
+    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
+    part = tiny_part("llama")
+    parallelize(part, mesh, replace(FSDP2, mp_policy=None))
+    stages = SingleStage(part)
+    batches = step_batches(Case(), world)[rank]
+    part.model.model.layers[0].mlp.eval()
+    (first, *_) = stages.forward(batches, lambda logprobs_BT, batch: logprobs_BT)
+    kinds = {type(param) for param in part.parameters()}
+    modes = part.training, part.model.model.layers[0].mlp.training
+    return first.dtype, first.requires_grad, [k is DTensor or issubclass(k, DTensor) for k in kinds], modes
+
+
+def test_forward_leaves_shards_and_modes_as_they_were():
+    for dtype, requires_grad, sharded, modes in launch_all(_dtypes_and_modes, 2):
+        assert dtype == torch.float32 and not requires_grad
+        assert sharded == [True]
+        assert modes == (True, False)
+
+
+def _refusals(rank, world):
+    mesh = build_mesh(MeshConfig(tp_size=2).resolve(world), "cpu")
+    with pytest.raises(ConfigError, match="tp_size=2 must be 1"):
+        parallelize(tiny_part("llama"), mesh, FSDP2)
+    one_axis = build_mesh(MeshConfig().resolve(world), "cpu")
+    with pytest.raises(ConfigError, match="no layers that the library marks as blocks"):
+        parallelize(torch.nn.Linear(2, 2), one_axis, FSDP2)
+
+
+def test_what_cannot_be_honoured_is_refused():
+    launch(_refusals, 2)
+
+
+def _ddp_on_meta(rank, world):
+    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
+    real = tiny_part("llama")
+    with torch.device("meta"):
+        model = type(real.model)(tiny.tiny_config("llama", tie_word_embeddings=True))
+    part = ModelPart(model, real.head.kind)
+    wrapped = parallelize(part, mesh, DDPConfig())
+    tied = part.model.lm_head.weight is part.model.model.embed_tokens.weight
+    return SingleStage(wrapped).parts[0] is part, tied, any(p.is_meta for p in part.parameters())
+
+
+def test_ddp_allocates_a_meta_part_and_keeps_ties():
+    assert launch(_ddp_on_meta, 2) == (True, True, False)

@@ -1,0 +1,128 @@
+"""Parallelizer nodes: documented fields and defaults, what each refuses with a fix, torch-free import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import CPUOffload, DDPConfig, FSDP2Config, MixedPrecision
+from automodel_cli.distributed.layout import MeshConfig
+
+COMMON = {
+    "activation_checkpointing": False,
+    "autocast_dtype": None,
+    "backend": "nccl",
+    "enable_compile": False,
+    "compile_backend": "inductor",
+}
+FSDP2_FIELDS = COMMON | {
+    "sequence_parallel": False,
+    "tp_plan": None,
+    "patch_is_packed_sequence": False,
+    "mp_policy": None,
+    "offload_policy": None,
+    "defer_fsdp_grad_sync": True,
+    "enable_async_tensor_parallel": False,
+    "enable_fsdp2_prefetch": False,
+    "fsdp2_backward_prefetch_depth": 2,
+    "fsdp2_forward_prefetch_depth": 1,
+}
+DDP_FIELDS = COMMON | {
+    "broadcast_buffers": False,
+    "find_unused_parameters": False,
+    "static_graph": False,
+    "bucket_cap_mb": None,
+    "gradient_as_bucket_view": False,
+}
+
+
+def test_documented_fields_and_defaults():
+    assert FSDP2Config().to_dict() == FSDP2_FIELDS
+    assert DDPConfig().to_dict() == DDP_FIELDS
+
+
+def test_to_dict_keeps_policies_as_objects():
+    policy = MixedPrecision()
+    assert FSDP2Config(mp_policy=policy).to_dict()["mp_policy"] is policy
+
+
+@pytest.mark.parametrize("value", [False, True, "full", "selective", 1, 3])
+def test_checkpointing_forms(value):
+    assert FSDP2Config(activation_checkpointing=value).activation_checkpointing is value
+
+
+REFUSED = {
+    "checkpointing 0": (FSDP2Config, {"activation_checkpointing": -1}, "is not one of false, true, full"),
+    "checkpointing word": (DDPConfig, {"activation_checkpointing": "some"}, "is not one of false, true, full"),
+    "backend": (FSDP2Config, {"backend": "mpi"}, "backend='mpi' is not one of nccl, gloo"),
+    "autocast": (DDPConfig, {"autocast_dtype": "int8"}, "is not one of float32, bfloat16, float16"),
+    "packed probe": (FSDP2Config, {"patch_is_packed_sequence": True}, "wrong with packed rows"),
+    "depth": (FSDP2Config, {"fsdp2_forward_prefetch_depth": -1}, "not a number of layers"),
+    "idle depth": (FSDP2Config, {"fsdp2_backward_prefetch_depth": 3}, "does nothing while enable_fsdp2_prefetch=false"),
+    "idle compile backend": (DDPConfig, {"compile_backend": "eager"}, "does nothing while enable_compile=false"),
+    "policy": (FSDP2Config, {"mp_policy": "bf16"}, "neither a MixedPrecision nor torch's MixedPrecisionPolicy"),
+    "offload": (FSDP2Config, {"offload_policy": True}, "neither a CPUOffload nor torch's CPUOffloadPolicy"),
+    "dtype": (MixedPrecision, {"param_dtype": "bf16"}, "is not one of float32, bfloat16, float16"),
+    "bucket": (DDPConfig, {"bucket_cap_mb": 0}, "not a size in MiB"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_values_name_the_field_and_a_fix(name):
+    node, fields, reason = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        node(**fields)
+    assert reason in caught.value.message
+    assert set(fields) <= set(caught.value.keys)
+    assert caught.value.fix.startswith("parallelizer.")
+
+
+REFUSED_WITH_MESH = {
+    "fsdp2 tp2": (FSDP2Config(), {"tp_size": 2}, "tp_size=2 must be 1"),
+    "fsdp2 cp2": (FSDP2Config(), {"cp_size": 2}, "cp_size=2 must be 1"),
+    "fsdp2 ep2": (FSDP2Config(), {"ep_size": 2}, "ep_size=2 must be 1"),
+    "sequence": (FSDP2Config(sequence_parallel=True), {}, "sequence_parallel needs tensor parallelism"),
+    "async": (FSDP2Config(enable_async_tensor_parallel=True), {}, "needs tensor parallelism, but mesh.tp_size=1"),
+    "plan": (FSDP2Config(tp_plan={"model.layers.*.q_proj": "colwise"}), {}, "tp_plan needs tensor parallelism"),
+    "ddp tp2": (DDPConfig(), {"tp_size": 2}, "tp_size=2 must be 1"),
+    "ddp pp2": (DDPConfig(), {"pp_size": 2}, "pp_size=2 must be 1"),
+    "ddp cp2": (DDPConfig(), {"cp_size": 2}, "cp_size=2 must be 1"),
+    "ddp ep2": (DDPConfig(), {"ep_size": 2}, "ep_size=2 must be 1"),
+    "ddp rep2": (DDPConfig(), {"dp_replicate_size": 2}, "dp_replicate_size=2 is for hybrid sharding"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_WITH_MESH)
+def test_refused_with_this_mesh(name):
+    config, sizes, reason = REFUSED_WITH_MESH[name]
+    with pytest.raises(ConfigError, match=reason) as caught:
+        config.check_mesh(MeshConfig(**sizes))
+    assert caught.value.fix
+
+
+def test_accepted_meshes():
+    FSDP2Config().check_mesh(MeshConfig(dp_replicate_size=2, pp_size=2))
+    DDPConfig().check_mesh(MeshConfig(dp_size=8))
+
+
+def test_policies_build_torchs_objects():
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    default = FSDP2Config().build_mp_policy()
+    assert (default.param_dtype, default.reduce_dtype, default.output_dtype) == (torch.bfloat16, torch.float32, None)
+    own = MixedPrecisionPolicy(param_dtype=torch.float16)
+    assert FSDP2Config(mp_policy=own).build_mp_policy() is own
+    assert FSDP2Config().build_offload_policy("cuda") is None
+    assert FSDP2Config(offload_policy=CPUOffload()).build_offload_policy("cuda").pin_memory
+    assert not FSDP2Config(offload_policy=CPUOffloadPolicy()).build_offload_policy("cpu").pin_memory
+    assert FSDP2Config(offload_policy=CPUOffload()).parameter_device(torch.device("cuda")).type == "cpu"
+
+
+def test_config_modules_do_not_import_torch():
+    modules = "automodel_cli.distributed.config, automodel_cli.distributed.layout, automodel_cli.objectives.sft"
+    code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
