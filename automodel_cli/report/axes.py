@@ -1,0 +1,61 @@
+"""Ticks, number labels and point reduction for drawings. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+Point = tuple[float, float]
+
+
+def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) within [low, high], about as many as asked for."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(k * step, 12) for k in range(first, last + 1)]
+
+
+def tick_label(value: float, ticks: Sequence[float]) -> str:
+    """`value` with the decimals that its neighbours need: 0.5 among 0.5 steps; 20k, and 5e-05 for the small."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:g}k"
+    if value and max(map(abs, ticks)) < 1e-3:
+        return f"{value:.3g}"
+    gap = min((b - a for a, b in pairwise(ticks)), default=abs(value) or 1.0)
+    decimals = max(0, -math.floor(math.log10(gap) + 1e-9)) if gap > 0 else 0
+    return f"{value:.{min(decimals, 6)}f}"
+
+
+def padded_range(values: Sequence[float], pad: float = 0.06) -> tuple[float, float]:
+    """The range of `values` and a little more; never empty, and not below zero when no value is."""
+    low, high = min(values), max(values)
+    margin = (high - low) * pad or max(abs(high) * 0.1, 0.1)
+    return (max(0.0, low - margin) if low >= 0 else low - margin), high + margin
+
+
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """At most `most` points: neighbours are averaged, so that a long run's picture stays small and shows every part."""
+    size = math.ceil(len(points) / most)
+    if size <= 1:
+        return list(points)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+
+
+def smoothed(points: Sequence[Point], span: int) -> list[Point]:
+    """Mean over about `span` neighbours, as many before as after (so that it does not lag); fewer towards the ends."""
+    sums = [0.0]
+    for _, y in points:
+        sums.append(sums[-1] + y)
+    result = []
+    for index, (x, _) in enumerate(points):
+        reach = min(span // 2, index, len(points) - 1 - index)
+        low, high = index - reach, index + reach + 1
+        result.append((x, (sums[high] - sums[low]) / (high - low)))
+    return result

@@ -1,0 +1,23 @@
+"""What a run ran on, for its report: versions and machine; nothing about the user."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+_PACKAGES = ("automodel-cli", "torch", "transformers", "datasets", "safetensors", "peft", "hydra-core", "numpy")
+
+
+def environment(device_name: str, num_ranks: int) -> dict[str, str]:
+    """Label -> text. Packages that are not installed are left out."""
+    found = {
+        "device": f"{num_ranks} x {device_name}",
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
