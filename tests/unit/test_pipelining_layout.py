@@ -143,7 +143,17 @@ def _expand(source: str) -> str:
 
 
 def test_layout_modules_are_torch_free():
-    names = ("placement", "split", "schedules", "programs", "simulator", "drawing", "megatron")
+    names = (
+        "placement",
+        "split",
+        "schedules",
+        "programs",
+        "simulator",
+        "drawing",
+        "raster",
+        "megatron",
+        "megatron_sync",
+    )
     imports = ", ".join(f"automodel_cli.pipelining.{name}" for name in names)
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
