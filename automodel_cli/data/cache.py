@@ -128,12 +128,11 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[P
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+        ours = error.filename is None or str(error.filename).startswith(str(root))  # not a source that cannot be read
+        if not ours or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
             raise
-        reason = os.strerror(error.errno)
-        raise DataError(
-            f"cannot write the data cache {root}: {reason}", fix="data.cache_dir=<a folder with space>"
-        ) from error
+        reason = f"cannot write the data cache {root}: {os.strerror(error.errno)}"
+        raise DataError(reason, fix="data.cache_dir=<a folder with space>") from error
     return final, True
 
 

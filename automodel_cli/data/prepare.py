@@ -87,12 +87,12 @@ def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
     rejected = [row for part in parts for row in part.tokens.rejected()]
     num_rows = sum(part.tokens.meta["num_rows"] for part in parts)
     if rejected and config.on_bad_row == "fail":
-        limit = (
-            "" if len(rejected) <= config.max_bad * num_rows else f" data.max_bad={_round_up(len(rejected) / num_rows)}"
-        )
-        raise rows_error(
-            rejected, num_rows, fix=f"correct the rows, or go on without them: data.on_bad_row=drop{limit}"
-        )
+        fix = "correct the rows"
+        if len(rejected) < num_rows:
+            fix += ", or go on without them: data.on_bad_row=drop"
+            if len(rejected) > config.max_bad * num_rows:
+                fix += f" data.max_bad={_round_up(len(rejected) / num_rows)}"
+        raise rows_error(rejected, num_rows, fix=fix)
     if len(rejected) > config.max_bad * num_rows:
         error = rows_error(rejected, num_rows, fix=f"data.max_bad={_round_up(len(rejected) / num_rows)}")
         raise DataError(

@@ -114,7 +114,7 @@ def _read_json_lines(file: Iterable[bytes]) -> Iterator[NumberedRow]:
 
 def _parse_line(line: bytes) -> Row | RowError:
     try:
-        text = line.decode("utf-8-sig")
+        text = line.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError as error:
         message = f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
         return RowError("not_utf8", message, raw=line.decode("utf-8", "replace"))

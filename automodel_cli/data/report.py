@@ -70,10 +70,10 @@ class SourceReport:
         else:
             yield f"  packed {self.packing} into {rows}, {100 * self.fill:.1f}% full; {long}"
         if self.ends_trained < 0.5:
-            yield (
-                f"  warning: only {100 * self.ends_trained:.0f}% of the documents end their last trained turn with a special "
-                "token: the model may never learn to stop"
+            ends = (
+                f"only {100 * self.ends_trained:.0f}% of the documents end their last trained turn with a special token"
             )
+            yield f"  warning: {ends}: the model may never learn to stop"
 
 
 @dataclass(frozen=True)
