@@ -1,0 +1,66 @@
+"""The metadata of a GGUF file, without its tensors and without a library. Torch-free.
+
+Layout (ggml's docs/gguf.md): magic, version, tensor count, metadata count, then `key, value type, value` with
+little-endian integers; a string is a 64-bit length and UTF-8; an array is an element type, a 64-bit count and the
+elements.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+
+from automodel_cli.config.errors import ConfigError
+
+_STRING, _ARRAY = 8, 9
+# Bytes of the scalar types: u8 i8 u16 i16 u32 i32 f32 bool, and u64 i64 f64.
+_WIDTH = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+
+def gguf_strings(path: Path) -> dict[str, str]:
+    """Every metadata entry of the file that is one string, by its key. Raises ConfigError for what is not a GGUF
+    file."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ConfigError(f"{path} is not a GGUF file: it does not start with GGUF", keys=("gguf_file",))
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _strings(data)
+            except (struct.error, KeyError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path} cannot be read as a GGUF file: {error}", keys=("gguf_file",)) from error
+
+
+def _strings(data: mmap.mmap) -> dict[str, str]:
+    (num_entries,) = struct.unpack_from("<Q", data, 16)
+    found: dict[str, str] = {}
+    at = 24
+    for _ in range(num_entries):
+        key, at = _string(data, at)
+        (kind,) = struct.unpack_from("<I", data, at)
+        if kind == _STRING:
+            found[key], at = _string(data, at + 4)
+        else:
+            at = _skip(data, at + 4, kind)
+    return found
+
+
+def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
+    (length,) = struct.unpack_from("<Q", data, at)
+    return data[at + 8 : at + 8 + length].decode(), at + 8 + length
+
+
+def _skip(data: mmap.mmap, at: int, kind: int) -> int:
+    """Where the value of type `kind` that starts at `at` ends."""
+    if kind == _STRING:
+        (length,) = struct.unpack_from("<Q", data, at)
+        return at + 8 + length
+    if kind != _ARRAY:
+        return at + _WIDTH[kind]
+    element, count = struct.unpack_from("<IQ", data, at)
+    at += 12
+    if element in _WIDTH:
+        return at + count * _WIDTH[element]
+    for _ in range(count):
+        at = _skip(data, at, element)
+    return at

@@ -1,0 +1,227 @@
+"""Tokenizers: from a folder, the hub or a GGUF file, or a small one made in code. Torch-free at import."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.gguf_header import gguf_strings
+
+if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from automodel_cli.models.config import ModelConfig
+
+
+class TokenizerNode(Protocol):
+    """What `model.tokenizer` may be besides a hub id or a folder."""
+
+    def build(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with a chat template if it is meant for chats."""
+
+
+_ROLES = ("system", "user", "assistant", "tool")
+PAD, END = "<|pad|>", "<|end|>"
+
+# Each turn is <|role|>content<|end|>, with no other text. The end of an assistant turn is inside the generation tags:
+# it is what the model must learn to stop with, and it is the EOS token.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['" + "', '".join(_ROLES) + "'] -%}"
+    "{{- raise_exception('unknown role: ' ~ message['role']) -}}"
+    "{%- endif -%}"
+    "{%- if message['content'] is not string -%}"
+    "{{- raise_exception('this chat template renders text only: the content of every message must be a string') -}}"
+    "{%- endif -%}"
+    "{{- '<|' ~ message['role'] ~ '|>' -}}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- generation -%}{{- message['content'] ~ '<|end|>' -}}{%- endgeneration -%}"
+    "{%- else -%}{{- message['content'] ~ '<|end|>' -}}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+# Words that are one token in `ByteTokenizer` unless the config gives others: those of the bundled chat tasks.
+_WORDS = """
+Add Count Find Give How Larger Put Repeat Reverse Say Sort Spell Subtract Take What Which Write
+again and are away backwards digits ends first from in is larger last letter letters many minus
+more number of once or order plus reverse sum the to which
+"""
+COMMON_WORDS = tuple(_WORDS.split())
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Byte-level tokenizer made in code, with a chat template; reads and writes any UTF-8 text without loss.
+
+    Every byte is a token; each of `words` is one token more, alone and after a space; digits always stand alone. Any
+    other word is spelled byte by byte, so a small model sees the letters of what it is asked about. Pad and end-of-turn
+    (EOS) are two tokens.
+    """
+
+    words: tuple[str, ...] = COMMON_WORDS
+
+    def __post_init__(self) -> None:
+        for word in self.words:
+            if not (word.isascii() and word.isalpha()):
+                raise ConfigError(f"words has {word!r}: a word must be ASCII letters only", keys=("words",))
+
+    def build(self) -> PreTrainedTokenizerFast:
+        """A fast tokenizer that `save_pretrained` writes and `AutoTokenizer` reads back."""
+        from tokenizers import Tokenizer, decoders, models
+        from tokenizers.pre_tokenizers import ByteLevel
+        from transformers import PreTrainedTokenizerFast
+
+        special = [PAD, END, *(f"<|{role}|>" for role in _ROLES)]
+        words = [prefix + word for word in dict.fromkeys(self.words) for prefix in ("", "Ġ") if len(prefix + word) > 1]
+        vocab = {token: i for i, token in enumerate([*special, *sorted(ByteLevel.alphabet()), *words])}
+        # No merges at all: with `ignore_merges` a whole word in the vocabulary is one token and every other word falls
+        # to bytes.
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
+        tokenizer.pre_tokenizer, tokenizer.decoder = _digits_then_words(), decoders.ByteLevel()
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token=PAD,
+            eos_token=END,
+            extra_special_tokens=special[2:],
+            clean_up_tokenization_spaces=False,
+        )
+        fast.chat_template = CHAT_TEMPLATE
+        return fast
+
+
+@dataclass(frozen=True)
+class PretrainedTokenizer:
+    """A tokenizer from a hub id or a folder, optionally with another chat template.
+
+    `chat_template` is the template itself or the path of a `.jinja` file; it replaces the tokenizer's own and is saved
+    with the export. (`data.chat_template` changes only how the training rows are rendered.) `gguf_file` is a file
+    inside the folder.
+    """
+
+    pretrained: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    gguf_file: str | None = None
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        if (
+            self.chat_template is not None
+            and "{" not in self.chat_template
+            and not self.chat_template.endswith(".jinja")
+        ):
+            raise ConfigError(
+                f"chat_template={self.chat_template!r} is neither a template (no {{{{ or {{% in it) nor a .jinja file",
+                keys=("chat_template",),
+            )
+
+    def build(self) -> PreTrainedTokenizerBase:
+        """Raises ConfigError when the source has no readable tokenizer or the template file does not exist."""
+        tokenizer = _load(self.pretrained, self.gguf_file, self.revision, self.trust_remote_code)
+        if self.chat_template is not None:
+            tokenizer.chat_template = _read_template(self.chat_template)
+        return tokenizer
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that the model section names: a node, a hub id or folder, or (None) the one beside the weights.
+
+    Raises ConfigError when there is none, when it cannot be read, or when a GGUF file splits text in a way that would
+    be guessed.
+    """
+    choice: str | TokenizerNode | None = config.tokenizer
+    if isinstance(choice, str):
+        return _load(choice, None, None, config.trust_remote_code)
+    if choice is not None:
+        return choice.build()
+    if config.gguf_file is not None and config.pretrained is None:
+        file = Path(config.gguf_file)
+        return _load(str(file.parent), file.name, None, False)
+    if config.pretrained is not None:
+        return _load(config.pretrained, config.gguf_file, config.revision, config.trust_remote_code)
+    raise ConfigError(
+        "model.config has random weights, so there is no tokenizer beside them",
+        keys=("tokenizer",),
+        fix="model.tokenizer='{_target_: automodel_cli.models.tokenizer.ByteTokenizer}'",
+    )
+
+
+def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    options = {"revision": revision} if revision is not None else {}
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    # The library answers a missing file, a gated repository, a broken file and no network with these two.
+    except (OSError, ValueError) as error:
+        where = f"{source}, {gguf_file}" if gguf_file is not None else source
+        raise ConfigError(
+            f"no tokenizer could be read from {where}: {error}",
+            keys=("tokenizer",),
+            fix="model.tokenizer=<a folder with tokenizer.json, or a hub id>",
+        ) from error
+    if gguf_file is not None:
+        _set_gguf_split(tokenizer, _gguf_path(source, gguf_file, revision))
+    return tokenizer
+
+
+def _gguf_path(source: str, gguf_file: str, revision: str | None) -> Path:
+    """The GGUF file on this disk: in the folder, or in the hub's cache, where reading the tokenizer has put it."""
+    local = Path(source) / gguf_file
+    if local.is_file():
+        return local
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(source, gguf_file, revision=revision))
+
+
+# `tokenizer.ggml.pre` names how text is cut into words before the merges. These cut every digit off by itself first,
+# then as GPT-2 does (llama.cpp, src/llama-vocab.cpp: LLAMA_VOCAB_PRE_TYPE_SMOLLM and its neighbours).
+_DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+_AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
+
+
+def _set_gguf_split(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Cut text into words as the model was trained to.
+
+    The library knows some values of `tokenizer.ggml.pre` and falls back to GPT-2 for the others, which tokenises
+    numbers wrongly for SmolLM. A fallback that is not known to be right is refused.
+    """
+    strings = gguf_strings(path)
+    if strings.get("tokenizer.ggml.model") != "gpt2":
+        return  # only byte-level BPE is cut into words by a named rule
+    rule = strings.get("tokenizer.ggml.pre", "missing")
+    if rule in _DIGITS_ALONE:
+        tokenizer.backend_tokenizer.pre_tokenizer = _digits_then_words()
+    elif rule not in _AS_GPT2:
+        cut = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"]
+        if cut["type"] == "ByteLevel" and cut["use_regex"]:
+            raise ConfigError(
+                f"{path.name} cuts text into words by the rule {rule!r} (tokenizer.ggml.pre), which is not known here: "
+                "numbers and punctuation could be tokenised differently from the model's training",
+                keys=("gguf_file",),
+                fix="model.tokenizer=<hub id or folder of the original model>",
+            )
+
+
+def _read_template(choice: str) -> str:
+    if "{" in choice:
+        return choice
+    file = Path(choice)
+    if not file.is_file():
+        raise ConfigError(f"chat_template={choice}: no such file in {Path.cwd()}", keys=("tokenizer.chat_template",))
+    return file.read_text(encoding="utf-8")
+
+
+def _digits_then_words() -> PreTokenizer:
+    """Each digit alone, then GPT-2's split into words with the space before them, as bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)])

@@ -1,0 +1,202 @@
+"""The engine that everything else is measured against: a plain Hugging Face replica and its own `generate`.
+
+Shape letters: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+class HFEngine:
+    """Batched decoding with the library's `generate` on a model of its own, never the one that is being trained.
+
+    `stop_token_ids` end a completion; `pad_token_id` fills rows and is never attended to. A batch holds prompts of
+    similar length and at most `max_batch_tokens` tokens, prompts and room for the completions together (one prompt at
+    least).
+    """
+
+    capabilities = Capabilities(logprobs=True, weight_updates=True)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        stop_token_ids: Sequence[int],
+        pad_token_id: int,
+        max_batch_tokens: int = 16_384,
+    ):
+        self.model = model.eval()
+        # A checkpoint may bring sampling defaults (top_k=50, a repetition penalty) that would leak into every call.
+        self.model.generation_config = GenerationConfig()
+        self.stop_token_ids = list(stop_token_ids)
+        self.pad_token_id = pad_token_id
+        self.max_batch_tokens = max_batch_tokens
+        self.weight_version = 0
+
+    @classmethod
+    def from_config(
+        cls,
+        hf_config: PretrainedConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attention: str = "sdpa",
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> HFEngine:
+        """A replica that waits for its weights (`update_weights`). Leaves the caller's random state as it was."""
+        with torch.random.fork_rng(devices=[]):
+            model = AutoModelForCausalLM.from_config(
+                hf_config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+        return cls(model.to(device), **options)
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
+        """One completion for each prompt, in the order of the prompts. Raises RunError for an empty prompt."""
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise RunError(f"prompt {i} of {len(prompts)} has no token")
+        completions: dict[int, Completion] = {}
+        with self._random_state(params.seed):
+            for batch in self._batches(prompts, params.max_new_tokens):
+                done = self._generate_batch([prompts[i] for i in batch], params)
+                completions.update(zip(batch, done, strict=True))
+        return [completions[i] for i in range(len(prompts))]
+
+    @torch.no_grad()
+    def update_weights(self, stream: WeightStream) -> None:
+        """Copy every tensor into the parameter of its name, then count the version up.
+
+        Raises RunError for a name the model does not have, another shape, or a parameter that the stream left out: a
+        replica with a mixture of old and new weights must not generate.
+        """
+        # Tied parameters appear once, under the name that checkpoints use.
+        parameters = dict(self.model.named_parameters())
+        missing = set(parameters)
+        for bucket in stream:
+            for name, tensor in bucket:
+                if name not in parameters:
+                    # A checkpoint may hold a tied tensor under both of its names.
+                    if name in self.model.state_dict():
+                        continue
+                    raise RunError(f"weight update has {name!r}, which is no parameter of {type(self.model).__name__}")
+                if tensor.shape != parameters[name].shape:
+                    raise RunError(
+                        f"weight update has {name} as {list(tensor.shape)}, not {list(parameters[name].shape)}"
+                    )
+                parameters[name].copy_(tensor)
+                missing.discard(name)
+        if missing:
+            raise RunError(f"weight update left out {len(missing)} parameters: {', '.join(sorted(missing)[:3])}, ...")
+        self.weight_version += 1
+
+    @contextlib.contextmanager
+    def _random_state(self, seed: int | None) -> Iterator[None]:
+        if seed is None:
+            yield
+            return
+        device = self.model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield
+
+    def _batches(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[list[int]]:
+        """Indices of prompts that go through the model together: neighbours in length, so that little is padding."""
+        batch: list[int] = []
+        for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
+            # Prompts come in growing length: the newest one decides the width of the batch.
+            if batch and (len(batch) + 1) * (len(prompts[i]) + max_new_tokens) > self.max_batch_tokens:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _generate_batch(self, prompts: list[Sequence[int]], params: SamplingParams) -> list[Completion]:
+        width = max(len(prompt) for prompt in prompts)
+        input_ids_BT = torch.full((len(prompts), width), self.pad_token_id)
+        mask_BT = torch.zeros_like(input_ids_BT)
+        for row, prompt in enumerate(prompts):
+            input_ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask_BT[row, width - len(prompt) :] = 1
+        recorder = _LogprobRecorder()
+        device = self.model.device
+        output_BT = self.model.generate(
+            input_ids=input_ids_BT.to(device),
+            attention_mask=mask_BT.to(device),
+            logits_processor=LogitsProcessorList([*_warpers(params), recorder]),
+            generation_config=GenerationConfig(
+                do_sample=not params.greedy,
+                # `_warpers` shapes the distribution, before the recorder sees it; the library's own come after it.
+                top_k=0,
+                max_new_tokens=params.max_new_tokens,
+                eos_token_id=self.stop_token_ids,
+                pad_token_id=self.pad_token_id,
+            ),
+        )
+        logprobs_BT = recorder.finish(output_BT).cpu().tolist()
+        tokens_BT = output_BT[:, width:].cpu().tolist()
+        return [self._completion(tokens, logprobs) for tokens, logprobs in zip(tokens_BT, logprobs_BT, strict=True)]
+
+    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
+        """Cut one row after its first stop token; what `generate` wrote behind it is padding."""
+        stops = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
+        end = stops[0] + 1 if stops else len(tokens)
+        return Completion(tokens[:end], logprobs[:end], "stop" if stops else "length", self.weight_version)
+
+
+def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
+    """The library's own, in its own order: temperature, top-k, top-p."""
+    warpers: list[LogitsProcessor] = []
+    if not params.greedy and params.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    return warpers
+
+
+class _LogprobRecorder(LogitsProcessor):
+    """Log-probs of the drawn tokens in `[B, T]` memory, where `output_scores=True` would keep `[T, B, V]`.
+
+    It is called with the scores of the next token before that is drawn; the call after it shows which one it was.
+    """
+
+    def __init__(self) -> None:
+        self._columns: list[Tensor] = []
+        self._pending_BV: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._take(input_ids)
+        self._pending_BV = torch.log_softmax(scores.float(), dim=-1)
+        return scores
+
+    def finish(self, output_BT: Tensor) -> Tensor:
+        """`[B, new tokens]`, float32."""
+        self._take(output_BT)
+        return torch.stack(self._columns, dim=1)
+
+    def _take(self, ids_BT: Tensor) -> None:
+        if self._pending_BV is not None:
+            self._columns.append(self._pending_BV.gather(1, ids_BT[:, -1:]).squeeze(1))
