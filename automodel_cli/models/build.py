@@ -1,0 +1,68 @@
+"""Config node -> `ModelPart` on the meta device: the library's own class, nothing rewritten, nothing allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import attention, compat, source
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.head import detect_head
+from automodel_cli.models.part import ModelPart
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> ModelPart:
+    """A part in train mode with adapters injected and attention chosen; `load_weights` fills it after it is
+    parallelised.
+
+    Parameters have dtype `config.dtype` (a family's fp32-kept ones stay fp32). On another `device` than meta the
+    memory is allocated, but the values are no defined initialisation: load anyway.
+    Raises ConfigError for a config the library refuses, an unknown attention name, or QLoRA without bitsandbytes.
+    """
+    hf_config = source.hf_config(config)
+    stored = hf_config.dtype
+    kind = detect_head(hf_config, trust_remote_code=config.trust_remote_code)
+    with torch.device(device):
+        model = _library_model(hf_config, config)
+    train_every_token(model)
+    model.config.use_cache = False
+    if config.lora is not None:
+        from automodel_cli.models import lora
+
+        lora.inject(model, config.lora)
+    hub_dtype = stored if config.config is None and isinstance(stored, torch.dtype) else None
+    part = ModelPart(model, kind, chunk_size=config.head_chunk_size, hub_dtype=hub_dtype)
+    return part.train()
+
+
+def _library_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
+    if config.attention == attention.PACKED:
+        attention.register()
+    dtype = getattr(torch, config.dtype)
+    try:
+        return compat.causal_lm(
+            hf_config, attention=config.attention, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"{type(hf_config).__name__} with attention={config.attention!r} cannot be built: {error}",
+            keys=("attention",),
+            fix="model.attention=packed",
+        ) from error
+
+
+def train_every_token(model: PreTrainedModel) -> None:
+    """Keep the input embedding from dropping a gradient.
+
+    The library sets `padding_idx = pad_token_id`, and torch then gives that row no gradient. Where pad is also EOS
+    (most chat models), EOS as an input would never be trained. Padding is already masked by its labels.
+    """
+    embeddings = model.get_input_embeddings()
+    if isinstance(embeddings, nn.Embedding):
+        embeddings.padding_idx = None

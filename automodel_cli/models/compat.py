@@ -1,0 +1,159 @@
+"""The one place that touches names of `transformers` which are not its public API. Works for 5.17 to 5.23.
+
+Relied on: the conversion mapping between hub keys and in-memory (fused) parameters, the converter that reads lazily
+into DTensors, `_init_weights` module by module, `_get_dtype_plan`, `_non_persistent_buffers_set` of torch. Each is
+covered by tests/unit/test_models_load.py and tests/dist/test_models_sharded.py; when one moves, only this file changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def meta_model(
+    hf_config: PretrainedConfig, *, attention: str = "eager", dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The library's own causal LM class on the meta device: no memory, nothing initialised."""
+    with torch.device("meta"):
+        return causal_lm(hf_config, attention=attention, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def causal_lm(
+    hf_config: PretrainedConfig, *, attention: str = "eager", dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The library's own causal LM class on the default device. Parameters that the family keeps in fp32 stay fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    plan = fp32_names(model, dtype)
+    for module_name, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if plan(f"{module_name}.{name}") and param.dtype != torch.float32:
+                setattr(module, name, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
+    return model
+
+
+class _Names:
+    """Matches parameter names against the glob-like patterns of a dtype plan."""
+
+    def __init__(self, patterns: list[str]):
+        parts = ["(^|\\.)" + re.escape(p).replace("\\*", ".*") + "(\\.|$)" for p in patterns]
+        self._regex = re.compile("|".join(parts)) if parts else None
+
+    def __call__(self, name: str) -> bool:
+        return self._regex is not None and self._regex.search(name) is not None
+
+
+def fp32_names(model: PreTrainedModel, dtype: torch.dtype) -> _Names:
+    """Which parameters and buffers the family keeps in fp32 when the rest is stored as `dtype`."""
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
+    return _Names([name for name, kept in plan.items() if kept == torch.float32])
+
+
+def non_persistent_buffers(module: nn.Module) -> Iterator[str]:
+    """Names of the module's own buffers that no checkpoint holds (rotary tables)."""
+    yield from (name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None)
+
+
+def init_weights(model: PreTrainedModel, root: nn.Module, *, recurse: bool) -> None:
+    """Run the family's own initialisation on `root` (and what is below, children first); draws from the global RNG."""
+    with torch.no_grad():
+        if recurse:
+            for child in root.children():
+                init_weights(model, child, recurse=True)
+        model._init_weights(root)
+
+
+def conversion_mapping(model: PreTrainedModel) -> list[Any]:
+    """How hub keys become this model's parameters. Take it from the whole model, before anything is cut."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    return mapping
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a call of `convert_into` did, by parameter name; `unexpected` are checkpoint keys without a place."""
+
+    loaded: frozenset[str]
+    unexpected: frozenset[str]
+    mismatched: tuple[str, ...]
+
+
+def convert_into(
+    model: PreTrainedModel, tensors: Mapping[str, Any], mapping: list[Any], dtype: torch.dtype
+) -> Converted:
+    """Read `tensors` (hub key -> lazy safetensors slice or tensor) into `model`, replacing its parameters.
+
+    A parameter that is a DTensor on the meta device receives only this rank's part, and only those bytes are read. Each
+    parameter keeps its own dtype.
+    """
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils import logging
+
+    names = set(model.state_dict())
+    config = LoadStateDictConfig(
+        device_map={"": "cpu"}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=mapping
+    )
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+    finally:
+        if bar:
+            logging.enable_progress_bar()
+    if info.conversion_errors:
+        raise RuntimeError(f"the library could not convert {info.conversion_errors}")
+    mismatched = tuple(f"{name}: file {tuple(got)}, model {tuple(want)}" for name, got, want in info.mismatched_keys)
+    missing = set(info.missing_keys) | {name for name, _, _ in info.mismatched_keys}
+    return Converted(frozenset(names - missing), frozenset(info.unexpected_keys), mismatched)
+
+
+def revert_conversion(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In-memory names and layouts -> the hub's. `state` must hold whole conversion groups (a decoder layer)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
+    return reverted
+
+
+def local_part(param: Tensor, whole: Tensor) -> Tensor:
+    """The part of `whole` that this rank holds of `param`: all of it for a plain tensor. No communication."""
+    if not is_dtensor(param):
+        return whole
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+
+    part: Tensor = DtensorShardOperation(param).shard_tensor(whole)
+    return part
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Without importing DTensor (0.7 s) for models that are not sharded."""
+    return type(tensor).__name__ == "DTensor" or hasattr(tensor, "to_local")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the library's warnings about tiny copies of a config (odd rope factors and the like)."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,114 @@
+"""Config nodes of the model section: where the model comes from, how it is stored and adapted. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters on linear layers (Hu et al. 2021), injected by `peft`; everything else is frozen.
+
+    The update is `scale * B @ A` with `scale = alpha / rank`, or `alpha / sqrt(rank)` with `use_rslora`.
+    `target_modules` is a regular expression over module names, a list of name endings, or "all-linear" (every linear
+    layer but the head). `base_quantization: nf4` is QLoRA: the frozen base in 4 bits through bitsandbytes.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: str | list[str] = "all-linear"
+    use_rslora: bool = False
+    base_quantization: Literal["none", "nf4"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"rank={self.rank} must be at least 1", keys=("rank",), fix="model.lora.rank=16")
+        if self.alpha <= 0:
+            raise ConfigError(f"alpha={self.alpha} must be positive", keys=("alpha",), fix="model.lora.alpha=32")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout} is not in [0, 1)", keys=("dropout",), fix="model.lora.dropout=0")
+        if not self.target_modules:
+            raise ConfigError(
+                "target_modules is empty: no layer would be trained",
+                keys=("target_modules",),
+                fix="model.lora.target_modules=all-linear",
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Hugging Face causal LM, unmodified.
+
+    Exactly one source: `pretrained` (hub id or local folder, optionally with `gguf_file` inside it), `gguf_file`
+    alone (a path), or `config` (fields of the library's config with `model_type`; random weights from the run's seed).
+
+    dtype: storage dtype of the parameters; the optimizer updates these. Computation in bf16 over fp32 parameters is the
+        parallelizer's mixed precision policy.
+    attention: "packed" isolates the documents of a packed row, exactly, on any device. Any other name is handed to the
+        library ("eager", "sdpa", "flash_attention_2", ...), which must then isolate them itself; the packing probe
+        decides.
+    tokenizer: None takes the one beside the weights; else a hub id, a folder, or a tokenizer node.
+    head_chunk_size: tokens whose logits exist at once; None chooses so that one chunk of fp32 logits stays near 24
+    MiB on
+        CPU (its cache) and 512 MiB elsewhere.
+    """
+
+    pretrained: str | None = None
+    config: dict[str, Any] | None = None
+    gguf_file: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: DType = "float32"
+    attention: str = "packed"
+    tokenizer: Any = None
+    lora: LoRAConfig | None = None
+    head_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_source()
+        if self.head_chunk_size is not None and self.head_chunk_size < 1:
+            raise ConfigError(
+                f"head_chunk_size={self.head_chunk_size} must be at least 1 token",
+                keys=("head_chunk_size",),
+                fix="model.head_chunk_size=null",
+            )
+        if not self.attention:
+            raise ConfigError("attention is empty", keys=("attention",), fix="model.attention=packed")
+
+    def _check_source(self) -> None:
+        if self.pretrained is not None and self.config is not None:
+            raise ConfigError(
+                f"pretrained={self.pretrained!r} and config are both given: weights come from one place",
+                keys=("pretrained", "config"),
+                fix="model.config=null, or model.pretrained=null",
+            )
+        if self.gguf_file is not None and self.config is not None:
+            raise ConfigError(
+                f"gguf_file={self.gguf_file!r} brings its own config",
+                keys=("gguf_file", "config"),
+                fix="model.config=null",
+            )
+        if self.pretrained is None and self.config is None and self.gguf_file is None:
+            raise ConfigError(
+                "no model: one of pretrained, config or gguf_file must be given",
+                keys=("pretrained", "config", "gguf_file"),
+                fix="model.pretrained=HuggingFaceTB/SmolLM2-135M-Instruct",
+            )
+        if self.config is not None and "model_type" not in self.config:
+            raise ConfigError(
+                "config has no model_type, so no architecture is named",
+                keys=("config",),
+                fix="model.config.model_type=llama",
+            )
+        if self.config is not None and self.revision is not None:
+            raise ConfigError(
+                f"revision={self.revision!r} belongs to a hub id, but the model is random",
+                keys=("revision",),
+                fix="model.revision=null",
+            )

@@ -1,0 +1,221 @@
+"""A trained part -> a folder that `transformers.from_pretrained` loads, and the proof that it does.
+
+Written: safetensors shards with an index, config (older readers' `torch_dtype`, `rope_theta` and `rope_scaling` too),
+generation config, tokenizer with its chat template, and a model card.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.models import compat, source
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.part import ModelPart
+from automodel_cli.models.weights import iter_hf_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
+_SHARD_BYTES = 4 * 2**30
+
+
+def export_hf(
+    parts: Sequence[ModelPart],
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: str | Path,
+    *,
+    summary: str = "",
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write the whole model in the hub's names, layout and dtype; adapters are merged in.
+
+    Collective; rank 0 writes. `summary` is markdown for the model card (data, steps, scores). The folder is safe to
+    load only after this returns; an existing file of the same name is replaced.
+    """
+    writer = is_first_rank()
+    folder = Path(directory)
+    if writer:
+        folder.mkdir(parents=True, exist_ok=True)
+    shards: list[tuple[list[str], int]] = []
+    for bucket in iter_hf_weights(parts, bucket_bytes=shard_bytes, device="cpu"):
+        if writer:
+            shards.append(_write_shard(folder, len(shards), bucket))
+    if writer:
+        _write_index(folder, shards)
+        _write_config(folder, parts[0], config)
+        if tokenizer is not None:
+            _write_tokenizer(folder, tokenizer)
+        _write_card(folder, parts[0], config, summary)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _write_shard(folder: Path, number: int, bucket: list[tuple[str, Tensor]]) -> tuple[list[str], int]:
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.contiguous() for name, tensor in bucket}
+    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+    return list(tensors), sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _write_index(folder: Path, shards: list[tuple[list[str], int]]) -> None:
+    """Give the shards the hub's names, which need their count, and say which key is where."""
+    for stale in folder.glob("model*.safetensors*"):
+        stale.unlink()
+    total = len(shards)
+    if total == 1:
+        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, (names, _) in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+        (folder / f"part-{number}.safetensors").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": sum(size for _, size in shards)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_config(folder: Path, part: ModelPart, config: ModelConfig) -> None:
+    hf_config = source.hf_config(config)
+    hf_config.architectures = [type(part.model).__name__]
+    hf_config.dtype = part.hub_dtype
+    hf_config.quantization_config = None  # a GGUF source carries one, and the library then refuses to save
+    hf_config.use_cache = True
+    hf_config.save_pretrained(folder)
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    fields.pop("quantization_config", None)
+    fields.update(_for_older_readers(fields, part.hub_dtype))
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    generation = part.model.generation_config
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def _for_older_readers(fields: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """transformers 4 and inference engines read these names; version 5 writes only `dtype` and `rope_parameters`."""
+    older: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        older["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            older["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return older
+
+
+def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    if fields.get("tokenizer_class") == "TokenizersBackend":  # a name that only transformers 5 knows
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_card(folder: Path, part: ModelPart, config: ModelConfig, summary: str) -> None:
+    base = config.pretrained or config.gguf_file
+    hub_id = base is not None and config.gguf_file is None and not Path(base).exists()
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    lines += [f"base_model: {base}"] if hub_id else []
+    lines += ["tags:", "- automodel", "---", "", f"# {folder.name}", ""]
+    origin = f"Fine-tuned from `{base}`" if base else "Trained from random weights"
+    adapters = ", low-rank adapters merged in" if config.lora is not None else ""
+    lines += [f"{origin} with `automodel`{adapters}. Architecture: `{type(part.model).__name__}`.", ""]
+    lines += [summary.strip(), ""] if summary.strip() else []
+    lines += [
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("<this folder>")',
+        'tokenizer = AutoTokenizer.from_pretrained("<this folder>")',
+        "```",
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def verify_export(
+    directory: str | Path, part: ModelPart, prompts: Sequence[Sequence[int]], *, trust_remote_code: bool = False
+) -> float:
+    """Reload the folder with stock `transformers` and compare log-probs on `prompts` (token ids): max |difference|.
+
+    Both sides compute in the part's own dtype, the part with its weights rounded to the exported dtype, so what
+    remains is the noise of another attention implementation (about 1e-5 in fp32); the caller decides what it tolerates.
+    Collective; every rank gets the number. Raises RunError when the folder does not load.
+    """
+    device = next(part.parameters()).device
+    rows = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
+    with torch.no_grad(), _in_eval(part), _rounded(part):
+        ours = [part(**_inputs(ids)).cpu() for ids in rows]
+    difference = torch.zeros((), device=device)
+    if is_first_rank():
+        difference += _difference(Path(directory), part.model.dtype, rows, ours, trust_remote_code)
+    if dist.is_initialized():
+        dist.broadcast(difference, 0)
+    return difference.item()
+
+
+def _inputs(ids_BT: Tensor) -> dict[str, Any]:
+    labels = torch.full_like(ids_BT, -100)
+    labels[:, :-1] = ids_BT[:, 1:]
+    positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+    return {"input_ids": ids_BT, "position_ids": positions, "labels": labels}
+
+
+def _difference(folder: Path, dtype: torch.dtype, rows: list[Tensor], ours: list[Tensor], trust: bool) -> float:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust).eval()
+    except Exception as error:  # whatever it is, the export is not what we promise
+        raise RunError(f"the export in {folder} does not load with transformers: {error}") from error
+    worst = 0.0
+    for ids_BT, logprobs_BT in zip(rows, ours, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=ids_BT.cpu(), use_cache=False).logits[:, :-1].float()
+        theirs = logits.log_softmax(-1).gather(-1, ids_BT.cpu()[:, 1:, None])[..., 0]
+        gap = (theirs - logprobs_BT[:, :-1]).abs().max().item()
+        worst = max(worst, gap if gap == gap else float("inf"))  # NaN compares as a mismatch, never as agreement
+    return worst
+
+
+@contextmanager
+def _in_eval(part: ModelPart) -> Iterator[None]:
+    before = part.training
+    part.eval()
+    try:
+        yield
+    finally:
+        part.train(before)
+
+
+@contextmanager
+def _rounded(part: ModelPart) -> Iterator[None]:
+    """Inside, parameters hold the values that the export stores. Adapters are rounded only as part of their sum."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    keep_fp32 = compat.fp32_names(part.model, part.hub_dtype)
+    for name, param in part.model.named_parameters():
+        if param.dtype != part.hub_dtype and not keep_fp32(name) and "lora_" not in name:
+            local = param.to_local() if compat.is_dtensor(param) else param  # type: ignore[operator]
+            kept.append((local.data, local.data.clone()))
+            local.data.copy_(local.data.to(part.hub_dtype))
+    try:
+        yield
+    finally:
+        for local, original in kept:
+            local.copy_(original)

@@ -1,0 +1,288 @@
+"""Fill a part with weights, after it has been parallelised: each rank reads only the bytes it holds.
+
+The part itself is never given to the library's loader. A *skeleton*, the same class on the meta device with the part's
+shardings and only the part's parameters, is loaded decoder layer by decoder layer, and each loaded piece is copied
+into the part's existing parameters and dropped. So adapters, wrappers and the identity of the parameters do not
+matter, and the peak is one layer above the part itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import compat, lora, source
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.part import ModelPart
+from automodel_cli.models.seeds import seed_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """`num_bytes_read` of checkpoint data by this rank; `ignored_keys`: what the model has no place for."""
+
+    num_bytes_read: int = 0
+    ignored_keys: tuple[str, ...] = ()
+
+
+def load_weights(
+    part: ModelPart,
+    config: ModelConfig,
+    *,
+    device: torch.device | str,
+    seed: int,
+    buffer_device: torch.device | None = None,
+) -> LoadReport:
+    """Allocate what is on meta on `device` (buffers on `buffer_device`, if other) and fill everything.
+
+    Plain parameters and DTensor shards alike; ties survive. Random weights depend on `seed` and the parameter's place
+    in the model only, so every layout starts from the same numbers. Build the optimizer afterwards: allocation
+    replaces parameters. Raises ConfigError for missing or misshapen weights, by name.
+    """
+    materialise(part, torch.device(device), buffer_device or torch.device(device))
+    with lora.bare(part.model):
+        target = _Target(part.model)
+        skeleton = _skeleton(part, config, target)
+        if config.config is not None:
+            report = _init_random(skeleton, target, seed)
+        else:
+            weights = source.weights(config)
+            if weights.gguf is not None:
+                report = _load_gguf(config, weights.gguf, target)
+            else:
+                report = _load_safetensors(skeleton, target, weights.files)
+            _init_buffers(skeleton, target)
+    lora.init_adapters(part.model, seed)
+    return report
+
+
+def materialise(module: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Give memory to everything on meta. Unlike `Module.to_empty`, a tied parameter stays one parameter."""
+    replaced: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, param in child._parameters.items():
+            if param is not None and param.is_meta:
+                if id(param) not in replaced:
+                    empty = torch.empty_like(param, device=device)
+                    replaced[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+                child._parameters[name] = replaced[id(param)]
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[name] = torch.empty_like(buffer, device=buffer_device)
+
+
+class _Target:
+    """The tensors to fill, by hub name; tied names share one entry under their first name."""
+
+    def __init__(self, model: nn.Module):
+        self.names: dict[str, str] = {}  # every name -> first name of the same tensor
+        self.tensors: dict[str, Tensor] = {}
+        first: dict[int, str] = {}
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            canonical = first.setdefault(id(tensor), name)
+            self.names[name] = canonical
+            self.tensors[canonical] = tensor
+        self.non_persistent = {
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, module in model.named_modules()
+            for name in compat.non_persistent_buffers(module)
+        }
+        self.filled: dict[str, str] = {}  # first name -> the name it was filled from
+
+    @torch.no_grad()
+    def fill(self, name: str, value: Tensor) -> None:
+        """`value` is this rank's part of `name`. Of tied names the first filled wins; another must agree."""
+        canonical = self.names[name]
+        tensor = self.tensors[canonical]
+        local = tensor.to_local() if compat.is_dtensor(tensor) else tensor  # type: ignore[operator]
+        value = value.to_local() if compat.is_dtensor(value) else value  # type: ignore[operator]
+        earlier = self.filled.setdefault(canonical, name)
+        if earlier != name:
+            if not torch.equal(local, value.to(local.device, local.dtype)):
+                raise ConfigError(
+                    f"{earlier} and {name} are tied by the model's config but differ in the checkpoint",
+                    keys=("pretrained",),
+                    fix="set tie_word_embeddings to false in the checkpoint's config.json",
+                )
+            return
+        local.copy_(value)
+
+    def missing(self) -> list[str]:
+        return sorted(n for n in self.tensors if n not in self.filled and n not in self.non_persistent)
+
+
+def _skeleton(part: ModelPart, config: ModelConfig, target: _Target) -> PreTrainedModel:
+    """The whole model on meta, cut to the tensors this part has and sharded as they are."""
+    skeleton = compat.meta_model(
+        source.hf_config(config), dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+    )
+    skeleton.conversions = compat.conversion_mapping(skeleton)  # type: ignore[assignment]
+    for prefix, module in skeleton.named_modules():
+        for store in (module._parameters, module._buffers):
+            for name in [name for name, tensor in store.items() if tensor is not None]:
+                full_name = f"{prefix}.{name}".lstrip(".")
+                if full_name not in target.names:
+                    del store[name]
+                elif compat.is_dtensor(tensor := target.tensors[target.names[full_name]]):
+                    store[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+    return skeleton
+
+
+def unit_of(key: str) -> str:
+    """Checkpoint or parameter key -> its decoder layer ("model.layers.3"), "" for what is outside the layers."""
+    match = re.match(r"(.*?\.\d+)\.", key)
+    return match.group(1) if match else ""
+
+
+class _CountedSlice:
+    """A lazy safetensors slice that counts what is really read."""
+
+    def __init__(self, lazy: Any, counter: list[int]):
+        self._lazy, self._counter = lazy, counter
+
+    def __getitem__(self, index: Any) -> Tensor:
+        tensor: Tensor = self._lazy[index]
+        self._counter[0] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lazy, name)
+
+
+def _load_safetensors(skeleton: PreTrainedModel, target: _Target, files: Iterable[Path]) -> LoadReport:
+    from safetensors import safe_open
+
+    counter = [0]
+    units: dict[str, dict[str, Any]] = {}
+    for file in files:
+        handle = safe_open(str(file), "pt")
+        for key in handle.keys():  # noqa: SIM118  # not a mapping
+            units.setdefault(unit_of(key), {})[key] = _CountedSlice(handle.get_slice(key), counter)
+    mapping = skeleton.conversions
+    ignored: list[str] = []
+    for tensors in units.values():
+        done = compat.convert_into(skeleton, tensors, mapping, skeleton.dtype)
+        if done.mismatched:
+            raise ConfigError(
+                f"the checkpoint does not fit the model: {'; '.join(done.mismatched[:3])}", keys=("pretrained",)
+            )
+        ignored += done.unexpected
+        for name in sorted(done.loaded):
+            module, leaf = _owner(skeleton, name)
+            value = module._parameters.get(leaf, module._buffers.get(leaf))
+            assert value is not None
+            if not value.is_meta:
+                target.fill(name, value.detach())
+                _to_meta(module, leaf)
+    if missing := target.missing():
+        raise ConfigError(
+            f"the checkpoint lacks {len(missing)} of the model's tensors: {', '.join(missing[:3])}",
+            keys=("pretrained",),
+            fix="model.pretrained=<a checkpoint of the same architecture>",
+        )
+    return LoadReport(counter[0], tuple(ignored))
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _to_meta(module: nn.Module, leaf: str) -> None:
+    store = module._parameters if leaf in module._parameters else module._buffers
+    tensor = store[leaf]
+    assert tensor is not None
+    empty = torch.empty_like(tensor, device="meta")
+    store[leaf] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _load_gguf(config: ModelConfig, gguf: tuple[str, str], target: _Target) -> LoadReport:
+    """Through the library's own dequantising loader: the whole model on every rank, then this rank's part of it."""
+    from transformers import AutoModelForCausalLM
+
+    folder, file = gguf
+    dtype = getattr(torch, config.dtype)
+    with compat.quiet():
+        loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
+    state = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+    for name, canonical in target.names.items():
+        if name == canonical and name in state and name not in target.non_persistent:
+            target.fill(name, compat.local_part(target.tensors[name], state[name].detach()))
+    if missing := target.missing():
+        raise ConfigError(f"gguf_file={file!r} lacks {', '.join(missing[:3])}", keys=("gguf_file",))
+    return LoadReport((Path(folder) / file).stat().st_size)
+
+
+def _init_random(skeleton: PreTrainedModel, target: _Target, seed: int) -> LoadReport:
+    """The family's own initialisation, one decoder layer (or outer module) at a time, each from its own seed."""
+    units: dict[str, list[str]] = {}
+    for name in target.names:
+        units.setdefault(unit_of(name) or name.rpartition(".")[0], []).append(name)
+    for unit, names in units.items():
+        values = _initialised(skeleton, unit, seed_for(seed, unit), recurse=unit_of(f"{unit}.") == unit)
+        for name in names:
+            if target.names[name] == name:
+                value = values[name]
+                target.fill(name, compat.local_part(target.tensors[name], value))
+    assert not target.missing(), f"not initialised: {target.missing()[:3]}"
+    return LoadReport()
+
+
+def _init_buffers(skeleton: PreTrainedModel, target: _Target) -> None:
+    """Buffers that no checkpoint holds (rotary tables) come from the family's initialisation."""
+    for prefix in sorted({name.rpartition(".")[0] for name in target.non_persistent}):
+        values = _initialised(skeleton, prefix, 0, recurse=False)
+        for name in target.non_persistent & values.keys():
+            target.fill(name, values[name])
+
+
+@torch.no_grad()
+def _initialised(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bool) -> dict[str, Tensor]:
+    """Values of the unit's tensors after the family's own initialisation on CPU; the skeleton stays on meta."""
+    root = skeleton.get_submodule(unit)
+    modules = list(root.modules()) if recurse else [root]
+    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
+    for module in modules:
+        for store in (module._parameters, module._buffers):
+            for name, tensor in store.items():
+                if tensor is not None:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    _poison(empty)
+                    store[name] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            compat.init_weights(skeleton, root, recurse=recurse)
+        named = [*root.named_parameters(recurse=recurse), *root.named_buffers(recurse=recurse)]
+        values = {f"{unit}.{name}".lstrip("."): tensor.detach() for name, tensor in named}
+    finally:
+        for module, params, buffers in saved:
+            module._parameters.update(params)
+            module._buffers.update(buffers)
+    if unset := [name for name, tensor in values.items() if _is_poisoned(tensor)]:
+        raise ConfigError(f"{type(skeleton).__name__} does not initialise {unset[0]}: random weights are undefined")
+    return values
+
+
+def _poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype != torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _is_poisoned(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())

@@ -1,0 +1,167 @@
+"""Low-rank adapters through `peft`: injected in place, saved in its file format, merged for export.
+
+Only linear layers of plain LoRA are used, so a merge is `W + scale * B @ A` and needs no code of the adapter library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import compat
+from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.seeds import generator_for
+
+if TYPE_CHECKING:
+    from automodel_cli.models.part import ModelPart
+
+_ADAPTER = "default"  # peft's own name for the only adapter
+
+
+def inject(model: nn.Module, config: LoRAConfig) -> None:
+    """Wrap the target layers in place and freeze everything else. Works on the meta device."""
+    _need("peft", "pip install 'automodel-cli[peft]'")
+    if config.base_quantization != "none":
+        _refuse_quantized_base()
+    import peft
+
+    try:
+        peft.inject_adapter_in_model(_peft_config(config), model, adapter_name=_ADAPTER)
+    except ValueError as error:
+        linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise ConfigError(
+            f"lora.target_modules={config.target_modules!r} fits no layer: {error}",
+            keys=("lora.target_modules",),
+            fix=f"model.lora.target_modules=all-linear, or some of {linear}",
+        ) from error
+    unsupported = [n for n, m in wrappers(model) if not isinstance(m.get_base_layer(), nn.Linear)]
+    if unsupported:
+        raise ConfigError(
+            f"lora.target_modules reaches {unsupported[0]}, which is not a linear layer",
+            keys=("lora.target_modules",),
+            fix="model.lora.target_modules=all-linear",
+        )
+
+
+def _peft_config(config: LoRAConfig) -> Any:
+    import peft
+
+    return peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft computes with it, integer or not
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules,
+        use_rslora=config.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _need(package: str, command: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"model.lora needs the package {package}, which is not installed", keys=("lora",), fix=command
+        )
+
+
+def _refuse_quantized_base() -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "lora.base_quantization=nf4 (QLoRA) needs the package bitsandbytes, which is not installed",
+            keys=("lora.base_quantization",),
+            fix="pip install bitsandbytes, or model.lora.base_quantization=none",
+        )
+    raise ConfigError(
+        "lora.base_quantization=nf4 (QLoRA) is not implemented for sharded loading",
+        keys=("lora.base_quantization",),
+        fix="model.lora.base_quantization=none",
+    )
+
+
+def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
+    """(name, adapter layer) of every wrapped layer. Empty without adapters, and then peft is never imported."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+
+
+@contextmanager
+def bare(model: nn.Module) -> Iterator[None]:
+    """Inside, wrapped layers are replaced by their base layers: names and structure are the hub's."""
+    found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], m) for name, m in wrappers(model)]
+    for parent, leaf, wrapper in found:
+        parent._modules[leaf] = wrapper.get_base_layer()
+    try:
+        yield
+    finally:
+        for parent, leaf, wrapper in found:
+            parent._modules[leaf] = wrapper
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """A is uniform as in a linear layer's default, B is zero: the step-0 model is the base, under any layout."""
+    for name, layer in wrappers(model):
+        a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+        whole = torch.empty(a.shape, dtype=torch.float32)
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator_for(seed, f"{name}.lora_A"))
+        _local(a).copy_(compat.local_part(a, whole))
+        _local(b).zero_()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if compat.is_dtensor(tensor) else tensor  # type: ignore[operator]
+    return local
+
+
+def _full(tensor: Tensor) -> Tensor:
+    full: Tensor = tensor.full_tensor() if compat.is_dtensor(tensor) else tensor  # type: ignore[operator]
+    return full.detach()
+
+
+def delta(layer: Any) -> Tensor:
+    """The full fp32 update of a wrapped layer. Collective where the adapter is sharded."""
+    a, b = _full(layer.lora_A[_ADAPTER].weight).float(), _full(layer.lora_B[_ADAPTER].weight).float()
+    return (b @ a) * layer.scaling[_ADAPTER]
+
+
+def save_adapters(part: ModelPart, config: LoRAConfig, directory: str | Path, *, base_model: str, write: bool) -> None:
+    """`adapter_config.json` + `adapter_model.safetensors`, as `peft.PeftModel.from_pretrained` reads them.
+
+    Collective; only the rank with `write` touches the disk.
+    """
+    from safetensors.torch import save_file
+
+    state = {}
+    for name, layer in wrappers(part.model):
+        for matrix in ("lora_A", "lora_B"):
+            weight = _full(getattr(layer, matrix)[_ADAPTER].weight)
+            if write:
+                state[f"base_model.model.{name}.{matrix}.weight"] = weight.cpu().contiguous()
+    if not write:
+        return
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config = _peft_config(config)
+    peft_config.base_model_name_or_path = base_model
+    peft_config.inference_mode = True
+    peft_config.save_pretrained(folder)
+
+
+def base_model_of(directory: str | Path) -> str:
+    """What a saved adapter folder says it was trained on."""
+    text = (Path(directory) / "adapter_config.json").read_text()
+    return str(json.loads(text)["base_model_name_or_path"])
+
+
+def bare_name(name: str) -> str:
+    """Parameter name inside wrappers -> the hub's."""
+    return re.sub(r"\.base_layer\.", ".", name)

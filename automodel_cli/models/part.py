@@ -1,0 +1,88 @@
+"""The module a rank owns: an unmodified Hugging Face model and the head that turns its hidden states into log-probs."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.models.head import Head, HeadKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PREFIX = "model."
+_PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def takes_keywords(model: PreTrainedModel) -> bool:
+    """Whether the base model passes unknown keywords on, as document boundaries must be to reach attention."""
+    parameters = inspect.signature(model.base_model.forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def model_inputs_for(model: PreTrainedModel, ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+    """`Batch.model_inputs()` of one row that holds documents of these lengths, as far as the model takes them."""
+    bounds = [0, *itertools.accumulate(lengths)]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=ids_BT.device)
+    positions_T = torch.cat([torch.arange(length, device=ids_BT.device) for length in lengths])
+    inputs = {
+        "input_ids": ids_BT,
+        "position_ids": positions_T[None],
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+    return inputs if takes_keywords(model) else {k: v for k, v in inputs.items() if k not in _PACKING_KEYWORDS}
+
+
+class ModelPart(nn.Module):
+    """One forward for every objective: batch in, per-token log-probs out.
+
+    The child `model` is the library's own object, so a parameter's name is "model." + its hub name (`hub_name` takes
+    that back, and an adapter's wrapping too). Wrap the whole part for data parallelism, and keep the output
+    embeddings in its root group: the head reads their weight directly.
+    `hub_dtype` is what the checkpoint was stored in, the default dtype of exports.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kind: HeadKind,
+        *,
+        chunk_size: int | None = None,
+        hub_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.model = model
+        self.head = Head(model, kind, chunk_size)
+        self.hub_dtype = hub_dtype or model.dtype
+        self._takes_keywords = takes_keywords(model)
+
+    def forward(
+        self, hidden_BTD: Tensor | None = None, *, labels: Tensor, entropy: bool = False, **model_inputs: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """fp32 `logprobs_BT` of the labels, 0 where ignored; with `entropy=True` also `entropy_BT` (no gradient).
+
+        `model_inputs` is `Batch.model_inputs()`. `hidden_BTD` belongs to pipeline stages; a whole model takes None.
+        """
+        assert hidden_BTD is None, "a whole model reads input_ids, not hidden states"
+        outputs = self.model.base_model(**self.accepted(model_inputs), use_cache=False)
+        logprobs_BT, entropy_BT = self.head(outputs[0], labels, entropy=entropy)
+        return logprobs_BT if entropy_BT is None else (logprobs_BT, entropy_BT)
+
+    def accepted(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords that this family's base model takes."""
+        if self._takes_keywords:  # a family without them cannot isolate documents; the packing probe refuses it
+            return model_inputs
+        return {k: v for k, v in model_inputs.items() if k not in _PACKING_KEYWORDS}
+
+    @staticmethod
+    def hub_name(name: str) -> str:
+        """Parameter name of the part -> in-memory name of the library's model."""
+        return name.removeprefix(_PREFIX).replace(".base_layer.", ".")

@@ -1,0 +1,171 @@
+"""Where a model's config and weights are: a local folder, a snapshot of the hub, a GGUF file, or nowhere (random)."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+# Read by the library's base classes, so no family's source mentions them.
+_GENERAL_FIELDS = {
+    "model_type",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "torch_dtype",
+    "dtype",
+    "architectures",
+}
+
+
+def hf_config(config: ModelConfig) -> PretrainedConfig:
+    """The library's config object, a fresh one per call. Raises ConfigError when it cannot be had."""
+    from transformers import AutoConfig
+
+    if config.config is not None:
+        return _config_from_fields(config.config)
+    folder, extra = _folder_and_gguf(config)
+    try:
+        loaded: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise _unreachable(config, error) from error
+    if getattr(loaded, "quantization_config", None) is not None and not extra:
+        method = loaded.quantization_config.get("quant_method", "unknown")
+        raise ConfigError(
+            f"pretrained={config.pretrained!r} is stored quantised ({method}), which cannot be trained",
+            keys=("pretrained",),
+            fix="model.pretrained=<a bf16 version of the checkpoint>",
+        )
+    return loaded
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Safetensors files of a checkpoint, or a GGUF file in a folder."""
+
+    files: tuple[Path, ...] = ()
+    gguf: tuple[str, str] | None = None
+
+
+def weights(config: ModelConfig) -> Weights:
+    """Locate (and, for a hub id, download) the weights. Only for configs that have some."""
+    folder, extra = _folder_and_gguf(config)
+    if extra:
+        return Weights(gguf=(folder, extra["gguf_file"]))
+    path = Path(folder)
+    if not path.is_dir():
+        path = _snapshot(config)
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    elif (path / "model.safetensors").exists():
+        names = ["model.safetensors"]
+    else:
+        names = sorted(p.name for p in path.glob("*.safetensors"))
+    if not names:
+        raise ConfigError(
+            f"pretrained={config.pretrained!r} has no safetensors files (looked in {path})",
+            keys=("pretrained",),
+            fix="convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder), then "
+            "model.pretrained=folder",
+        )
+    return Weights(files=tuple(path / name for name in names))
+
+
+def _folder_and_gguf(config: ModelConfig) -> tuple[str, dict[str, str]]:
+    """What `from_pretrained` takes: a folder or hub id, and `gguf_file` where there is one."""
+    if config.gguf_file is None:
+        assert config.pretrained is not None, "a random model has no folder"
+        return config.pretrained, {}
+    if config.pretrained is not None:
+        return config.pretrained, {"gguf_file": config.gguf_file}
+    path = Path(config.gguf_file)
+    if not path.is_file():
+        raise ConfigError(
+            f"gguf_file={config.gguf_file!r}: no such file",
+            keys=("gguf_file",),
+            fix="model.gguf_file=<path of an existing file>, or give model.pretrained=<hub id> with it",
+        )
+    return str(path.parent.resolve()), {"gguf_file": path.name}
+
+
+def _snapshot(config: ModelConfig) -> Path:
+    from huggingface_hub import snapshot_download
+
+    assert config.pretrained is not None
+    try:
+        return Path(snapshot_download(config.pretrained, revision=config.revision, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # the hub client raises many unrelated classes; all mean the same to the user
+        raise _unreachable(config, error) from error
+
+
+def _unreachable(config: ModelConfig, error: Exception) -> ConfigError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(
+        f"pretrained={config.pretrained or config.gguf_file!r} cannot be read: {reason}",
+        keys=("pretrained",) if config.pretrained else ("gguf_file",),
+        fix="model.pretrained=<an existing folder or hub id> (private or gated models need HF_TOKEN)",
+    )
+
+
+def _config_from_fields(fields: dict[str, Any]) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    rest = dict(fields)
+    family = rest.pop("model_type")
+    if family not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(family), list(CONFIG_MAPPING.keys()), 1)
+        raise ConfigError(
+            f"config.model_type={family!r} is no family of the installed transformers",
+            keys=("config",),
+            fix=f"model.config.model_type={near[0] if near else 'llama'}",
+        )
+    cls = CONFIG_MAPPING[family]
+    _refuse_unknown_fields(cls, rest)
+    try:
+        built: PretrainedConfig = cls(**rest)
+    except Exception as error:  # each config class validates its own way
+        raise ConfigError(f"config: {cls.__name__} refuses these fields: {error}", keys=("config",)) from error
+    return built
+
+
+def _refuse_unknown_fields(cls: type[PretrainedConfig], fields: dict[str, Any]) -> None:
+    """The library stores any keyword without a word. One that nothing in the family's source reads is a typo."""
+    known = _known_fields(cls)
+    source = None
+    for name in fields:
+        if name in known:
+            continue
+        source = _family_source(cls) if source is None else source
+        if re.search(rf"\b{re.escape(name)}\b", source) is None:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            raise ConfigError(
+                f"config.{name} is no field of {cls.__name__}, and nothing in its model reads it",
+                keys=(f"config.{name}",),
+                fix=f"model.config.{near[0]}={fields[name]}" if near else f"remove model.config.{name}",
+            )
+
+
+def _known_fields(cls: type[PretrainedConfig]) -> set[str]:
+    names = set(_GENERAL_FIELDS) | set(cls.attribute_map)
+    for parent in cls.__mro__:
+        names |= set(inspect.signature(parent.__init__).parameters) | set(inspect.get_annotations(parent))
+    return names - {"self", "args", "kwargs"}
+
+
+def _family_source(cls: type[PretrainedConfig]) -> str:
+    folder = Path(inspect.getfile(cls)).parent
+    return "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))
