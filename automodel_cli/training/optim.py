@@ -200,9 +200,12 @@ class AdamW8bit:
                 keys=("library",),
                 fix="optimizer.library=torchao",
             )
-        module = import_module("torchao.optim" if self.library == "torchao" else "bitsandbytes.optim")
+        if self.library == "torchao":
+            kind = import_module("automodel_cli.training.torchao_adamw").QuantisedAdamW
+        else:
+            kind = import_module("bitsandbytes.optim").AdamW8bit
         groups = decay_groups(params, self.weight_decay)
-        return module.AdamW8bit(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
+        return kind(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
 
 
 def build_optimizer(node: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import RunError
@@ -64,7 +65,7 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
     for name, param in named_trainable(parts):
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
-                state[f"optim.{name}#{key}"] = value
+                state[f"optim.{name}#{key}"] = _dequantised(value)
             elif isinstance(value, (int, float)):
                 state[f"optim.{name}#{key}:{type(value).__name__}"] = torch.tensor(value)
             else:
@@ -74,6 +75,27 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
                     fix="optimizer._target_=automodel_cli.training.optim.AdamW",
                 )
     return state
+
+
+def _dequantised(value: Tensor) -> Tensor:
+    """A quantised state (torchao keeps it in a tensor subclass, whole or as a shard) as ordinary numbers; else
+    `value`.
+    """
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if type(local) in (Tensor, nn.Parameter):
+        return value
+    plain = local.dequantize()
+    if not isinstance(value, DTensor):
+        return plain
+    mesh, placements = value.device_mesh, value.placements
+    return DTensor.from_local(
+        plain,
+        mesh,
+        placements,
+        run_check=False,
+        shape=value.shape,
+        stride=torch.empty(value.shape, device="meta").stride(),
+    )
 
 
 def check_same_model(state: Mapping[str, Tensor], metadata: Metadata) -> None:

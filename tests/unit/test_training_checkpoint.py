@@ -23,7 +23,7 @@ from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.checkpoint_dir import CheckpointDir, read_meta
 from automodel_cli.training.config import CheckpointConfig
 from automodel_cli.training.lr_scheduler import Cosine
-from automodel_cli.training.optim import AdamW, Muon
+from automodel_cli.training.optim import AdamW, AdamW8bit, Muon
 
 
 class Model(nn.Module):
@@ -107,6 +107,34 @@ def test_two_steps_saved_and_two_more_are_four_steps_bitwise(tmp_path, node, asy
     assert (resumed.step, resumed.extra) == (2, {"loader": {"position": 2}})
     assert second.steps(2) == want[2:]
     assert_bitwise(second.everything(), straight.everything())
+
+
+class WideModel(Model):
+    """Matrices of at least 4096 numbers: 8-bit libraries leave smaller ones alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.proj = nn.Embedding(13, 64), nn.Linear(64, 128)
+        self.lm_head = nn.Linear(128, 13, bias=False)
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_8_bit_moments_resume_bitwise(tmp_path, monkeypatch, library):
+    pytest.importorskip(library, reason=f"pip install {library}")
+    monkeypatch.setitem(globals(), "Model", WideModel)
+    node = AdamW8bit(lr=1e-2, library=library)
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step: minutes on CPU
+        straight = Run(tmp_path / "straight", node)
+        want = straight.steps(6)
+        first = Run(tmp_path / "run", node)
+        first.steps(2)
+        first.save()
+        second = Run(tmp_path / "run", node)
+        second.load()
+        assert second.steps(4) == want[2:]
+    assert_bitwise(dict(second.model.named_parameters()), dict(straight.model.named_parameters()))
+    kinds = [{k: type(v) for k, v in run.optimizer.state[run.model.proj.weight].items()} for run in (straight, second)]
+    assert kinds[0] == kinds[1]
 
 
 def test_resume_after_kill_9_in_the_middle_of_the_next_save_is_bitwise(tmp_path):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.training import optim
 from automodel_cli.training.lr_scheduler import WSD, Constant, Cosine, Linear, build_lr_scheduler
 from automodel_cli.training.optim import AdamW, AdamW8bit, Muon, build_optimizer
 from automodel_cli.training.param_groups import trainable
@@ -167,7 +168,8 @@ def test_bad_numbers_name_their_field(options):
     assert caught.value.fix.startswith("optimizer.")
 
 
-def test_8bit_without_its_library_says_what_to_install():
+def test_8bit_without_its_library_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(optim, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         AdamW8bit(lr=1e-3, library="bitsandbytes")
     assert caught.value.fix == "pip install bitsandbytes"

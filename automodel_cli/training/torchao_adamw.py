@@ -1,0 +1,54 @@
+"""torchao's 8-bit AdamW with a state that resumes as 8 bits. Imports torchao; only `AdamW8bit.build` imports this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW8bit as TorchAOAdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
+
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+
+
+class QuantisedAdamW(TorchAOAdamW8bit):
+    """A checkpoint holds the moments dequantised, since it must be cut anew for another layout; loading quantises them.
+
+    With the same blocks this gives back the same codes, and scales up to their last bit.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for param, state in self.state.items():
+            for key in _SIGNED.keys() & state.keys():
+                loaded = _local(state[key])
+                state[key] = self._new_buffer(param, _SIGNED[key])
+                target = _local(state[key])
+                if isinstance(target, OptimState8bit):
+                    _quantise(loaded, target)
+                else:
+                    target.copy_(loaded)  # torchao leaves small tensors alone
+
+
+def _quantise(values: Tensor, target: OptimState8bit) -> None:
+    """Codes and scales of dequantised `values`, written into `target`.
+
+    The table of codes ends at +1, but at -0.993 below zero: a block whose largest value was negative came back smaller.
+    torchao's own copy would take that for the block's scale and move every code.
+    """
+    blocks = values.reshape(-1, target.block_size)
+    table = target.qmap
+    scale = blocks.amax(-1) / table[-1]
+    if table[0] < 0:
+        scale = torch.maximum(scale, blocks.amin(-1) / table[0])
+    scale = scale.clip(1e-12)
+    middles = (table[1:] + table[:-1]) / 2
+    codes = torch.searchsorted(middles, (blocks / scale[:, None]).contiguous())
+    target.codes.copy_(codes.reshape(target.codes.shape))
+    target.scale.copy_(scale)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
