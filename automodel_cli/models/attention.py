@@ -94,11 +94,11 @@ def packed_attention(
     fused = query_BHTD.device.type == "cpu" and softcap is None
     parts = []
     for rows, tokens in _documents(cu_seq_lens_q, query_BHTD.shape[0], query_BHTD.shape[2]):
-        qkv = [x[rows, :, tokens] for x in (query_BHTD, key_BKTD, value_BKTV)]
+        q, k, v = (x[rows, :, tokens] for x in (query_BHTD, key_BKTD, value_BKTV))
         if fused:
-            out = _flash_cpu(*qkv, s_aux, scale, sliding_window)
+            out = _flash_cpu(q, k, v, s_aux, scale, sliding_window)
         else:
-            out = dense_document(*qkv, s_aux, scale, sliding_window, softcap)
+            out = dense_document(q, k, v, s_aux, scale, sliding_window, softcap)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     batch, heads, length, _ = query_BHTD.shape
     out_NHV = torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -137,13 +137,26 @@ def local_part(param: Tensor, whole: Tensor) -> Tensor:
         return whole
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
-    part: Tensor = DtensorShardOperation(param).shard_tensor(whole)
+    operation: Any = DtensorShardOperation(param)  # type: ignore[arg-type]  # is_dtensor cannot narrow the type
+    part: Tensor = operation.shard_tensor(whole)
     return part
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    """Without importing DTensor (0.7 s) for models that are not sharded."""
-    return type(tensor).__name__ == "DTensor" or hasattr(tensor, "to_local")
+def is_dtensor(tensor: Any) -> bool:
+    """By its method, so that DTensor (0.7 s of imports) is not imported for models that are not sharded."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's own storage of a DTensor or plain tensor: writing to it writes to the tensor."""
+    storage: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return storage.detach()
+
+
+def gathered(tensor: Any) -> Tensor:
+    """The whole tensor, detached. Collective for a DTensor."""
+    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole.detach()
 
 
 @contextmanager

@@ -211,9 +211,9 @@ def _rounded(part: ModelPart) -> Iterator[None]:
     keep_fp32 = compat.fp32_names(part.model, part.hub_dtype)
     for name, param in part.model.named_parameters():
         if param.dtype != part.hub_dtype and not keep_fp32(name) and "lora_" not in name:
-            local = param.to_local() if compat.is_dtensor(param) else param  # type: ignore[operator]
-            kept.append((local.data, local.data.clone()))
-            local.data.copy_(local.data.to(part.hub_dtype))
+            local = compat.local(param)
+            kept.append((local, local.clone()))
+            local.copy_(local.to(part.hub_dtype))
     try:
         yield
     finally:

@@ -59,12 +59,13 @@ class Head:
         The entropy carries no gradient and costs about one pass over the logits; None unless asked for.
         """
         index_S = (labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
-        hidden_SD, labels_S = hidden_BTD.flatten(0, 1)[index_S], labels_BT.flatten()[index_S]
+        labels_S = labels_BT.flatten()[index_S]
         linear = self.model.get_output_embeddings()
         if self.kind.name == "generic" or not _is_plain_linear(linear):
-            logprobs_S, entropy_S = self._generic(hidden_SD, labels_S, entropy)
+            logprobs_S, entropy_S = self._generic(hidden_BTD, index_S, labels_S, entropy)
         else:
             weight_VD = linear.weight
+            hidden_SD = hidden_BTD.flatten(0, 1)[index_S]
             chunk = self.chunk_size or default_chunk_size(weight_VD.shape[0], hidden_SD.device)
             logprobs_S, entropy_S = fused_logprobs(hidden_SD, weight_VD, labels_S, self.kind, chunk, entropy=entropy)
         zeros_N = torch.zeros(labels_BT.numel(), dtype=torch.float32, device=hidden_BTD.device)
@@ -73,21 +74,26 @@ class Head:
             return logprobs_BT, None
         return logprobs_BT, zeros_N.index_put((index_S,), entropy_S).view_as(labels_BT)
 
-    def _generic(self, hidden_SD: Tensor, labels_S: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _generic(
+        self, hidden_BTD: Tensor, index_S: Tensor, labels_S: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         vocab = self.model.config.get_text_config().vocab_size
-        chunk = self.chunk_size or default_chunk_size(vocab, hidden_SD.device)
+        chunk = self.chunk_size or default_chunk_size(vocab, hidden_BTD.device)
 
-        def part(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        def part(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
             logprobs_SV = head_logits(self.model, hidden[None])[0].float().log_softmax(-1)
             spread = _entropy(logprobs_SV.detach()) if entropy else None
             return logprobs_SV.gather(-1, labels[:, None])[:, 0], spread
 
-        if len(labels_S) == 0:
-            return hidden_SD.float().sum(-1), labels_S.float() if entropy else None  # empty, yet tied to the graph
+        if len(labels_S) == 0:  # run one token for nothing: every rank must give the head's parameters a gradient
+            zero = labels_S.new_zeros(1)
+            logprobs_S, entropy_S = self._generic(hidden_BTD, zero, zero, entropy)
+            return logprobs_S[:0], None if entropy_S is None else entropy_S[:0]
+        hidden_SD = hidden_BTD.flatten(0, 1)[index_S]
         chunks = zip(hidden_SD.split(chunk), labels_S.split(chunk), strict=True)
         outputs = [checkpoint(part, h, y, use_reentrant=False) for h, y in chunks]
         logprobs_S = torch.cat([logprobs for logprobs, _ in outputs])
-        return logprobs_S, torch.cat([spread for _, spread in outputs]) if entropy else None
+        return logprobs_S, torch.cat([spread for _, spread in outputs if spread is not None]) if entropy else None
 
 
 def default_chunk_size(vocab: int, device: torch.device) -> int:

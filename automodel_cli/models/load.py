@@ -52,7 +52,7 @@ def load_weights(
     materialise(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
         target = _Target(part.model)
-        skeleton = _skeleton(part, config, target)
+        skeleton, mapping = _skeleton(config, target)
         if config.config is not None:
             report = _init_random(skeleton, target, seed)
         else:
@@ -60,7 +60,7 @@ def load_weights(
             if weights.gguf is not None:
                 report = _load_gguf(config, weights.gguf, target)
             else:
-                report = _load_safetensors(skeleton, target, weights.files)
+                report = _load_safetensors(skeleton, mapping, target, weights.files)
             _init_buffers(skeleton, target)
     lora.init_adapters(part.model, seed)
     return report
@@ -105,8 +105,7 @@ class _Target:
         """`value` is this rank's part of `name`. Of tied names the first filled wins; another must agree."""
         canonical = self.names[name]
         tensor = self.tensors[canonical]
-        local = tensor.to_local() if compat.is_dtensor(tensor) else tensor  # type: ignore[operator]
-        value = value.to_local() if compat.is_dtensor(value) else value  # type: ignore[operator]
+        local, value = compat.local(tensor), compat.local(value)
         earlier = self.filled.setdefault(canonical, name)
         if earlier != name:
             if not torch.equal(local, value.to(local.device, local.dtype)):
@@ -122,21 +121,21 @@ class _Target:
         return sorted(n for n in self.tensors if n not in self.filled and n not in self.non_persistent)
 
 
-def _skeleton(part: ModelPart, config: ModelConfig, target: _Target) -> PreTrainedModel:
-    """The whole model on meta, cut to the tensors this part has and sharded as they are."""
+def _skeleton(config: ModelConfig, target: _Target) -> tuple[PreTrainedModel, list[Any]]:
+    """The whole model on meta, cut to the target's tensors and sharded as they are, and how hub keys become its own."""
     skeleton = compat.meta_model(
         source.hf_config(config), dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
     )
-    skeleton.conversions = compat.conversion_mapping(skeleton)  # type: ignore[assignment]
+    mapping = compat.conversion_mapping(skeleton)
     for prefix, module in skeleton.named_modules():
-        for store in (module._parameters, module._buffers):
+        for store in _stores(module):
             for name in [name for name, tensor in store.items() if tensor is not None]:
                 full_name = f"{prefix}.{name}".lstrip(".")
                 if full_name not in target.names:
                     del store[name]
                 elif compat.is_dtensor(tensor := target.tensors[target.names[full_name]]):
                     store[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
-    return skeleton
+    return skeleton, mapping
 
 
 def unit_of(key: str) -> str:
@@ -160,7 +159,9 @@ class _CountedSlice:
         return getattr(self._lazy, name)
 
 
-def _load_safetensors(skeleton: PreTrainedModel, target: _Target, files: Iterable[Path]) -> LoadReport:
+def _load_safetensors(
+    skeleton: PreTrainedModel, mapping: list[Any], target: _Target, files: Iterable[Path]
+) -> LoadReport:
     from safetensors import safe_open
 
     counter = [0]
@@ -169,7 +170,6 @@ def _load_safetensors(skeleton: PreTrainedModel, target: _Target, files: Iterabl
         handle = safe_open(str(file), "pt")
         for key in handle.keys():  # noqa: SIM118  # not a mapping
             units.setdefault(unit_of(key), {})[key] = _CountedSlice(handle.get_slice(key), counter)
-    mapping = skeleton.conversions
     ignored: list[str] = []
     for tensors in units.values():
         done = compat.convert_into(skeleton, tensors, mapping, skeleton.dtype)
@@ -200,11 +200,18 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _to_meta(module: nn.Module, leaf: str) -> None:
-    store = module._parameters if leaf in module._parameters else module._buffers
-    tensor = store[leaf]
-    assert tensor is not None
-    empty = torch.empty_like(tensor, device="meta")
-    store[leaf] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    store = _stores(module)[0 if leaf in module._parameters else 1]
+    store[leaf] = _like(store[leaf], torch.empty_like(store[leaf], device="meta"))
+
+
+def _stores(module: nn.Module) -> list[dict[str, Any]]:
+    """The module's own parameters and buffers, to be replaced in place."""
+    return [module._parameters, module._buffers]
+
+
+def _like(original: Tensor, tensor: Tensor) -> Tensor:
+    """A parameter where the original is one."""
+    return nn.Parameter(tensor, original.requires_grad) if isinstance(original, nn.Parameter) else tensor
 
 
 def _load_gguf(config: ModelConfig, gguf: tuple[str, str], target: _Target) -> LoadReport:
@@ -254,12 +261,10 @@ def _initialised(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bo
     modules = list(root.modules()) if recurse else [root]
     saved = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
     for module in modules:
-        for store in (module._parameters, module._buffers):
+        for store in _stores(module):
             for name, tensor in store.items():
                 if tensor is not None:
-                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    _poison(empty)
-                    store[name] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+                    store[name] = _like(tensor, _poisoned(torch.empty(tensor.shape, dtype=tensor.dtype)))
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -275,11 +280,11 @@ def _initialised(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bo
     return values
 
 
-def _poison(tensor: Tensor) -> None:
+def _poisoned(tensor: Tensor) -> Tensor:
+    """Filled with a value that no initialisation leaves, so that what it forgets is seen."""
     if tensor.is_floating_point():
-        tensor.fill_(float("nan"))
-    elif tensor.dtype != torch.bool:
-        tensor.fill_(torch.iinfo(tensor.dtype).min)
+        return tensor.fill_(float("nan"))
+    return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 
 def _is_poisoned(tensor: Tensor) -> bool:

@@ -6,9 +6,7 @@ Only linear layers of plain LoRA are used, so a merge is `W + scale * B @ A` and
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,23 +110,16 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
         whole = torch.empty(a.shape, dtype=torch.float32)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator_for(seed, f"{name}.lora_A"))
-        _local(a).copy_(compat.local_part(a, whole))
-        _local(b).zero_()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if compat.is_dtensor(tensor) else tensor  # type: ignore[operator]
-    return local
-
-
-def _full(tensor: Tensor) -> Tensor:
-    full: Tensor = tensor.full_tensor() if compat.is_dtensor(tensor) else tensor  # type: ignore[operator]
-    return full.detach()
+        compat.local(a).copy_(compat.local_part(a, whole))
+        compat.local(b).zero_()
 
 
 def delta(layer: Any) -> Tensor:
     """The full fp32 update of a wrapped layer. Collective where the adapter is sharded."""
-    a, b = _full(layer.lora_A[_ADAPTER].weight).float(), _full(layer.lora_B[_ADAPTER].weight).float()
+    a, b = (
+        compat.gathered(layer.lora_A[_ADAPTER].weight).float(),
+        compat.gathered(layer.lora_B[_ADAPTER].weight).float(),
+    )
     return (b @ a) * layer.scaling[_ADAPTER]
 
 
@@ -142,7 +133,7 @@ def save_adapters(part: ModelPart, config: LoRAConfig, directory: str | Path, *,
     state = {}
     for name, layer in wrappers(part.model):
         for matrix in ("lora_A", "lora_B"):
-            weight = _full(getattr(layer, matrix)[_ADAPTER].weight)
+            weight = compat.gathered(getattr(layer, matrix)[_ADAPTER].weight)
             if write:
                 state[f"base_model.model.{name}.{matrix}.weight"] = weight.cpu().contiguous()
     if not write:
@@ -154,14 +145,3 @@ def save_adapters(part: ModelPart, config: LoRAConfig, directory: str | Path, *,
     peft_config.base_model_name_or_path = base_model
     peft_config.inference_mode = True
     peft_config.save_pretrained(folder)
-
-
-def base_model_of(directory: str | Path) -> str:
-    """What a saved adapter folder says it was trained on."""
-    text = (Path(directory) / "adapter_config.json").read_text()
-    return str(json.loads(text)["base_model_name_or_path"])
-
-
-def bare_name(name: str) -> str:
-    """Parameter name inside wrappers -> the hub's."""
-    return re.sub(r"\.base_layer\.", ".", name)

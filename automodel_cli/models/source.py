@@ -162,7 +162,7 @@ def _refuse_unknown_fields(cls: type[PretrainedConfig], fields: dict[str, Any]) 
 def _known_fields(cls: type[PretrainedConfig]) -> set[str]:
     names = set(_GENERAL_FIELDS) | set(cls.attribute_map)
     for parent in cls.__mro__:
-        names |= set(inspect.signature(parent.__init__).parameters) | set(inspect.get_annotations(parent))
+        names |= set(inspect.signature(parent).parameters) | set(inspect.get_annotations(parent))
     return names - {"self", "args", "kwargs"}
 
 

@@ -2,12 +2,12 @@
 is built.
 
 Cheap structural rules give a good message for known reasons; the measurement decides for everything else: two
-documents in one row must give what each gives alone under the library's own eager attention. Nothing is cached: it takes about 0.1 s.
+documents in one row must give what each gives alone under the library's own eager attention. Nothing is cached: it
+takes about 0.1 s.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,68 +17,58 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import attention as packed
 from automodel_cli.models import compat
 from automodel_cli.models.part import model_inputs_for
+from automodel_cli.models.shrink import build_small, shrink
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _ISOLATED = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATE = ("conv1d", "A_log", "dt_bias", "short_conv", "recurrent_gate", "rg_lru", "x_proj")
 _DOCUMENTS = (13, 9)  # longer than every shrunken window, chunk and index size, or a leak would hide
 _TOLERANCE = 1e-4  # of the largest hidden value; a leak is 1e-2 and more
-_MAX_FALLBACK_PARAMS = 300_000_000
-
-# What a config calls its sizes. Values are set only where the field exists and is not None, and never enlarged.
-_SIZES: dict[str, int] = {
-    "hidden_size": 64,
-    "n_embd": 64,
-    "d_model": 64,
-    "intermediate_size": 96,
-    "n_inner": 96,
-    "ffn_dim": 96,
-    "word_embed_proj_dim": 64,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "head_dim": 16,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
-    "num_experts": 8,
-    "n_routed_experts": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "vocab_size": 128,
-    "sliding_window": 4,
-    "attention_window_size": 4,
-    "attention_chunk_size": 4,
-    "index_topk": 4,
-    "max_position_embeddings": 2048,
-    "query_pre_attn_scalar": 16,
-}
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_MAX_DEPTH = 12
 
 
 def probe_packing(
-    hf_config: PretrainedConfig, *, attention: str = packed.PACKED, trust_remote_code: bool = False
+    hf_config: PretrainedConfig,
+    *,
+    attention: str = packed.PACKED,
+    packed_rows: bool = True,
+    trust_remote_code: bool = False,
 ) -> None:
-    """Raise ConfigError, naming the layer, when documents of one packed row would influence each other.
+    """Raise ConfigError, naming the layer, when this attention does not compute each document as the library does
+    alone.
 
-    The config is not changed. A config that cannot be built small is refused as unknown.
+    With `packed_rows=False` (one document a row) only the attention itself is in question, not the isolation. The
+    config is not changed. A config that cannot be built small is refused as unknown.
     """
-    _refuse_by_rule(hf_config)
-    if attention == packed.PACKED:
-        packed.register()
-    with compat.quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        difference, where = _measure(hf_config, attention, trust_remote_code)
-    if difference > _TOLERANCE:
-        raise _leak(hf_config, f"{where} lets a packed row's documents influence each other (by {difference:.1e})")
+    if packed_rows:
+        _refuse_by_rule(hf_config)
+    documents = _DOCUMENTS if packed_rows else (sum(_DOCUMENTS),)
+    with compat.quiet():
+        difference, where = _measure(hf_config, attention, documents, trust_remote_code)
+        if difference <= _TOLERANCE:
+            return
+        others = [name for name in ("sdpa", "eager") if name != attention]
+        works = next((o for o in others if _works(hf_config, o, documents, trust_remote_code)), None)
+    reason = f"{where} does not give packed documents what they get apart (off by {difference:.1e})"
+    if not packed_rows:
+        reason = f"{where} does not give what the library's own attention gives (off by {difference:.1e})"
+    raise _refusal(hf_config, reason, attention, works)
+
+
+def _works(hf_config: PretrainedConfig, attention: str, documents: tuple[int, ...], trust_remote_code: bool) -> bool:
+    try:
+        return _measure(hf_config, attention, documents, trust_remote_code)[0] <= _TOLERANCE
+    except ConfigError:
+        return False
+
+
+def _refusal(hf_config: PretrainedConfig, reason: str, attention: str, works: str | None = None) -> ConfigError:
+    return ConfigError(
+        f"{hf_config.model_type} with attention={attention!r} cannot train on these rows: {reason}",
+        keys=("data.packing", "model.attention"),
+        fix=f"model.attention={works}" if works else "data.packing=none",
+    )
 
 
 def _leak(hf_config: PretrainedConfig, reason: str) -> ConfigError:
@@ -98,23 +88,26 @@ def _refuse_by_rule(hf_config: PretrainedConfig) -> None:
             raise _leak(hf_config, f"its sparse indexer ({field}) reads an attention mask that packing does not build")
 
 
-def _measure(hf_config: PretrainedConfig, attention: str, trust_remote_code: bool) -> tuple[float, str]:
-    """On the shrunken copy, else on one that is only shallow. Refuses what its modules give away, and what cannot run."""
-    errors = []
-    for config in (shrink(hf_config), _shallow(hf_config)):
-        try:
-            meta = compat.meta_model(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code)
-            if sum(p.numel() for p in meta.parameters()) > _MAX_FALLBACK_PARAMS:
-                errors.append("too large to measure")
-                continue
-            _refuse_by_modules(hf_config, meta)
-            model = compat.causal_lm(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-            return _packed_against_separate(model, attention)
-        except ConfigError:
-            raise
-        except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
-            errors.append(f"{type(error).__name__}: {error}"[:160])
-    raise _leak(hf_config, f"no small copy of it could be measured ({'; '.join(errors)})")
+def _measure(
+    hf_config: PretrainedConfig, attention: str, documents: tuple[int, ...], trust_remote_code: bool
+) -> tuple[float, str]:
+    """On the shrunken copy. Refuses what its modules give away, and what cannot be built or run at that size."""
+
+    def build(config: PretrainedConfig) -> PreTrainedModel:
+        return compat.causal_lm(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+    try:
+        model = build_small(shrink(hf_config), build)
+        if len(documents) > 1:
+            _refuse_by_modules(hf_config, model)
+        if attention == packed.PACKED:
+            packed.register()
+        return _packed_against_separate(model, attention, documents)
+    except ConfigError:
+        raise
+    except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise _refusal(hf_config, f"a small copy of it cannot be measured ({reason})", attention) from error
 
 
 def _refuse_by_modules(hf_config: PretrainedConfig, model: nn.Module) -> None:
@@ -126,66 +119,16 @@ def _refuse_by_modules(hf_config: PretrainedConfig, model: nn.Module) -> None:
             raise _leak(hf_config, f"{name} is a convolution over tokens")
 
 
-def shrink(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The same architecture at hidden size 64: every kind of layer stays, windows fall below the probe's length."""
-    small = copy.deepcopy(hf_config)
-    text = small.get_text_config()
-    heads = _first(text, ("num_attention_heads", "n_head"))
-    kv_heads = getattr(text, "num_key_value_heads", None)
-    for field, size in _SIZES.items():
-        value = getattr(text, field, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > size:
-            setattr(text, field, size)
-    if heads and kv_heads:
-        text.num_key_value_heads = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
-    _cut_layers(text)
-    _small_tokens(text)
-    return small
-
-
-def _shallow(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """Where the widths depend on each other in ways we do not know: only fewer layers and tokens."""
-    small = copy.deepcopy(hf_config)
-    text = small.get_text_config()
-    _cut_layers(text)
-    _small_tokens(text)
-    return small
-
-
-def _first(config: Any, names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-
-
-def _small_tokens(text: Any) -> None:
-    text.vocab_size = min(text.vocab_size, 128)
-    text.pad_token_id, text.bos_token_id, text.eos_token_id = 0, 1, 2
-
-
-def _cut_layers(text: Any) -> None:
-    """Keep a prefix of the layers that holds every kind (dense and MoE, full and sliding), at most 12."""
-    depth_name = next((name for name in _DEPTHS if getattr(text, name, None)), None)
-    if depth_name is None:
-        return
-    depth = getattr(text, depth_name)
-    lists = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
-    kinds = list(zip(*(map(str, v) for v in lists.values()), strict=True)) or [()] * depth
-    keep = max(kinds.index(kind) for kind in set(kinds)) + 1
-    first_dense = getattr(text, "first_k_dense_replace", None) or 0
-    keep = min(depth, _MAX_DEPTH, max(keep, 2, first_dense + 1 if first_dense < 8 else 2))
-    for name, value in lists.items():
-        setattr(text, name, value[:keep])
-    setattr(text, depth_name, keep)
-
-
 @torch.no_grad()
-def _packed_against_separate(model: Any, attention: str) -> tuple[float, str]:
+def _packed_against_separate(model: Any, attention: str, documents: tuple[int, ...]) -> tuple[float, str]:
     """Largest difference relative to the largest hidden value, and the first layer that differs."""
     model.eval()
-    ids_T = torch.randint(3, model.config.get_text_config().vocab_size - 1, (sum(_DOCUMENTS),))
+    vocab = model.config.get_text_config().vocab_size
+    ids_T = torch.randint(3, vocab, (sum(_DOCUMENTS),), generator=torch.Generator().manual_seed(0))
     model.set_attn_implementation(attention)
-    together, names = _layer_outputs(model, ids_T[None], _DOCUMENTS)
+    together, names = _layer_outputs(model, ids_T[None], documents)
     model.set_attn_implementation("eager")
-    apart = [_layer_outputs(model, document[None], (len(document),))[0] for document in ids_T.split(_DOCUMENTS)]
+    apart = [_layer_outputs(model, document[None], (len(document),))[0] for document in ids_T.split(documents)]
     where, worst = "the model", 0.0
     for index, name in enumerate(names):
         reference = torch.cat([outputs[index] for outputs in apart], 1)

@@ -24,6 +24,7 @@ def iter_hf_weights(
     bucket_bytes: int = 2**30,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    hub_names: bool = True,
 ) -> Iterator[Bucket]:
     """Buckets of `(hub name, full tensor)`: persistent buffers included, tied weights once, adapters merged in.
 
@@ -35,7 +36,7 @@ def iter_hf_weights(
     bucket: Bucket = []
     size = 0
     for part in parts:
-        for name, tensor in _named_full_weights(part, dtype or part.hub_dtype, device):
+        for name, tensor in _named_full_weights(part, dtype or part.hub_dtype, device, hub_names):
             bucket.append((name, tensor))
             size += tensor.numel() * tensor.element_size()
             if size >= bucket_bytes:
@@ -47,7 +48,7 @@ def iter_hf_weights(
 
 @torch.no_grad()
 def _named_full_weights(
-    part: ModelPart, dtype: torch.dtype, device: torch.device | str | None
+    part: ModelPart, dtype: torch.dtype, device: torch.device | str | None, hub_names: bool
 ) -> Iterator[tuple[str, Tensor]]:
     model = part.model
     updates = {f"{name}.weight": layer for name, layer in lora.wrappers(model)}
@@ -59,16 +60,16 @@ def _named_full_weights(
     for unit in units.values():
         state = {}
         for name, tensor in unit.items():
-            full: Tensor = tensor.full_tensor() if compat.is_dtensor(tensor) else tensor  # type: ignore[operator]
-            full = full.detach()
+            full = compat.gathered(tensor)
             if name in updates:
                 full = (full.float() + lora.delta(updates[name])).to(full.dtype)
             if full.is_floating_point():
                 full = full.to(torch.float32 if keep_fp32(name) else dtype)
             state[name] = full.to(device) if device is not None else full
-        with lora.bare(model):
-            hub = compat.revert_conversion(model, state)
-        yield from hub.items()
+        if hub_names:
+            with lora.bare(model):
+                state = compat.revert_conversion(model, state)
+        yield from state.items()
 
 
 def _persistent(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
