@@ -88,6 +88,11 @@ class PackedDataset:
         """Trained tokens of all rows, each row once."""
         return sum(int(store.num_label_tokens.sum()) for store in self.stores)
 
+    def mean_context(self) -> float:
+        """Length of the document that the average token sits in, for the cost of attention."""
+        lengths = np.concatenate([np.diff(store.offsets) for store in self.stores]).astype(np.float64)
+        return float((lengths**2).sum() / lengths.sum())
+
     def collate(self, row_indices: Sequence[int]) -> Batch:
         """The rows as one microbatch; `DUMMY_ROW` stands for a row of padding.
 

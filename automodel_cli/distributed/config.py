@@ -72,7 +72,8 @@ class ParallelizerConfig:
     `autocast_dtype`: run forward under autocast.
     `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
     `enable_compile`: torch.compile each layer in place with `compile_backend` ("inductor"; "aot_eager" compiles in a
-    second and is what the tests use).
+    second and is what the tests use). Together with activation checkpointing a layer must compile whole: on a CUDA
+    device it should; on a CPU, packed attention cannot, and torch says so at the first forward.
     """
 
     activation_checkpointing: bool | int | str = False
@@ -107,6 +108,11 @@ class ParallelizerConfig:
     def parameter_device(self, device: torch.device) -> torch.device:
         """Where parameters live between steps, for whoever fills them."""
         return device
+
+    def compute_dtype(self) -> torch.dtype | None:
+        """What matrix products run in; None: the dtype of the parameters."""
+        dtype: torch.dtype | None = torch_dtype(self.autocast_dtype)
+        return dtype
 
     def to_dict(self) -> dict[str, Any]:
         """Field -> value; policies stay objects."""
@@ -189,6 +195,9 @@ class FSDP2Config(ParallelizerConfig):
             return None
         pin_memory = self.offload_policy.pin_memory  # the one field that both kinds of policy have
         return CPUOffload(pin_memory).build(device_type)
+
+    def compute_dtype(self) -> torch.dtype | None:
+        return super().compute_dtype() or self.build_mp_policy().param_dtype
 
     def parameter_device(self, device: torch.device) -> torch.device:
         import torch

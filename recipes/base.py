@@ -1,0 +1,74 @@
+"""What every recipe shares: the sections of the YAML, the rules between them, and what the command line may ask of a recipe.
+
+Importing this module, and building a recipe, needs no torch: `automodel check` does both. Everything heavy is imported when a
+run starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.config import DataConfig
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One YAML file. A recipe differs from another in where its batches come from and in its objective."""
+
+    model: ModelConfig
+    data: DataConfig
+    objective: Any
+    optimizer: Any
+    lr_scheduler: Any
+    parallelizer: FSDP2Config | DDPConfig = field(default_factory=FSDP2Config)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run_name: str | None = None
+    output_dir: str = "runs"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """The rules between sections; each section has checked itself."""
+        rows, microbatch = self.train.global_batch_size, self.train.microbatch_size
+        if rows % microbatch:
+            raise ConfigError(
+                f"train.global_batch_size={rows} rows do not divide into microbatches of train.microbatch_size={microbatch}",
+                keys=("train.global_batch_size", "train.microbatch_size"),
+                fix=f"train.global_batch_size={max(rows // microbatch, 1) * microbatch}",
+            )
+
+    def num_ranks(self, num_gpus: int) -> int:
+        """Processes to start on this machine when nobody (torchrun, srun) has started them."""
+        return self.mesh.num_ranks(num_gpus)
+
+    def run(self, source: Composed) -> int:
+        """Train. Returns the exit code; `source` is what `config.yaml` in the run directory will say."""
+        raise NotImplementedError
+
+    def inspect_data(self, source: Composed, **options: Any) -> None:
+        """Print prepared rows with trained tokens marked, and the totals."""
+        from automodel_cli.data.inspect import show
+        from automodel_cli.data.prepare import prepare
+        from automodel_cli.models.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(self.model)
+        show(prepare(self.data, tokenizer, seed=self.seed), tokenizer, **options)
+
+    def export(self, run_dir: Path, output: Path) -> int:
+        """Write the newest checkpoint of `run_dir` as a Hugging Face folder, reload it and compare."""
+        from recipes.session import export_run
+
+        return export_run(self, run_dir, output)

@@ -1,0 +1,57 @@
+"""Held-out questions with exact answers, asked before and after training, where the data is a task that has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from automodel_cli.models.weights import iter_hf_weights
+from automodel_cli.rollout.accuracy import Accuracy, Sample, measure_accuracy
+from automodel_cli.rollout.hf import HFEngine
+
+if TYPE_CHECKING:
+    from recipes.session import Session
+
+
+class Quiz:
+    """Asks a replica of the model, fed by the stream of full weights: the same under every layout. Rank 0 generates."""
+
+    def __init__(self) -> None:
+        self.scores: dict[str, Accuracy] = {}
+
+    def ask(self, session: Session, when: str) -> None:
+        """Measure and print the accuracy under the name `when`; nothing to do for data without a task. Collective."""
+        task = session.recipe.data.task
+        if task is None:
+            return
+        weights = iter_hf_weights(session.stages.parts, dtype=session.stages.parts[0].model.dtype, hub_names=False)
+        if not session.is_main:
+            for _ in weights:  # the stream is collective: every rank must exhaust it
+                pass
+            return
+        with session.meter.pause():
+            engine = _replica(session)
+            engine.update_weights(weights)
+            score = measure_accuracy(engine, session.tokenizer, task.rows("validation"), task.check_answer)
+        self.scores[when] = score
+        kinds = "  ".join(f"{kind} {share:.0%}" for kind, share in score.by_kind().items())
+        session.meter.print(f"accuracy {when} training: {score.share:.1%} of {len(score.samples)} held-out questions ({kinds})")
+
+    def samples(self, count: int) -> list[tuple[Sample, Sample | None]]:
+        """Questions with the answer after training and, where it was asked then, before."""
+        if "after" not in self.scores:
+            return []
+        before = {sample.question: sample for sample in self.scores["before"].samples} if "before" in self.scores else {}
+        return [(sample, before.get(sample.question)) for sample in self.scores["after"].examples(count)]
+
+
+def _replica(session: Session) -> HFEngine:
+    tokenizer, model = session.tokenizer, session.stages.parts[0].model
+    return HFEngine.from_config(
+        model.config,
+        device=session.mesh.device,
+        dtype=model.dtype,
+        attention="eager" if model.config.model_type == "gpt_oss" else "sdpa",
+        trust_remote_code=session.recipe.model.trust_remote_code,
+        stop_token_ids=[tokenizer.eos_token_id],
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+    )

@@ -1,0 +1,139 @@
+"""The end of a run: what it learnt, in the form that others load, checked; and the pictures and numbers for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.distributed import process_group
+from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.models.export import export_hf, verify_export
+from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.report.environment import environment
+from automodel_cli.report.html import Sample, write_report
+from automodel_cli.rollout.accuracy import Sample as AnsweredSample
+from automodel_cli.training.checkpoint import Checkpointer
+from automodel_cli.training.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from automodel_cli.data.dataset import PackedDataset
+    from recipes.base import Recipe
+    from recipes.quiz import Quiz
+    from recipes.session import Session
+
+# max |log-prob difference| between the trained part and its export under stock transformers. In fp32 what remains is the
+# noise of another attention implementation; in bf16 every matrix product rounds, and single tokens differ by tenths.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+_NUM_PROMPTS, _PROMPT_TOKENS = 8, 128
+_ONE_RANK = Layout()
+
+
+def finish(session: Session, quiz: Quiz) -> int:
+    """Export and check, write the report, and say what to do next. Returns the exit code of the run."""
+    session.checkpointer.wait()
+    folder = session.run_dir / "export"
+    session.meter.flush()
+    with session.meter.pause():
+        gap = _export(session.recipe, session.stages.parts[0], session.tokenizer, session.data.train, folder, _card(session))
+    footer = [("export", f"{folder}   reloaded with transformers, max |log-prob difference| {gap:.1e}")]
+    if session.is_main and session.recipe.logging.report:
+        footer.append(("report", str(_write_report(session, quiz))))
+    footer += [("answer", _shown(after, before)) for after, before in quiz.samples(3)]
+    footer.append(("next", _next_commands(session)))
+    session.meter.footer(footer)
+    return 0
+
+
+def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
+    """What `automodel export RUN` does, in one process: the newest checkpoint as a Hugging Face folder, checked."""
+    from automodel_cli.data.prepare import prepare
+    from recipes.session import build_stages
+
+    tokenizer = load_tokenizer(recipe.model)
+    data = prepare(recipe.data, tokenizer, seed=recipe.seed)
+    device = process_group.start("gloo")
+    try:
+        part = build_stages(recipe, build_mesh(_ONE_RANK, device.type)).parts[0]
+        checkpointer = Checkpointer(run_dir, recipe.checkpoint)
+        path = checkpointer.latest()
+        if path is None:
+            raise RunError(f"{run_dir} has no checkpoint to export", fix=f"automodel resume {run_dir}")
+        resumed = checkpointer.load(path, [part])
+        gap = _export(recipe, part, tokenizer, data.train, output, f"Exported after step {resumed.step}.")
+    finally:
+        process_group.stop()
+    print(f"{path.name} -> {output}\nreloaded with transformers, max |log-prob difference| {gap:.1e}")
+    return 0
+
+
+def _export(recipe: Recipe, part: Any, tokenizer: Any, rows: PackedDataset, folder: Path, summary: str) -> float:
+    """Write the folder, reload it with stock transformers, compare. Raises RunError when the two do not agree."""
+    export_hf([part], recipe.model, tokenizer, folder, summary=summary)
+    prompts = [rows.tokens(row)[0][:_PROMPT_TOKENS].tolist() for row in range(min(_NUM_PROMPTS, len(rows)))]
+    gap = verify_export(folder, part, prompts, trust_remote_code=recipe.model.trust_remote_code)
+    tolerance = _TOLERANCE[_compute_dtype(recipe)]
+    if not gap <= tolerance:
+        raise RunError(
+            f"the export in {folder} does not compute what was trained: max |log-prob difference| {gap:.2e}, "
+            f"allowed {tolerance:.0e}; the checkpoint is whole",
+            fix=f"automodel export {folder.parent}, and report this with its config.yaml",
+        )
+    return gap
+
+
+def _compute_dtype(recipe: Recipe) -> torch.dtype:
+    """What matrix products run in: it decides how far two implementations may differ."""
+    return recipe.parallelizer.compute_dtype() or getattr(torch, recipe.model.dtype)
+
+
+def _card(session: Session) -> str:
+    summary = session.meter.summary()
+    lines = [f"- {line.strip()}" for line in session.data.report.lines()[:-1]]
+    lines.append(f"- {session.num_steps} steps of {session.recipe.train.global_batch_size} rows")
+    for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
+        if summary.get(key) is not None:
+            lines.append(f"- {name}: {summary[key]:.4f}")
+    return "\n".join(lines)
+
+
+def _write_report(session: Session, quiz: Quiz) -> Path:
+    rows = read_metrics(session.run_dir / "metrics.jsonl")
+    numbers = {key: f"{value:.4g}" for key, value in session.meter.summary().items() if value is not None}
+    for when, score in quiz.scores.items():
+        numbers[f"accuracy {when}"] = f"{score.share:.1%}"
+    samples = [
+        Sample(after.question, after.completion, before.completion if before else None, after.answer)
+        for after, before in quiz.samples(3)
+    ]
+    device = session.mesh.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return write_report(
+        session.run_dir,
+        rows=rows,
+        numbers=numbers,
+        environment=environment(name, session.mesh.layout.world_size),
+        config_yaml=session.source.to_yaml(),
+        samples=samples,
+    )
+
+
+def _shown(after: AnsweredSample, before: AnsweredSample | None) -> str:
+    mark = "right" if after.correct else f"wrong, it is {after.answer!r}"
+    said = f"   (before training: {before.completion[:24]!r})" if before else ""
+    return f"{after.question!r} -> {after.completion!r} {mark}{said}"
+
+
+def _next_commands(session: Session) -> str:
+    run = session.run_dir
+    return "\n".join(
+        [
+            f"transformers chat {run / 'export'}",
+            "automodel recipes ls                     more recipes; `cp` gives you one to edit",
+            f"automodel finetune llm -c {session.source.name} train.max_steps={2 * session.num_steps}",
+        ]
+    )

@@ -1,0 +1,322 @@
+"""One rank's share of a run: everything that exists once processes do, in the order in which it comes to be.
+
+data (before any process group) -> process group and mesh -> run folder -> model -> parallelizer -> weights
+-> optimizer and schedule -> checkpoint, if the run goes on -> meter
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from automodel_cli import __version__
+from automodel_cli.config.errors import RunError
+from automodel_cli.data.batch import Batch
+from automodel_cli.data.loader import StepLoader, eval_batches
+from automodel_cli.data.prepare import PreparedData, prepare
+from automodel_cli.distributed import process_group
+from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.launch import stop, worker
+from automodel_cli.models.build import build_part
+from automodel_cli.models.load import load_weights
+from automodel_cli.models.source import hf_config
+from automodel_cli.models.support import probe_packing
+from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.training import rng
+from automodel_cli.training.checkpoint import Checkpointer
+from automodel_cli.training.config import CheckpointConfig
+from automodel_cli.training.evaluate import evaluate
+from automodel_cli.training.flops import device_peak_flops, training_flops_per_token
+from automodel_cli.training.lr_scheduler import build_lr_scheduler
+from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
+from automodel_cli.training.meter import Machine, Meter
+from automodel_cli.training.optim import build_optimizer
+from automodel_cli.training.profiling import StepProfiler
+from automodel_cli.training.stages import SingleStage
+from automodel_cli.training.step import NonFiniteError, StepResult, train_step
+from recipes.run_folder import new_run_folder, runs_called
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+    from recipes.base import Recipe
+
+
+class Session:
+    """What a recipe's loop needs: the next microbatches, one step, and what is due after it. Made by `open_session`."""
+
+    def __init__(self, recipe: Recipe, source: Composed, data: PreparedData, tokenizer: Any, mesh: Mesh, run_dir: Path):
+        self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
+        self.mesh, self.run_dir = mesh, run_dir
+        self.is_main = dist.get_rank() == 0
+        self.loader = StepLoader(
+            data.train,
+            global_batch_size=recipe.train.global_batch_size,
+            microbatch_size=recipe.train.microbatch_size,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            seed=recipe.seed,
+            shuffle=recipe.data.shuffle,
+        )
+        self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
+        self.stages = build_stages(recipe, mesh)
+        self.optimizer = build_optimizer(recipe.optimizer, self.stages.parts)
+        self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps)
+        rng.seed(recipe.seed, dist.get_rank())
+        self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source))
+        self.first_step = self._resume()
+        self.stopped_by = 0
+        self._metrics: dict[str, float] = {}
+        self.meter = Meter(
+            run_dir,
+            recipe.logging,
+            num_steps=self.num_steps,
+            machine=self._machine(),
+            is_main=self.is_main,
+            resume_step=self.first_step,
+            tracked_config=source.tree,
+        )
+        self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
+
+    def steps(self) -> Iterator[tuple[int, list[Batch]]]:
+        """The number of each optimizer step (1-based) and this rank's microbatches, until the run's end or a signal.
+
+        After the body of the loop: what is due (validation, checkpoint), and the agreement of all ranks to stop.
+        """
+        self.meter.start()
+        for step in range(self.first_step + 1, self.num_steps + 1):
+            self.profiler.before(step)
+            yield step, self.loader.next_step()
+            self.profiler.after(step)
+            self.stopped_by = self._agree_to_stop()
+            if self.recipe.validation.due(step, self.num_steps) and not self.stopped_by:
+                self.validate(step)
+            if self.recipe.checkpoint.due(step, self.num_steps) or self.stopped_by:
+                self.save(step)
+            if self.stopped_by:
+                self.meter.print(f"stopped after step {step}; continue with: automodel resume {self.run_dir}")
+                return
+
+    def train(self, step: int, batches: list[Batch]) -> StepResult:
+        """One optimizer step, recorded. A step that is not finite ends the run with its rows named."""
+        try:
+            result = train_step(
+                self.stages,
+                batches,
+                self.recipe.objective,
+                self.optimizer,
+                self.mesh,
+                max_grad_norm=self.recipe.train.max_grad_norm,
+            )
+        except NonFiniteError as error:
+            raise error.located(step, self.data.train.describe) from error
+        lr = self.scheduler.get_last_lr()[0]
+        self.scheduler.step()
+        num_tokens = torch.tensor(sum(batch.input_ids_BT.numel() for batch in batches), device=self.mesh.device)
+        self.meter.step(
+            step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            num_label_tokens=result.weight,
+            num_tokens=self.mesh.sum_over(self.mesh.dp, num_tokens),
+            memory_gib=self._memory() if self.meter.due(step) else None,
+        )
+        return result
+
+    def validate(self, step: int) -> None:
+        """Measure the loss on the validation rows, if there are any."""
+        if self.data.validation is None:
+            return
+        with self.meter.pause():
+            batches = eval_batches(
+                self.data.validation,
+                microbatch_size=self.recipe.train.microbatch_size,
+                dp_rank=self.mesh.dp_rank,
+                dp_size=self.mesh.dp_size,
+            )[: self.recipe.validation.num_batches]
+            value = evaluate(self.stages, batches, self.recipe.objective, self.mesh).item()
+        self._metrics = {"val_loss": value}
+        self.meter.validation(step, val_loss=value)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of everything the next step depends on."""
+        with self.meter.pause():
+            self.checkpointer.save(
+                step,
+                self.stages.parts,
+                self.optimizer,
+                self.scheduler,
+                extra={"loader": self.loader.state_dict(), "num_steps": self.num_steps},
+                metrics=self._metrics,
+            )
+        self._metrics = {}
+
+    def validate_if_due(self, step: int) -> None:
+        """Validate before the first step, where the config asks for it."""
+        if self.recipe.validation.due(step, self.num_steps) and step == 0:
+            self.validate(step)
+
+    def exit_code(self) -> int:
+        """0, or what a run returns that a signal stopped."""
+        return stop.exit_code(self.stopped_by)
+
+    def header(self) -> None:
+        """What is about to run, before the first step."""
+        parameters = sum(p.numel() for p in self.stages.parts[0].parameters())
+        trained = sum(p.numel() for p in self.stages.parts[0].parameters() if p.requires_grad)
+        share = "" if trained == parameters else f", {_count(trained)} trained"
+        recipe = self.recipe
+        steps = (
+            f"{self.num_steps} = {self.num_steps * recipe.train.global_batch_size / self._rows_per_epoch():.2f} epochs"
+        )
+        begin = f", from step {self.first_step}" if self.first_step else ""
+        self.meter.header(
+            [
+                ("automodel", f"{__version__}   run {self.run_dir}"),
+                ("config", f"{self.source.path.name}   {_plural(len(self.source.overrides), 'override')}"),
+                ("model", f"{_model_name(recipe)}   {_count(parameters)} parameters{share}   {recipe.model.dtype}"),
+                (
+                    "layout",
+                    f"{_plural(dist.get_world_size(), 'rank')} on {self.mesh.device.type}   {_layout(recipe, self.mesh)}",
+                ),
+                ("data", "\n".join(self.data.report.lines())),
+                ("steps", f"{steps}   {recipe.train.global_batch_size} rows a step{begin}"),
+            ]
+        )
+
+    def _rows_per_epoch(self) -> int:
+        return self.loader.stream.rows_per_epoch
+
+    def _resume(self) -> int:
+        path = self.checkpointer.resume_path()
+        if path is None:
+            return 0
+        resumed = self.checkpointer.load(path, self.stages.parts, self.optimizer, self.scheduler)
+        self.loader.load_state_dict(resumed.extra["loader"])
+        return resumed.step
+
+    def _agree_to_stop(self) -> int:
+        """The signal that any rank received, 0 for none, the same on all ranks. Collective."""
+        received = torch.tensor(int(stop.requested() or 0), device=self.mesh.device)
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        return int(received)
+
+    def _memory(self) -> float:
+        return max_over_ranks(peak_memory_gib(self.mesh.device), self.mesh.device)
+
+    def _machine(self) -> Machine:
+        part: Any = self.stages.parts[0]
+        lora = self.recipe.model.lora is not None
+        adapters = sum(p.numel() for p in part.parameters() if p.requires_grad) if lora else 0
+        length = self.data.train.mean_context()
+        flops = training_flops_per_token(part.model.config, length, frozen_base=lora, num_adapter_params=adapters)
+        on_gpu = self.mesh.device.type == "cuda"
+        peak = device_peak_flops(torch.cuda.get_device_name(self.mesh.device)) if on_gpu else None
+        return Machine(dist.get_world_size(), flops, peak)
+
+    def close(self, *, succeeded: bool) -> None:
+        """Finish what is in flight. Also called when the run fails."""
+        self.profiler.close()
+        self.checkpointer.close()
+        self.meter.close(succeeded=succeeded)
+
+
+@contextmanager
+def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
+    """Prepare the data, start the process group, build everything; take it down again whatever happens."""
+    if recipe.train.deterministic:
+        rng.make_deterministic()
+    tokenizer = load_tokenizer(recipe.model)
+    data = prepare(recipe.data, tokenizer, seed=recipe.seed)
+    device = process_group.start(recipe.parallelizer.backend)
+    try:
+        mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
+        session = Session(recipe, source, data, tokenizer, mesh, _run_folder(recipe, source))
+        succeeded = False
+        try:
+            yield session
+            succeeded = True
+        finally:
+            session.close(succeeded=succeeded)
+    finally:
+        process_group.stop()
+
+
+def build_stages(recipe: Recipe, mesh: Mesh) -> SingleStage:
+    """The model, from config to loaded weights under its parallelizer."""
+    if recipe.data.packing != "none":
+        model = recipe.model
+        probe_packing(hf_config(model), attention=model.attention, trust_remote_code=model.trust_remote_code)
+    part = build_part(recipe.model)
+    module = parallelize(part, mesh, recipe.parallelizer)
+    load_weights(
+        part,
+        recipe.model,
+        device=recipe.parallelizer.parameter_device(mesh.device),
+        buffer_device=mesh.device,
+        seed=recipe.seed,
+    )
+    return SingleStage(module)
+
+
+def _run_folder(recipe: Recipe, source: Composed) -> Path:
+    """The folder of this run, the same on all ranks; a new one holds the config with its origins. Collective."""
+    chosen: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            chosen[0] = _choose_folder(recipe, source)
+            (chosen[0] / "config.yaml").write_text(source.to_yaml())
+        except RunError as error:
+            chosen[1] = error
+    dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
+    folder, error = chosen
+    if error is not None:
+        raise error
+    worker.redirect_output(folder / "logs")
+    return folder
+
+
+def _choose_folder(recipe: Recipe, source: Composed) -> Path:
+    if source.run_dir is not None:
+        return source.run_dir
+    output_dir, name = Path(recipe.output_dir), recipe.run_name or source.name
+    earlier = runs_called(output_dir, name)
+    if recipe.checkpoint.resume == "auto" and earlier:
+        return earlier[-1]
+    return new_run_folder(output_dir, name)
+
+
+def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
+    """`automodel resume RUN` goes on from the newest checkpoint, whatever the config of the run said at its start."""
+    if source.run_dir is None:
+        return recipe.checkpoint
+    return dataclasses.replace(recipe.checkpoint, resume="auto")
+
+
+def _model_name(recipe: Recipe) -> str:
+    model = recipe.model
+    if model.config is not None:
+        return f"{model.config['model_type']} (random weights)"
+    return "/".join(part for part in (model.pretrained, model.gguf_file) if part)
+
+
+def _layout(recipe: Recipe, mesh: Mesh) -> str:
+    return f"{type(recipe.parallelizer).__name__.removesuffix('Config').lower()}: {mesh.layout}"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return str(number)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
