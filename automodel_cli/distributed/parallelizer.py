@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import ConfigError
@@ -89,6 +90,9 @@ def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> Distribut
     """Wrap a part whose parameters are whole on every rank. Meta parameters are allocated first, still unfilled: DDP
     builds its buckets around the tensors themselves. Whoever fills them must give every rank the same values."""
     layers = prepare_layers(part, config, mesh.device.type)
+    if config.enable_compile:
+        # Cuts graphs at bucket boundaries, which layers do already, and cannot cut a checkpointed layer.
+        torch._dynamo.config.optimize_ddp = False
     materialize(part, mesh.device)
     wrapped = DistributedDataParallel(
         part,
@@ -110,8 +114,10 @@ def prepare_layers(model: nn.Module, config: ParallelizerConfig, device_type: st
     layers = transformer_layers(model)
     apply_activation_checkpointing(layers, config.activation_checkpointing)
     if config.enable_compile:
-        for layer in layers:
-            layer.compile(backend=config.compile_backend)  # in place: parameter names stay, unlike torch.compile(layer)
+        # A graph break inside a checkpointed layer makes the compiler leave the whole layer alone, and say nothing.
+        whole = bool(config.activation_checkpointing)
+        for layer in layers:  # in place: parameter names stay, unlike with torch.compile(layer)
+            layer.compile(backend=config.compile_backend, fullgraph=whole)
     if config.autocast_dtype is not None:
         autocast = torch.autocast(device_type, torch_dtype(config.autocast_dtype))
         model.forward = autocast(model.forward)  # type: ignore[method-assign]  # the whole part, whoever calls it
@@ -150,9 +156,9 @@ def chain_prefetch(root: nn.Module, layers: Sequence[nn.Module], forward_depth: 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give every meta parameter and buffer unfilled storage on `device`. Tied parameters stay one parameter."""
-    real: dict[torch.Tensor, torch.Tensor] = {}
+    real: dict[Tensor, Tensor] = {}
 
-    def storage(tensor: torch.Tensor) -> torch.Tensor:
+    def storage(tensor: Tensor) -> Tensor:
         if tensor not in real:
             empty = torch.empty_like(tensor, device=device)
             real[tensor] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -163,3 +169,16 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     tensors[name] = storage(tensor)  # type: ignore[assignment]
+
+
+def to_cpu(value: object) -> object:
+    """A tensor's value in host memory; anything else unchanged.
+
+    A DTensor gives its full tensor, on every rank (collective), whether its shards are on CUDA or on the CPU. Raises
+    ValueError for a DTensor on another device.
+    """
+    if isinstance(value, DTensor):
+        if value.device.type not in ("cuda", "cpu"):
+            raise ValueError(f"a DTensor on device {value.device} cannot be brought to the CPU: only cuda and cpu can")
+        return value.full_tensor().cpu()
+    return value.cpu() if isinstance(value, Tensor) else value

@@ -41,6 +41,7 @@ class Case:
     num_microbatches: int = 3
     mesh: MeshConfig = field(default_factory=MeshConfig)
     config: ParallelizerConfig | None = FSDP2  # None: SingleStage on the plain part
+    attention: str = PACKED
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,16 @@ def reference(family: str, batches: Sequence[Batch]) -> tuple[float, float, dict
     return loss.item(), norm.item(), gradients
 
 
-def tiny_part(family: str) -> ModelPart:
+def tiny_part(family: str, attention: str = PACKED) -> ModelPart:
     register()
     model = tiny.build_hf(family)
-    model.set_attn_implementation(PACKED)
+    model.set_attn_implementation(attention)
     return ModelPart(model, HeadKind("plain"))
 
 
 def one_step(case: Case, mesh: Mesh, batches: Sequence[Batch], max_grad_norm: float | None = None):
     """(StepResult, full gradients) of the real train_step."""
-    part = tiny_part(case.family)
+    part = tiny_part(case.family, case.attention)
     module = part if case.config is None else parallelize(part, mesh, case.config)
     stages, recorder = SingleStage(module), Recorder(part)
     result: StepResult = train_step(stages, batches, SFT(), recorder, mesh, max_grad_norm=max_grad_norm)

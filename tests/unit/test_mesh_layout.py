@@ -104,6 +104,13 @@ def test_null_is_the_default():
     assert MeshConfig(None, None, None, None, None, None).resolve(4) == Layout(dp_shard=4)
 
 
+def test_a_layout_reads_as_its_sizes_and_back():
+    layout = MeshConfig(pp_size=2, dp_replicate_size=2).resolve(8)
+    assert str(layout) == "pp=2 x dp=4 x dp_replicate=2"
+    assert str(Layout()) == "one rank"
+    assert layout.to_config().resolve(8) == layout
+
+
 @pytest.mark.parametrize(
     ("sizes", "num_gpus", "ranks"),
     [
