@@ -1,0 +1,196 @@
+"""A tiny random copy of a model config: the same family with the same peculiarities, at hidden size 64.
+
+What is measured on such a copy (can it be cut into stages? are packed documents isolated?) holds for the model itself
+as far as its structure goes; sizes do not enter. Fields are set by meaning: a rule applies wherever a family's config
+has the field.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from automodel_cli.models import compat
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+HIDDEN, HEADS, HEAD_DIM, VOCAB, LAYERS, EXPERTS = 64, 4, 16, 160, 4, 8
+NOISE = 0.05
+
+_SIZES: dict[str, int] = {
+    "hidden_size": HIDDEN,
+    "embedding_size": HIDDEN,
+    "word_embed_proj_dim": HIDDEN,
+    "d_model": HIDDEN,
+    "n_embd": HIDDEN,
+    "lru_width": HIDDEN,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "n_inner": 96,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "shared_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "expert_ffn_hidden_size": 48,
+    "dense_intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "num_attention_heads": HEADS,
+    "n_head": HEADS,
+    "n_heads": HEADS,
+    "head_dim": HEAD_DIM,
+    "swa_head_dim": HEAD_DIM,
+    "global_head_dim": HEAD_DIM,
+    "kv_channels": HEAD_DIM,
+    "attention_head_dim": HEAD_DIM,
+    "rotary_dim": 8,
+    "vocab_size": VOCAB,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_num_heads": 8,
+    "mamba_n_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_d_head": 16,
+    "ssm_state_size": 8,
+    "mamba_d_state": 8,
+    "state_size": 8,
+    "mamba_d_ssm": 128,
+    "time_step_rank": 8,
+    "mamba_dt_rank": 8,
+    "mamba_chunk_size": 8,
+    "chunk_size": 8,
+    "n_groups": 1,
+    "mamba_n_groups": 1,
+}
+_LIMITS: dict[str, int] = {
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "n_ctx": 512,
+    "max_seq_len": 512,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "experts_per_token": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "n_group": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "num_dense_layers": 1,
+    "sliding_window": 6,
+    "attention_window_size": 6,
+    "attention_chunk_size": 8,
+    "index_topk": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "window_size": 6,
+}
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def shrink(config: PretrainedConfig) -> PretrainedConfig:
+    """A small copy of `config`; the original is left alone."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    fields = {name: value for name, value in vars(text).items() if not name.startswith("_")}
+    layers = next((fields[name] for name in _LAYER_COUNTS if isinstance(fields.get(name), int)), None)
+    canonical = {real: common for common, real in text.attribute_map.items()}
+    for name, value in fields.items():
+        new = _small_value(canonical.get(name, name), value, fields, layers)
+        if new is not value:
+            setattr(text, name, new)
+    for holder in ("rope_parameters", "rope_scaling"):
+        if isinstance(fields.get(holder), dict):
+            setattr(text, holder, _small_rope(fields[holder]))
+    return small
+
+
+def _small_value(name: str, value: Any, fields: dict[str, Any], layers: int | None) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if name in _LAYER_COUNTS:
+        return min(value, LAYERS)
+    if isinstance(value, list) and layers and len(value) == layers and layers > LAYERS:
+        return [value[i] for i in _representative(fields, layers)]
+    if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+        return 0.0
+    if name.endswith("_token_id"):
+        return _small_token(name, value)
+    if not isinstance(value, int):
+        return value
+    if name in ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads"):
+        heads = fields.get("num_attention_heads", fields.get("n_head", value))
+        return HEADS if value == heads else min(value, 2)
+    if name == "head_dim" and value == fields.get("qk_rope_head_dim"):
+        return _SIZES["qk_rope_head_dim"]
+    if name in _SIZES:
+        return _SIZES[name] if value > 0 else value
+    return min(value, _LIMITS[name]) if name in _LIMITS else value
+
+
+def _representative(fields: dict[str, Any], layers: int) -> list[int]:
+    """LAYERS layer indices in which every kind of layer occurs, as far as there is room."""
+    lists = [v for v in fields.values() if isinstance(v, list) and len(v) == layers]
+    kinds = [repr([entries[i] for entries in lists]) for i in range(layers)]
+    firsts = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:LAYERS]
+    others = [i for i in range(layers) if i not in firsts]
+    return sorted(firsts + others[: LAYERS - len(firsts)])
+
+
+def _small_token(name: str, value: Any) -> Any:
+    index = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(name, 3)
+    if isinstance(value, list):
+        return [index]
+    return index if isinstance(value, int) and value >= VOCAB else value
+
+
+def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Per-dimension factor lists (longrope) cut to the small rotary width; nested per layer type or not."""
+    half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+    small: dict[str, Any] = {}
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            small[key] = _small_rope(value)
+        elif key in ("short_factor", "long_factor"):
+            small[key] = value[:half]
+        elif key == "mrope_section":
+            small[key] = [half - 2 * (half // 3), half // 3, half // 3]
+        else:
+            small[key] = value
+    return small
+
+
+def build_small(
+    config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel], seed: int = 0
+) -> PreTrainedModel:
+    """`build(small config)` in fp32 with noise on every parameter and router bias, so that a lost one shows. Draws from
+    its own RNG."""
+    with torch.random.fork_rng(devices=[]), compat.quiet():
+        torch.manual_seed(seed)
+        model = build(config).float().train()
+        with torch.no_grad():
+            tensors = [*model.parameters(), *(b for name, b in model.named_buffers() if "correction_bias" in name)]
+            for tensor in tensors:
+                tensor.add_(torch.randn_like(tensor) * NOISE)
+    return model

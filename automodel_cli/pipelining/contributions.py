@@ -1,0 +1,95 @@
+"""Gradient sums that neither autograd nor FSDP does: over data-parallel ranks of plain parameters, and over the two
+copies of a tied table.
+
+Both act on what one step adds, not on what has accumulated before it, so two accumulated steps are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_BUCKET_ELEMENTS = 2**23  # 32 MiB of fp32 per all-reduce
+
+
+@contextmanager
+def only_this_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, `.grad` of these parameters holds what this step adds; after it, the sum with what was there before."""
+    before = {param: param.grad for param in parameters}  # a tied table may be named twice
+    for param in before:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, old in before.items():
+            if old is not None:
+                param.grad = old if param.grad is None else old.add_(param.grad)
+
+
+@torch.no_grad()
+def sum_over_groups(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Sum gradients of whole (plain) parameters over every rank reached through `groups`, in buckets. Collective."""
+    if not groups:
+        return
+    for param in parameters:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    grads = [param.grad for param in parameters if param.grad is not None]
+    for bucket in _buckets(grads):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(summed.view_as(grad))
+
+
+def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for grad in grads:
+        if bucket and (size + grad.numel() > _BUCKET_ELEMENTS or grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += grad.numel()
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def sum_tied(copies: Sequence[nn.Parameter], peer: int | None, group: dist.ProcessGroup) -> None:
+    """Make the gradients of a table's copies their sum.
+
+    `copies`: both of them where one rank owns the first and the last stage (`peer` None), else this rank's one; `peer`
+    is the rank in `group` that has the other. Ranks without a copy do not call this. Shards are summed as shards: both
+    copies are laid out alike.
+    """
+    local = [_local(_gradient(param)) for param in copies]
+    if peer is None:
+        first, second = local
+        total = first + second
+        first.copy_(total)
+        second.copy_(total)
+        return
+    (mine,) = local
+    theirs = torch.empty_like(mine)
+    other = dist.get_global_rank(group, peer)
+    operations = [dist.P2POp(dist.isend, mine.contiguous(), other, group), dist.P2POp(dist.irecv, theirs, other, group)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    mine.add_(theirs)
+
+
+def _gradient(param: nn.Parameter) -> Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,132 @@
+"""Every schedule against one process: loss, gradient norm, forward-only values and every gradient, to 1e-6 relative."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.dist.harness import launch
+from tests.dist.pipeline_cases import FAMILIES, KINDS, SCHEDULES, Case, run_cases, write_csv
+
+TOLERANCE = 1e-6
+
+
+def check(world: int, cases: list[Case]) -> None:
+    errors = launch(run_cases, world, cases, timeout=60 + 20 * len(cases))
+    wrong = [f"{case}: {error}" for case, error in zip(cases, errors, strict=True) if not error.worst <= TOLERANCE]
+    assert not wrong, "\n".join(wrong)
+
+
+def diagonal(shift: int) -> list[Case]:
+    """Every schedule once, every family and every kind at least once."""
+    return [
+        Case(schedule, FAMILIES[(i + shift) % len(FAMILIES)], KINDS[(i + 2 * shift) % len(KINDS)])
+        for i, schedule in enumerate(SCHEDULES)
+    ]
+
+
+@pytest.mark.parametrize("shift", range(2))
+def test_every_schedule_on_two_ranks(shift: int):
+    check(2, diagonal(shift))
+
+
+def test_every_schedule_on_four_ranks():
+    check(4, diagonal(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_matrix(world: int, family: str):
+    check(world, [Case(s, family, k) for s, k in itertools.product(SCHEDULES, KINDS)])
+
+
+def test_tied_table_on_every_placement():
+    """Copies on two ranks (loop) and on one rank (V)."""
+    check(2, [Case(schedule, "qwen3", "tied") for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")])
+
+
+def test_fewer_microbatches_than_stages():
+    check(4, [Case(schedule, num_microbatches=3) for schedule in ("GPipe", "ZB-H1", "LoopedBFS", "ZBVZeroBubble")])
+
+
+def test_grouped_interleaving_and_four_chunks():
+    groups = [
+        Case("Interleaved1F1B", options=(("microbatch_group_size", g),), num_microbatches=m)
+        for g, m in [(2, 4), (3, 5), (4, 4)]
+    ]
+    chunks = [
+        Case(s, options=(("layers_per_stage", 1),)) for s in ("LoopedBFS", "InterleavedZeroBubble", "Interleaved1F1B")
+    ]
+    check(2, [*groups, *(Case(c.schedule, "gpt_oss", "variable", options=c.options) for c in chunks)])
+
+
+def test_program_from_csv(tmp_path: Path):
+    """Another order than any class has: last stage's forwards of microbatches 0 and 1 swapped as well."""
+    path = tmp_path / "program.csv"
+    write_csv(path, "ZB-H1", 2, 4, 1)
+    swapped = tmp_path / "swapped.csv"
+    rows = ["0F1,0F0,0B1,0F2,0B0,0F3,0B2,0B3", "1F1,1B1,1F0,1B0,1F2,1B2,1F3,1B3"]
+    swapped.write_text("\n".join(rows) + "\n")
+    check(
+        2,
+        [
+            Case("1F1B", "qwen3", "variable", options=(("pp_schedule_csv", str(p)),), num_microbatches=4)
+            for p in (path, swapped)
+        ],
+    )
+
+
+def test_explicit_modules_and_cost_balance():
+    names = [
+        ["model.embed_tokens", "model.layers.0"],
+        [*(f"model.layers.{i}" for i in (1, 2, 3)), "model.norm", "lm_head"],
+    ]
+    named = Case("1F1B", options=(("module_fqns_per_model_part", names),))
+    check(2, [named, Case("GPipe", "qwen3_moe", options=(("balance", "cost"),))])
+
+
+@pytest.mark.parametrize("parallelize", [None, "fsdp"])
+def test_with_data_parallelism(parallelize: str | None):
+    """2 stages x 2 data-parallel ranks: FSDP2, and plain parameters summed once after each step."""
+    options = (("parallelize", parallelize),) if parallelize else ()
+    schedules = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    kinds = itertools.cycle(("variable", "tied", "empty", "masked"))
+    check(4, [Case(s, "qwen3", kind, dp=2, options=options) for s, kind in zip(schedules, kinds, strict=False)])
+
+
+def test_fsdp_on_layers_only_and_reduction_per_microbatch():
+    """Experts on their own mesh look like this: FSDP inside a part, not around it."""
+    nested = (("parallelize", "layers"), ("patch_stage_backward_maybe_with_nosync", True))
+    eager = (("parallelize", "fsdp"), ("defer_fsdp_grad_sync", False))
+    check(
+        4,
+        [
+            Case("1F1B", dp=2, options=nested),
+            Case("ZBVZeroBubble", "qwen3", "variable", dp=2, options=nested),
+            Case("1F1B", "qwen3", dp=2, options=eager),
+            Case("Interleaved1F1B", dp=2, options=eager),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "case", "blind"),
+    [
+        ("scale_grads", Case("1F1B"), ("loss",)),
+        ("untied", Case("1F1B", "qwen3", "tied"), ("loss",)),
+        ("counted_twice", Case("1F1B", "qwen3", "tied"), ("loss", "gradient")),
+    ],
+)
+def test_known_bad_on_two_ranks(sabotage: str, case: Case, blind: tuple[str, ...]):
+    (errors,) = launch(run_cases, 2, [case], sabotage)
+    assert errors.worst > 1e-3
+    assert all(getattr(errors, name) <= TOLERANCE for name in blind), "why loss alone is no parity test"
+
+
+@pytest.mark.parametrize(("sabotage", "options"), [("library_cleanup", (("parallelize", "fsdp"),)), ("no_dp_sum", ())])
+def test_known_bad_with_data_parallelism(sabotage: str, options: tuple):
+    (errors,) = launch(run_cases, 4, [Case("1F1B", "qwen3", "variable", dp=2, options=options)], sabotage)
+    assert errors.worst > 1e-3
