@@ -79,9 +79,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    print(
-        f"{'set':<12} {'packing':<9} {'seq_len':>7} {'documents':>9} {'index docs/s':>12} {'written docs/s':>14} {'fill':>9}"
-    )
+    print("set          packing   seq_len documents index docs/s written docs/s      fill")
     for seq_len in (2048, 4096):
         for packing in ("best_fit", "wrapped"):
             measure("log-normal", log_normal(args.documents), seq_len, packing, args.repeats)

@@ -129,6 +129,8 @@ def test_weights_are_how_often_a_row_is_seen_per_epoch():
     assert one[:10].tolist() == [2] * 10 and one[10:].sum() == 4 and one[10:].max() == 1
     two = one + np.bincount(seen(stepper, 1)[0], minlength=18)
     assert two[10:].tolist() == [1] * 8  # the other half in the second epoch
+    third = np.bincount(seen(stepper, 1)[0], minlength=18)
+    assert third[10:].tolist() != one[10:].tolist()  # and other halves in the next two
 
 
 @pytest.mark.parametrize(("size", "microbatch"), [(1, 1), (1, 4), (3, 2), (4, 1)])

@@ -1,4 +1,4 @@
-"""From rows on disk to packed rows: the cache, its key, what happens to bad rows and long documents, what is printed."""
+"""From rows on disk to packed rows: the cache, its key, what happens to bad rows and long documents, the printout."""
 
 from __future__ import annotations
 
@@ -78,6 +78,22 @@ def test_split_documents_lose_only_the_labels_at_their_cuts_and_pieces_without_l
     dropped = prepare(replace(config, seq_len=64, long_documents="drop"), tiny_tokenizer(), seed=0).report.train[0]
     assert 0 < dropped.long.num_documents < len(CHATS)
     assert dropped.long.tokens_lost == dropped.long.num_tokens > 0
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "wrapped", "none"])
+def test_cut_documents_predict_nothing_across_their_cuts(config, packing):
+    prepared = prepare(replace(config, seq_len=24, packing=packing, mask="all"), tiny_tokenizer(), seed=0)
+    data = prepared.train
+    batch = data.collate(range(len(data)))
+    labels, ids = batch.labels_BT.flatten(), batch.input_ids_BT.flatten()
+    ends = batch.cu_seqlens[1:].long() - 1
+    assert (labels[ends] == IGNORE_INDEX).all()
+    trained = (labels != IGNORE_INDEX).nonzero().flatten()
+    assert (labels[trained] == ids[trained + 1]).all()
+    # every token but the first of each piece is a label, and padding is not
+    tokens = sum(len(data.tokens(row)[0]) for row in range(len(data)))
+    pieces = sum(len(data.documents(row)) for row in range(len(data)))
+    assert len(trained) == tokens - pieces == sum(data.num_label_tokens(row) for row in range(len(data)))
 
 
 def test_truncation_to_nothing_is_refused_like_a_bad_row(config):
