@@ -42,6 +42,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """The rules between sections; each section has checked itself."""
+        self.parallelizer.check_mesh(self.mesh)
         rows, microbatch = self.train.global_batch_size, self.train.microbatch_size
         if rows % microbatch:
             raise ConfigError(

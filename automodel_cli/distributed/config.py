@@ -102,7 +102,7 @@ class ParallelizerConfig:
             )
 
     def check_mesh(self, mesh: MeshConfig) -> None:
-        """Refuse what this strategy cannot do on this mesh, by ConfigError."""
+        """Refuse what this strategy cannot do on this mesh, by ConfigError with keys relative to the recipe."""
         raise NotImplementedError
 
     def parameter_device(self, device: torch.device) -> torch.device:
@@ -182,7 +182,7 @@ class FSDP2Config(ParallelizerConfig):
                 off = "null" if name == "tp_plan" else "false"
                 raise ConfigError(
                     f"{name} needs tensor parallelism, but mesh.tp_size={mesh.tp_size or 1}",
-                    keys=(name,),
+                    keys=(f"parallelizer.{name}", "mesh.tp_size"),
                     fix=f"parallelizer.{name}={off}",
                 )
 
@@ -239,7 +239,7 @@ class DDPConfig(ParallelizerConfig):
             raise ConfigError(
                 f"parallelizer ddp holds a whole copy on every rank: dp_replicate_size={mesh.dp_replicate_size} is for "
                 "hybrid sharding, which is fsdp2's",
-                keys=("dp_replicate_size",),
+                keys=("mesh.dp_replicate_size",),
                 fix="mesh.dp_replicate_size=1, or parallelizer=fsdp2",
             )
 
@@ -280,6 +280,6 @@ def _refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:
         if size > 1:
             raise ConfigError(
                 f"parallelizer {strategy} has no {kind} parallelism: {name}={size} must be 1",
-                keys=(name,),
+                keys=(f"mesh.{name}",),
                 fix=f"mesh.{name}=1",
             )

@@ -101,6 +101,7 @@ def test_refused_with_this_mesh(name):
     with pytest.raises(ConfigError, match=reason) as caught:
         config.check_mesh(MeshConfig(**sizes))
     assert caught.value.fix
+    assert all(key.startswith(("mesh.", "parallelizer.")) for key in caught.value.keys)  # relative to the recipe
 
 
 def test_accepted_meshes():
