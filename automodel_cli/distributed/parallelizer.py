@@ -125,7 +125,10 @@ def prepare_layers(model: nn.Module, config: ParallelizerConfig, device_type: st
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of an unmodified library model, in the order of `model.modules()`, none inside another."""
+    """The repeated blocks of an unmodified library model, in the order of `model.modules()`, none inside another.
+
+    A pipeline stage may have none: all slots of its decoder list are then without parameters.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers: list[nn.Module] = []
@@ -134,7 +137,9 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
             layers.append(module)
             inside.update(module.modules())
-    if not layers:
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    is_empty_stage = bool(lists) and not any(True for entries in lists for _ in entries.parameters())
+    if not layers and not is_empty_stage:
         raise ConfigError(
             f"{type(model).__name__} has no layers that the library marks as blocks: none of its modules is a "
             "GradientCheckpointingLayer",

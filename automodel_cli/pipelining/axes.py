@@ -110,8 +110,8 @@ def check_switches(inner: bool, causal: bool, scale: bool) -> None:
             )
     if scale:
         raise ConfigError(
-            "scale_grads_in_schedule=true would divide gradients by the number of microbatches, and accumulated ones again "
-            "at every step; losses are divided by the global weight already",
+            "scale_grads_in_schedule=true would divide gradients by the number of microbatches, and accumulated ones "
+            "again at every step; losses are divided by the global weight already",
             keys=("scale_grads_in_schedule",),
             fix="scale_grads_in_schedule=false",
         )

@@ -210,11 +210,10 @@ def _merge(into: dict[str, Tensor], name: str, grad: Tensor) -> None:
 
 
 def _fsdp(mesh: Mesh) -> Callable[..., nn.Module]:
-    from automodel_cli.distributed.config import FSDP2Config
+    from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
     from automodel_cli.distributed.parallelizer import parallelize
 
-    precision = {"param_dtype": "float32", "reduce_dtype": "float32", "output_dtype": "float32"}
-    config = FSDP2Config(mp_policy=precision)  # type: ignore[arg-type]
+    config = FSDP2Config(mp_policy=MixedPrecision(param_dtype=None, reduce_dtype=None))
     return lambda part, **axes: parallelize(part, mesh, config)
 
 
