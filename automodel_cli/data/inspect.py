@@ -94,7 +94,7 @@ def choose_rows(dataset: PackedDataset, number: int, row: int | None, worst: boo
     return np.argsort(labels / lengths, kind="stable")[:number].tolist()
 
 
-def inspect(
+def show(
     prepared: PreparedData,
     tokenizer: Any,
     *,

@@ -72,8 +72,11 @@ class HubSource:
         self.num_bytes = int(self.dataset.data.nbytes)
 
     def ingredients(self) -> dict[str, Any]:
-        """Cached files rather than the hub's answer, so that a node without network gives the same key."""
-        cached = [entry["filename"] for entry in self.dataset.cache_files]
+        """Cached files rather than the hub's answer, so that a node without network gives the same key.
+
+        The last folders of their paths are the builder's configuration and the hash of its code and data files.
+        """
+        cached = [Path(entry["filename"]).parts[-4:] for entry in self.dataset.cache_files]
         config = self.config
         return {"hub": [config.path, config.name, config.revision, config.split, len(self.dataset), cached]}
 

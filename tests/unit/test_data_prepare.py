@@ -19,7 +19,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.cache import file_hash, get_or_build, tokenizer_fingerprint
 from automodel_cli.data.config import DataConfig, SourceConfig
-from automodel_cli.data.inspect import inspect
+from automodel_cli.data.inspect import show
 from automodel_cli.data.prepare import prepare
 
 from .data_helpers import NATIVE, TAGGED, chat_row, tiny_tokenizer, write_jsonl
@@ -347,7 +347,7 @@ def test_a_full_disk_is_named(tmp_path):
 def shown(prepared, tokenizer, **options):
     console = Console(width=200, color_system=options.pop("colour", None), force_terminal=True, highlight=False)
     with console.capture() as capture:
-        inspect(prepared, tokenizer, console=console, **options)
+        show(prepared, tokenizer, console=console, **options)
     return capture.get()
 
 
