@@ -8,18 +8,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MixedPrecision
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.load import load_weights
+from automodel_cli.objectives.sft import SFT
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.config import CheckpointConfig
 from automodel_cli.training.lr_scheduler import Cosine
 from automodel_cli.training.optim import AdamW, Muon
+from automodel_cli.training.stages import SingleStage
+from automodel_cli.training.step import train_step
 from tests.dist.harness import launch, launch_all
+from tests.tiny import packed_batch, tiny_fields, token_row
 
 NODES = {"adamw": AdamW(lr=1e-2, weight_decay=0.1), "muon": Muon(lr=1e-2)}
+FLOAT32 = MixedPrecision(param_dtype="float32", reduce_dtype="float32")
 ROWS = 8
 
 
@@ -222,3 +235,52 @@ def test_a_disk_that_is_full_for_one_rank_stops_all_with_the_same_message(tmp_pa
     for message, kept, names in launch_all(_full_disk_on_rank1, 2, str(tmp_path)):
         assert "No space left on device" in message and "last good checkpoint is" in message
         assert kept and names == ["step-000001"]
+
+
+def _real_run(rank: int, world: int, folder: str, parallelizer: str, lora: bool, resume: bool):
+    """The project's own model, parallelizer and step, with recompute and (LoRA) a frozen base; losses of steps 1..4."""
+    config = ModelConfig(config=tiny_fields("llama"), lora=LoRAConfig(rank=2) if lora else None)
+    strategy = {
+        "fsdp2": FSDP2Config(mp_policy=FLOAT32, activation_checkpointing=True),
+        "ddp": DDPConfig(activation_checkpointing=True),
+    }[parallelizer]
+    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
+    part = build_part(config)
+    if parallelizer == "ddp":
+        load_weights(part, config, device="cpu", seed=3)
+        stage = parallelize(part, mesh, strategy)
+    else:
+        stage = parallelize(part, mesh, strategy)
+        load_weights(part, config, device="cpu", seed=3)
+    stages = SingleStage(stage)
+    optimizer = AdamW(lr=1e-2).build(stages.parts)
+    scheduler = Cosine().build(optimizer, 10)
+    checkpointer = Checkpointer(Path(folder), CheckpointConfig())
+    first = 1
+    if resume:
+        latest = checkpointer.latest()
+        assert latest is not None
+        first += checkpointer.load(latest, stages.parts, optimizer, scheduler).step
+    losses = []
+    for number in range(first, 5):
+        rows = [
+            [[token_row(9, seed=100 * number + 2 * r), token_row(5, seed=100 * number + 2 * r + 1)]] for r in range(4)
+        ]
+        mine = [packed_batch(row) for row in rows[rank * 4 // world : (rank + 1) * 4 // world]]
+        losses.append(train_step(stages, mine, SFT(), optimizer, mesh, max_grad_norm=1.0).loss.item())
+        scheduler.step()
+        if number == 2 and not resume:
+            checkpointer.save(number, stages.parts, optimizer, scheduler)
+    latest = checkpointer.latest()
+    assert latest is not None
+    return losses, sorted(FileSystemReader(latest).read_metadata().state_dict_metadata)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(("saved", "loaded"), [(("fsdp2", 2), ("ddp", 2)), (("ddp", 2), ("fsdp2", 1))], ids=str)
+def test_our_own_parts_resume_under_another_parallelizer(tmp_path, saved, loaded, lora):
+    want, keys = launch(_real_run, saved[1], str(tmp_path), saved[0], lora, False)
+    rest, _ = launch(_real_run, loaded[1], str(tmp_path), loaded[0], lora, True)
+    assert rest == pytest.approx(want[2:], abs=5e-7)
+    assert not [key for key in keys if "_checkpoint_wrapped_module" in key or ".module." in key]
+    assert all("lora" in key or key.startswith("rng.") for key in keys) == lora
