@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> M
     """
     hf_config = source.hf_config(config)
     stored = hf_config.dtype
+    original = copy.deepcopy(hf_config)
     kind = detect_head(hf_config, trust_remote_code=config.trust_remote_code)
     with torch.device(device):
         model = _library_model(hf_config, config)
@@ -37,7 +39,7 @@ def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> M
 
         lora.inject(model, config.lora)
     hub_dtype = stored if config.config is None and isinstance(stored, torch.dtype) else None
-    part = ModelPart(model, kind, chunk_size=config.head_chunk_size, hub_dtype=hub_dtype)
+    part = ModelPart(model, kind, chunk_size=config.head_chunk_size, hub_dtype=hub_dtype, source_config=original)
     return part.train()
 
 

@@ -40,8 +40,11 @@ def causal_lm(
     plan = fp32_names(model, dtype)
     for module_name, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
-            if plan(f"{module_name}.{name}") and param.dtype != torch.float32:
+            if plan(f"{module_name}.{name}"):
                 setattr(module, name, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            if plan(f"{module_name}.{name}"):
+                setattr(module, name, buffer.float())
     return model
 
 
@@ -103,19 +106,13 @@ def convert_into(
     """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
-    from transformers.utils import logging
 
     names = set(model.state_dict())
     config = LoadStateDictConfig(
         device_map={"": "cpu"}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=mapping
     )
-    bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with quiet():
         info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
-    finally:
-        if bar:
-            logging.enable_progress_bar()
     if info.conversion_errors:
         raise RuntimeError(f"the library could not convert {info.conversion_errors}")
     mismatched = tuple(f"{name}: file {tuple(got)}, model {tuple(want)}" for name, got, want in info.mismatched_keys)
@@ -161,12 +158,15 @@ def gathered(tensor: Any) -> Tensor:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the library's warnings about tiny copies of a config (odd rope factors and the like)."""
+    """Silence the library's progress bars, and its warnings about tiny copies of a config (odd rope factors)."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()

@@ -15,8 +15,9 @@ class LoRAConfig:
     """Low-rank adapters on linear layers (Hu et al. 2021), injected by `peft`; everything else is frozen.
 
     The update is `scale * B @ A` with `scale = alpha / rank`, or `alpha / sqrt(rank)` with `use_rslora`.
-    `target_modules` is a regular expression over module names, a list of name endings, or "all-linear" (every linear
-    layer but the head). `base_quantization: nf4` is QLoRA: the frozen base in 4 bits through bitsandbytes.
+    `target_modules` is a regular expression over module names, a list of name endings, or "all-linear": every linear
+    layer but the head, in mixture-of-experts families only those of attention (peft reads the others' names as the
+    experts). `base_quantization: nf4` is QLoRA: the frozen base in 4 bits through bitsandbytes.
     """
 
     rank: int = 16

@@ -6,6 +6,7 @@ generation config, tokenizer with its chat template, and a model card.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.models import compat, source
+from automodel_cli.models import compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.weights import iter_hf_weights
@@ -54,7 +55,7 @@ def export_hf(
             shards.append(_write_shard(folder, len(shards), bucket))
     if writer:
         _write_index(folder, shards)
-        _write_config(folder, parts[0], config)
+        _write_config(folder, parts[0])
         if tokenizer is not None:
             _write_tokenizer(folder, tokenizer)
         _write_card(folder, parts[0], config, summary)
@@ -91,8 +92,8 @@ def _write_index(folder: Path, shards: list[tuple[list[str], int]]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_config(folder: Path, part: ModelPart, config: ModelConfig) -> None:
-    hf_config = source.hf_config(config)
+def _write_config(folder: Path, part: ModelPart) -> None:
+    hf_config = copy.deepcopy(part.source_config)
     hf_config.architectures = [type(part.model).__name__]
     hf_config.dtype = part.hub_dtype
     hf_config.quantization_config = None  # a GGUF source carries one, and the library then refuses to save

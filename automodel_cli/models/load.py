@@ -8,6 +8,7 @@ matter, and the peak is one layer above the part itself.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,13 +53,13 @@ def load_weights(
     materialise(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
         target = _Target(part.model)
-        skeleton, mapping = _skeleton(config, target)
+        skeleton, mapping = _skeleton(part, config, target)
         if config.config is not None:
             report = _init_random(skeleton, target, seed)
         else:
             weights = source.weights(config)
             if weights.gguf is not None:
-                report = _load_gguf(config, weights.gguf, target)
+                report = _load_gguf(part, config, weights.gguf, target)
             else:
                 report = _load_safetensors(skeleton, mapping, target, weights.files)
             _init_buffers(skeleton, target)
@@ -121,10 +122,12 @@ class _Target:
         return sorted(n for n in self.tensors if n not in self.filled and n not in self.non_persistent)
 
 
-def _skeleton(config: ModelConfig, target: _Target) -> tuple[PreTrainedModel, list[Any]]:
+def _skeleton(part: ModelPart, config: ModelConfig, target: _Target) -> tuple[PreTrainedModel, list[Any]]:
     """The whole model on meta, cut to the target's tensors and sharded as they are, and how hub keys become its own."""
     skeleton = compat.meta_model(
-        source.hf_config(config), dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+        copy.deepcopy(part.source_config),
+        dtype=getattr(torch, config.dtype),
+        trust_remote_code=config.trust_remote_code,
     )
     mapping = compat.conversion_mapping(skeleton)
     for prefix, module in skeleton.named_modules():
@@ -214,14 +217,16 @@ def _like(original: Tensor, tensor: Tensor) -> Tensor:
     return nn.Parameter(tensor, original.requires_grad) if isinstance(original, nn.Parameter) else tensor
 
 
-def _load_gguf(config: ModelConfig, gguf: tuple[str, str], target: _Target) -> LoadReport:
+def _load_gguf(part: ModelPart, config: ModelConfig, gguf: tuple[str, str], target: _Target) -> LoadReport:
     """Through the library's own dequantising loader: the whole model on every rank, then this rank's part of it."""
     from transformers import AutoModelForCausalLM
 
     folder, file = gguf
     dtype = getattr(torch, config.dtype)
     with compat.quiet():
-        loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=dtype, config=copy.deepcopy(part.source_config)
+        )
     state = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
     for name, canonical in target.names.items():
         if name == canonical and name in state and name not in target.non_persistent:

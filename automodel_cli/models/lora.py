@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from automodel_cli.models.part import ModelPart
 
 _ADAPTER = "default"  # peft's own name for the only adapter
+# In families with fused experts peft reads these names as "the experts' fused parameters", in a config as in a saved
+# file.
+_EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def inject(model: nn.Module, config: LoRAConfig) -> None:
@@ -34,7 +37,7 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
     import peft
 
     try:
-        peft.inject_adapter_in_model(_peft_config(config), model, adapter_name=_ADAPTER)
+        peft.inject_adapter_in_model(_peft_config(model, config), model, adapter_name=_ADAPTER)
     except ValueError as error:
         linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ConfigError(
@@ -51,14 +54,27 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
         )
 
 
-def _peft_config(config: LoRAConfig) -> Any:
+def _targets(model: nn.Module, config: LoRAConfig) -> str | list[str]:
+    """ "all-linear" as a list of name endings, so that a saved adapter means the same whatever reads it."""
+    if config.target_modules != "all-linear":
+        return config.target_modules
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    linear -= {n.rpartition(".")[2] for n, m in model.named_modules() if m is head}
+    linear -= {"base_layer", _ADAPTER}
+    wrapped = {n.rpartition(".")[2] for n, _ in wrappers(model)}
+    fused_experts = any(hasattr(m, "num_experts") and hasattr(m, "has_gate") for m in model.modules())
+    return sorted((linear | wrapped) - (_EXPERT_NAMES if fused_experts else set()))
+
+
+def _peft_config(model: nn.Module, config: LoRAConfig) -> Any:
     import peft
 
     return peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft computes with it, integer or not
         lora_dropout=config.dropout,
-        target_modules=config.target_modules,
+        target_modules=_targets(model, config),
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
     )
@@ -141,7 +157,7 @@ def save_adapters(part: ModelPart, config: LoRAConfig, directory: str | Path, *,
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    peft_config = _peft_config(config)
+    peft_config = _peft_config(part.model, config)
     peft_config.base_model_name_or_path = base_model
     peft_config.inference_mode = True
     peft_config.save_pretrained(folder)

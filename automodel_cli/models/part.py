@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from automodel_cli.models.head import Head, HeadKind
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _PREFIX = "model."
 _PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -47,7 +48,8 @@ class ModelPart(nn.Module):
     The child `model` is the library's own object, so a parameter's name is "model." + its hub name (`hub_name` takes
     that back, and an adapter's wrapping too). Wrap the whole part for data parallelism, and keep the output
     embeddings in its root group: the head reads their weight directly.
-    `hub_dtype` is what the checkpoint was stored in, the default dtype of exports.
+    `hub_dtype` is what the checkpoint was stored in, the default dtype of exports. `source_config` is the library's
+    config as it was read, before attention, dtype or caching were set on the model's own copy.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class ModelPart(nn.Module):
         *,
         chunk_size: int | None = None,
         hub_dtype: torch.dtype | None = None,
+        source_config: PretrainedConfig | None = None,
     ):
         super().__init__()
         self.model = model
         self.head = Head(model, kind, chunk_size)
         self.hub_dtype = hub_dtype or model.dtype
+        self.source_config = source_config or copy.deepcopy(model.config)
         self._takes_keywords = takes_keywords(model)
 
     def forward(

@@ -1,0 +1,124 @@
+"""Adapters: base frozen, step 0 is the base, files that `peft` loads, a merged export equal to the live model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import lora
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.export import export_hf, verify_export
+from automodel_cli.models.load import load_weights
+from automodel_cli.models.part import ModelPart
+from tests.tiny import build_hf, packed_batch, token_row
+
+ROWS = [[token_row(9), token_row(6, 1)]]
+
+
+def _trained(folder: Path, family: str = "qwen3_moe", **fields) -> tuple[ModelPart, ModelConfig]:
+    """A base on disk, and a part whose adapters took one large step."""
+    build_hf(family).save_pretrained(folder)
+    config = ModelConfig(pretrained=str(folder), lora=LoRAConfig(rank=4, alpha=8.0, **fields))
+    part = build_part(config)
+    load_weights(part, config, device="cpu", seed=0)
+    return part, config
+
+
+def _step(part: ModelPart) -> None:
+    batch = packed_batch(ROWS)
+    optimizer = torch.optim.SGD([p for p in part.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(3):
+        part(labels=batch.labels_BT, **batch.model_inputs()).mean().neg().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_only_adapters_train_and_step_zero_is_the_base(tmp_path: Path):
+    part, config = _trained(tmp_path)
+    trainable = [name for name, param in part.named_parameters() if param.requires_grad]
+    assert trainable and all(".lora_A." in name or ".lora_B." in name for name in trainable)
+    assert not any("lm_head" in name for name in trainable)
+    base_config = ModelConfig(pretrained=config.pretrained)
+    base = build_part(base_config)
+    load_weights(base, base_config, device="cpu", seed=0)
+    batch = packed_batch(ROWS)
+    calls = [p(labels=batch.labels_BT, **batch.model_inputs()) for p in (part, base)]
+    assert torch.equal(*calls)
+    frozen = {n: p.detach().clone() for n, p in part.named_parameters() if not p.requires_grad}
+    _step(part)
+    assert all(torch.equal(p, frozen[n]) for n, p in part.named_parameters() if not p.requires_grad)
+    hub = {ModelPart.hub_name(name) for name in frozen}
+    assert hub == {ModelPart.hub_name(name) for name, _ in base.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text"])
+def test_merged_export_equals_the_adapter_model(family: str, tmp_path: Path):
+    part, config = _trained(tmp_path / "base", family, use_rslora=True)
+    _step(part)
+    export_hf([part], config, None, tmp_path / "out")
+    prompts = [token_row(12, 4).tolist()]
+    assert verify_export(tmp_path / "out", part, prompts) < 1e-5
+    assert verify_export(tmp_path / "base", part, prompts) > 1e-3  # so the adapters do matter
+    assert len(lora.wrappers(part.model)) > 0  # still injected
+
+
+def test_peft_loads_what_we_save(tmp_path: Path):
+    part, config = _trained(tmp_path / "base")
+    _step(part)
+    assert config.lora is not None and config.pretrained is not None
+    lora.save_adapters(part, config.lora, tmp_path / "adapter", base_model=config.pretrained, write=True)
+    base = AutoModelForCausalLM.from_pretrained(config.pretrained)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    ids = token_row(11, 3)[None]
+    labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
+    with torch.no_grad():
+        ours = part.eval()(input_ids=ids, labels=labels)[:, :-1]
+        theirs = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_adapters_do_not_depend_on_the_order_of_modules():
+    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
+    weights = []
+    for layers in (2, 3):
+        config = ModelConfig(config={**fields, "num_hidden_layers": layers}, lora=LoRAConfig(rank=2))
+        part = build_part(config)
+        load_weights(part, config, device="cpu", seed=5)
+        weights.append(dict(part.named_parameters()))
+    shared = [name for name in weights[0] if "lora_A" in name]
+    assert shared and all(torch.equal(weights[0][name], weights[1][name]) for name in shared)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"target_modules": []}, "empty"),
+    ],
+)
+def test_the_node_refuses(fields: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        LoRAConfig(**fields)
+
+
+def test_targets_that_fit_nothing_or_no_linear_layer_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="fits no layer") as refusal:
+        _trained(tmp_path, "llama", target_modules=["q_projj"])
+    assert "q_proj" in str(refusal.value.fix)
+    with pytest.raises(ConfigError, match="not a linear layer"):
+        _trained(tmp_path, "llama", target_modules=["embed_tokens"])
+
+
+def test_qlora_without_bitsandbytes_names_the_install_command(tmp_path: Path):
+    with pytest.raises(ConfigError, match="bitsandbytes") as refusal:
+        _trained(tmp_path, "llama", base_quantization="nf4")
+    assert "pip install bitsandbytes" in str(refusal.value.fix)
