@@ -42,9 +42,6 @@ EXACT = {
 }
 COMPILED = {
     "fsdp2": replace(FSDP2, enable_compile=True, compile_backend="aot_eager"),
-    "fsdp2, checkpointing": replace(
-        FSDP2, enable_compile=True, compile_backend="aot_eager", activation_checkpointing=True
-    ),
     "fsdp2, selective": replace(
         FSDP2, enable_compile=True, compile_backend="aot_eager", activation_checkpointing="selective"
     ),
