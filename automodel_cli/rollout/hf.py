@@ -148,7 +148,8 @@ class HFEngine:
             generation_config=GenerationConfig(
                 do_sample=not params.greedy,
                 # `_warpers` shapes the distribution, before the recorder sees it; the library's own come after it.
-                top_k=0,
+                # (top_k is on by default when sampling, and complained about when greedy.)
+                top_k=None if params.greedy else 0,
                 max_new_tokens=params.max_new_tokens,
                 eos_token_id=self.stop_token_ids,
                 pad_token_id=self.pad_token_id,

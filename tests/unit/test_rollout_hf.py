@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 from automodel_cli.config.errors import ConfigError, DataError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
@@ -135,6 +136,13 @@ def test_sampling_defaults_of_a_checkpoint_do_not_leak(model, prompts):
     assert HFEngine(hostile, **options).generate(prompts, params) == HFEngine(copy.deepcopy(model), **options).generate(
         prompts, params
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_library_has_nothing_to_complain_about(engine, prompts, capfd, temperature):
+    transformers.utils.logging.warning_once.cache_clear()  # it may have said it already, in another test
+    engine.generate(prompts, SamplingParams(max_new_tokens=2, temperature=temperature))
+    assert capfd.readouterr().err == ""
 
 
 def test_a_replica_takes_its_weights_from_the_stream(model, prompts):
