@@ -68,11 +68,10 @@ class Head:
             hidden_SD = hidden_BTD.flatten(0, 1)[index_S]
             chunk = self.chunk_size or default_chunk_size(weight_VD.shape[0], hidden_SD.device)
             logprobs_S, entropy_S = fused_logprobs(hidden_SD, weight_VD, labels_S, self.kind, chunk, entropy=entropy)
-        zeros_N = torch.zeros(labels_BT.numel(), dtype=torch.float32, device=hidden_BTD.device)
-        logprobs_BT = zeros_N.index_put((index_S,), logprobs_S).view_as(labels_BT)
-        if entropy_S is None:
-            return logprobs_BT, None
-        return logprobs_BT, zeros_N.index_put((index_S,), entropy_S).view_as(labels_BT)
+        zeros_BT = torch.zeros(labels_BT.shape, dtype=torch.float32, device=hidden_BTD.device)
+        supervised = torch.unravel_index(index_S, labels_BT.shape)  # no view of a flat tensor: FSDP2 warns about views
+        logprobs_BT = zeros_BT.index_put(supervised, logprobs_S)
+        return logprobs_BT, None if entropy_S is None else zeros_BT.index_put(supervised, entropy_S)
 
     def _generic(
         self, hidden_BTD: Tensor, index_S: Tensor, labels_S: Tensor, entropy: bool

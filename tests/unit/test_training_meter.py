@@ -1,4 +1,4 @@
-"""The meter's rows and lines, trackers with the real package, interrupts with real signals, config nodes."""
+"""The meter's rows and lines, trackers with the real package, config nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.training import meter as meter_module
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, ProfileConfig, TrainConfig, ValidationConfig
 from automodel_cli.training.display import LiveDisplay, aligned, show_count, show_duration, show_number
-from automodel_cli.training.interrupt import Interrupt
 from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
 from automodel_cli.training.meter import Machine, Meter
 from automodel_cli.training.metrics import read_metrics
@@ -226,17 +225,6 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         LoggingConfig(trackers=["tensorboard"])
     assert caught.value.fix == "pip install tensorboard"
-
-
-def test_first_signal_asks_and_second_raises():
-    with Interrupt() as interrupt:
-        assert not interrupt.requested
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupt.requested and interrupt.signal_name == "SIGTERM"
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_profiler_writes_one_trace_of_its_steps(tmp_path):
