@@ -1,0 +1,49 @@
+"""The CUDA path of packed attention against the dense definition in fp32: sinks, windows, grouped heads, wide queries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from automodel_cli.models.attention import dense_document, packed_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("value_width", [64, 32])
+def test_flash_varlen_equals_dense(window: int | None, with_sink: bool, value_width: int):
+    torch.manual_seed(0)
+    lengths = (100, 156, 200, 56)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    query = torch.randn(2, 8, 256, 64, device="cuda", dtype=torch.bfloat16)
+    key = torch.randn(2, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+    value = torch.randn(2, 2, 256, value_width, device="cuda", dtype=torch.bfloat16)
+    sink = torch.randn(8, device="cuda") if with_sink else None
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value, sink) if tensor is not None]
+    weights = torch.randn(2, 256, 8, value_width, device="cuda")
+
+    out, _ = packed_attention(
+        torch.nn.Module(), query, key, value, None, 0.125, 0.0, window, None, sink, cu, max(lengths)
+    )
+    got = torch.autograd.grad((out.float() * weights).sum(), leaves)
+
+    rows = []
+    for row, (first, second) in enumerate((lengths[:2], lengths[2:])):
+        assert first + second == 256
+        parts = []
+        for tokens in (slice(0, first), slice(first, 256)):
+            q = query[row : row + 1, :, tokens].float()
+            k, v = (x[row : row + 1, :, tokens].float().repeat_interleave(4, 1) for x in (key, value))
+            parts.append(dense_document(q, k, v, sink, 0.125, window, None).transpose(1, 2))
+        rows.append(torch.cat(parts, 1))
+    expected = torch.cat(rows)
+    want = torch.autograd.grad((expected * weights).sum(), leaves)
+    assert (out.float() - expected).abs().max() < 2e-2
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
