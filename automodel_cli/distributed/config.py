@@ -232,9 +232,8 @@ class DDPConfig(ParallelizerConfig):
             )
 
     def check_mesh(self, mesh: MeshConfig) -> None:
-        """Refuse what this strategy cannot do on this mesh."""
-        axes = {"tp_size": "tensor", "cp_size": "context", "ep_size": "expert", "pp_size": "pipeline"}
-        _refuse_axes("ddp", mesh, axes)
+        """Refuse what this strategy cannot do on this mesh. (A pipeline sums gradients itself, without the wrapper.)"""
+        _refuse_axes("ddp", mesh, {"tp_size": "tensor", "cp_size": "context", "ep_size": "expert"})
         if (mesh.dp_replicate_size or 1) > 1:
             raise ConfigError(
                 f"parallelizer ddp holds a whole copy on every rank: dp_replicate_size={mesh.dp_replicate_size} is for "

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HIDDEN, HEADS, HEAD_DIM, VOCAB, LAYERS, EXPERTS = 64, 4, 16, 160, 4, 8
 NOISE = 0.05
+MAX_PARAMETERS = 10_000_000
 
 _SIZES: dict[str, int] = {
     "hidden_size": HIDDEN,
@@ -133,7 +134,7 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], layers: int | No
         return min(value, LAYERS)
     if isinstance(value, list) and layers and len(value) == layers and layers > LAYERS:
         return [value[i] for i in _representative(fields, layers)]
-    if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+    if ("drop" in name or name.endswith("jitter_noise")) and isinstance(value, float):
         return 0.0
     if name.endswith("_token_id"):
         return _small_token(name, value)
@@ -187,6 +188,10 @@ def build_small(
     """`build(small config)` in fp32 with noise on every parameter and router bias, so that a lost one shows. Draws from
     its own RNG."""
     with torch.random.fork_rng(devices=[]), compat.quiet():
+        with torch.device("meta"):
+            size = sum(param.numel() for param in build(copy.deepcopy(config)).parameters())
+        if size > MAX_PARAMETERS:
+            raise ValueError(f"its small copy still has {size / 1e6:.0f}M parameters, from sizes that no rule knows")
         torch.manual_seed(seed)
         model = build(config).float().train()
         with torch.no_grad():

@@ -43,6 +43,10 @@ class SplitError(ConfigError):
         self.reason = reason
 
 
+class NotMeasuredError(SplitError):
+    """No split could be measured: the small copy of the model cannot be built or run. It is unknown, not bad."""
+
+
 def find_layers(model: PreTrainedModel) -> str:
     """Name of the decoder list: the outermost ModuleList with one entry per layer of the config."""
     if model.config.is_encoder_decoder:
@@ -76,7 +80,7 @@ def observe(small: PreTrainedModel) -> Anatomy:
     try:
         small(input_ids=torch.arange(3, 9)[None], use_cache=False)
     except Exception as error:
-        raise SplitError(small, f"a small copy of it does not run: {error!r}") from error
+        raise NotMeasuredError(small, f"a small copy of it does not run: {error!r}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -116,7 +120,12 @@ def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], 
             raise SplitError(
                 model, f"{name} runs between or around the layers (after {sorted(times)} of {watch.count})"
             )
-    return Anatomy(path, watch.arities.pop(), tuple(before), tuple(after))
+    return Anatomy(path, watch.arities.pop(), _outermost(before), _outermost(after))
+
+
+def _outermost(names: list[str]) -> tuple[str, ...]:
+    """Without modules inside another of the list: they go with it."""
+    return tuple(name for name in names if not any(name.startswith(other + ".") for other in names))
 
 
 def tied_embedding(model: PreTrainedModel) -> str | None:

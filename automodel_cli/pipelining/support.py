@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
-from automodel_cli.pipelining.anatomy import Anatomy, SplitError, observe
+from automodel_cli.pipelining.anatomy import Anatomy, NotMeasuredError, SplitError, observe
 from automodel_cli.pipelining.stage import StandIn, cut_stage
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def probe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Anato
         return model
 
     try:
-        model = build_small(shrink(config), build)
+        model = build_small(shrink(config), build).eval()  # no dropout, no noise in routers
     except Exception as error:
-        raise SplitError(
+        raise NotMeasuredError(
             model_class.__name__, f"no small copy of it can be built to measure a split on: {error!r}"
         ) from error
     anatomy = observe(model)
@@ -62,12 +62,18 @@ def compare(part: ModelPart, anatomy: Anatomy) -> None:
     """Run `part` whole and as three uneven stages; raise SplitError where outputs or gradients differ."""
     count = len(part.model.get_submodule(anatomy.layers))  # type: ignore[arg-type]
     cuts = (0, max(count // 2, 1), max(count - 1, 1), count)
-    stages = [
-        cut_stage(part, anatomy, layers=range(a, b), is_first=s == 0, is_last=s == 2)
-        for s, (a, b) in enumerate(pairwise(cuts))
-    ]
-    whole = _run([part], anatomy, "a small copy of it does not train")
-    split = _run(stages, anatomy, "its stages do not run")
+    try:
+        whole = _run([part], anatomy)
+    except Exception as error:
+        raise NotMeasuredError(part.model, f"a small copy of it does not train: {error!r}") from error
+    try:
+        stages = [
+            cut_stage(part, anatomy, layers=range(a, b), is_first=s == 0, is_last=s == 2)
+            for s, (a, b) in enumerate(pairwise(cuts))
+        ]
+        split = _run(stages, anatomy)
+    except Exception as error:
+        raise SplitError(part.model, f"its stages do not run: {error!r}") from error
     for name, want in whole.items():
         if not _agree(split.get(name), want):
             raise SplitError(part.model, f"{name} differs between its stages and the whole model")
@@ -79,7 +85,7 @@ def _agree(got: Tensor | None, want: Tensor) -> bool:
     return got.shape == want.shape and bool((got - want).abs().max() <= TOLERANCE * want.abs().max())
 
 
-def _run(parts: Sequence[ModelPart], anatomy: Anatomy, failure: str) -> dict[str, Tensor]:
+def _run(parts: Sequence[ModelPart], anatomy: Anatomy) -> dict[str, Tensor]:
     """One forward and backward through consecutive parts. The results by name, in the order in which a difference is
     reported: the output of each layer, the log-probs, the gradients (tied copies added up)."""
     results: dict[str, Tensor] = {}
@@ -91,8 +97,6 @@ def _run(parts: Sequence[ModelPart], anatomy: Anatomy, failure: str) -> dict[str
     ]
     try:
         results["the log-prob"] = _forward_backward(parts)
-    except Exception as error:
-        raise SplitError(parts[0].model, f"{failure}: {error!r}") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -88,7 +88,6 @@ REFUSED_WITH_MESH = {
     "async": (FSDP2Config(enable_async_tensor_parallel=True), {}, "needs tensor parallelism, but mesh.tp_size=1"),
     "plan": (FSDP2Config(tp_plan={"model.layers.*.q_proj": "colwise"}), {}, "tp_plan needs tensor parallelism"),
     "ddp tp2": (DDPConfig(), {"tp_size": 2}, "tp_size=2 must be 1"),
-    "ddp pp2": (DDPConfig(), {"pp_size": 2}, "pp_size=2 must be 1"),
     "ddp cp2": (DDPConfig(), {"cp_size": 2}, "cp_size=2 must be 1"),
     "ddp ep2": (DDPConfig(), {"ep_size": 2}, "ep_size=2 must be 1"),
     "ddp rep2": (DDPConfig(), {"dp_replicate_size": 2}, "dp_replicate_size=2 is for hybrid sharding"),

@@ -1,0 +1,172 @@
+"""Write docs/support.md: which causal-LM families of the installed transformers can be cut and packed, as measured.
+
+Every family is built tiny from its default config, on the CPU, and probed with the checks that a run performs on the
+user's own config. Nothing here is a list of names, and nothing is downloaded.
+
+    python scripts/support_table.py [--families llama,qwen3] [--output docs/support.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.support import probe_packing
+from automodel_cli.pipelining.anatomy import NotMeasuredError, SplitError
+from automodel_cli.pipelining.support import probe
+
+SECONDS_PER_FAMILY = 60
+# Default configs of the library leave open what every published config of the family says.
+USUAL = {
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family: `yes`, `no` or `unknown` for each capability, with the reason where it is not yes."""
+
+    family: str
+    model_class: str
+    split: str
+    packing: str
+    notes: tuple[str, ...]
+
+
+def families() -> Iterator[tuple[str, PretrainedConfig, type[PreTrainedModel]]]:
+    """(model_type, default config, causal-LM class) of every decoder family that the library registers."""
+    for name in sorted(CONFIG_MAPPING):
+        config_class = CONFIG_MAPPING[name]
+        if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            continue
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        try:
+            config = config_class()
+        except Exception:
+            continue  # a composite that cannot exist without its parts
+        if not config.is_encoder_decoder:
+            config.is_decoder = True  # bert and its kin are causal only when told so
+            yield name, config, model_class[0] if isinstance(model_class, tuple) else model_class
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    def stop(signum: int, frame: object) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def measure(check: Callable[[], object]) -> tuple[str, str]:
+    """(verdict, reason)."""
+    try:
+        with time_limit(SECONDS_PER_FAMILY):
+            check()
+    except NotMeasuredError as error:
+        return "unknown", error.reason
+    except SplitError as error:
+        return "no", error.reason
+    except ConfigError as error:
+        return "unknown" if "cannot be measured" in error.message else "no", error.message
+    except Exception as error:
+        return "unknown", f"{type(error).__name__}: {error}"
+    return "yes", ""
+
+
+def with_usual_fields(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy with the fields of `USUAL` filled where the family has them and its default is None."""
+    full = copy.deepcopy(config)
+    text = full.get_text_config()
+    for name, value in USUAL.items():
+        if getattr(text, name, 0) is None:  # 0: the family has no such field
+            setattr(text, name, value)
+    return full
+
+
+def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> Row:
+    split, split_reason = measure(lambda: probe(model_class, copy.deepcopy(config)))
+    if split == "unknown":
+        config = with_usual_fields(config)
+        split, split_reason = measure(lambda: probe(model_class, copy.deepcopy(config)))
+    packing, packing_reason = measure(lambda: probe_packing(copy.deepcopy(config)))
+    notes = [
+        f"{what}: {_short(reason)}" for what, reason in (("split", split_reason), ("packing", packing_reason)) if reason
+    ]
+    return Row(name, model_class.__name__, split, packing, tuple(notes))
+
+
+def _short(reason: str, limit: int = 200) -> str:
+    text = " ".join(reason.split()).replace("|", "\\|")
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def render(rows: list[Row]) -> str:
+    totals = {what: Counter(getattr(row, what) for row in rows) for what in ("split", "packing")}
+    library, torch_version = transformers.__version__, torch.__version__.split("+")[0]
+    intro = f"""# Which model families work
+
+Measured with transformers {library} and torch {torch_version} by `scripts/support_table.py`: every family is built tiny
+from its default config. *Split*: three uneven pipeline stages give the log-probs and gradients of the whole model.
+*Packing*: packed documents give what separate ones give. A run probes the user's own config in the same way and refuses
+what differs, so this table is information, not a gate. *Unknown*: the tiny copy could not be built or run, so nothing
+was measured.
+"""
+    lines = [
+        intro,
+        "| | yes | no | unknown |",
+        "|---|--:|--:|--:|",
+        *(f"| {what} | {c['yes']} | {c['no']} | {c['unknown']} |" for what, c in totals.items()),
+        "",
+        "| family | class | split | packing | |",
+        "|---|---|---|---|---|",
+        *(f"| {r.family} | {r.model_class} | {r.split} | {r.packing} | {'; '.join(r.notes)} |" for r in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", help="comma-separated model types (default: all)")
+    parser.add_argument("--output", type=Path, default=Path("docs/support.md"))
+    options = parser.parse_args()
+    wanted = options.families.split(",") if options.families else None
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    rows = []
+    for name, config, model_class in families():
+        if wanted is None or name in wanted:
+            rows.append(row_of(name, config, model_class))
+            print(
+                f"{name:28s} split {rows[-1].split:8s} packing {rows[-1].packing:8s} {'; '.join(rows[-1].notes)[:150]}",
+                flush=True,
+            )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(render(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""AutoPipeline's interface: every option acts or is refused by name, and every member says what it documents."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.pipelining.auto_pipeline import AutoPipeline
+from automodel_cli.pipelining.config import PipelineConfig
+from tests.dist.harness import launch
+from tests.dist.pipeline_cases import Case, loss_over, make_batches, whole_part
+from tests.tiny import build_hf, tiny_fields
+
+PART = Case("1F1B")
+
+REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no mesh": ({"world_mesh": None}, "needs world_mesh"),
+    "axis": ({"pp_axis_name": "stage"}, "pp_axis_name: the mesh has no axis 'stage'; it has pp"),
+    "dp axis": ({"dp_axis_names": ("data",)}, "dp_axis_names: the mesh has no axis 'data'"),
+    "cp axis": ({"cp_axis_name": "cp"}, "cp_axis_name: the mesh has no axis 'cp'"),
+    "expert axis": ({"ep_axis_name": "ep"}, "ep_axis_name: the mesh has no axis 'ep'"),
+    "no schedule": ({"pp_schedule": None}, "neither pp_schedule nor pp_schedule_csv"),
+    "schedule": ({"pp_schedule": "1f2b"}, "pp_schedule='1f2b' is no schedule"),
+    "csv": ({"pp_schedule_csv": "/nowhere.csv"}, "pp_schedule_csv=/nowhere.csv is no file"),
+    "microbatch": ({"pp_microbatch_size": 0}, "pp_microbatch_size=0 must be at least 1"),
+    "divide": ({"pp_microbatch_size": 3, "pp_batch_size": 8}, "pp_microbatch_size=3 does not divide pp_batch_size=8"),
+    "layers": ({"layers_per_stage": 0}, "layers_per_stage=0 must be at least 1"),
+    "rounding": ({"round_virtual_stages_to_pp_multiple": "near"}, "'near' must be 'up', 'down' or null"),
+    "two ways": ({"layers_per_stage": 2, "layout": "Ett|ttL"}, "layout and layers_per_stage exclude each other"),
+    "balance": ({"balance": "fair"}, "balance='fair' must be"),
+    "inner": ({"patch_inner_model": False}, "patch_inner_model=false"),
+    "outer": ({"patch_causal_lm_model": False}, "patch_causal_lm_model=false"),
+    "scale": ({"scale_grads_in_schedule": True}, "losses are divided by the global weight"),
+    "length": ({"pp_seq_len": 0}, "pp_seq_len=0 must be at least 1"),
+}
+
+REFUSED_BUILDS: dict[str, tuple[dict[str, Any], str]] = {
+    "too few": ({"pp_batch_size": 1}, "at least as many microbatches as stages: 1 < 2"),
+    "dualpipe": ({"pp_schedule": "dualpipev", "pp_batch_size": 3}, "at least 2 \\* pp_size microbatches: 3 < 4"),
+    "group": (
+        {"pp_schedule": "interleaved1f1b", "pp_batch_size": 4, "microbatch_group_size": 3},
+        "leave a last group of 1",
+    ),
+    "stages": ({"pp_schedule": "interleaved1f1b", "layers_per_stage": 3, "pp_batch_size": 4}, "1 per rank"),
+    "odd": ({"layers_per_stage": 3, "pp_schedule": "looped_bfs"}, "1 per rank"),
+    "too many": ({"layers_per_stage": 1, "pp_batch_size": 4}, "4 stages on pp_size=2 ranks are 2 per rank"),
+    "layout count": ({"layout": "Ettt|ttL", "pp_batch_size": 4}, "layer-count"),
+    "layout stages": ({"layout": "Et|t|t|tL", "pp_batch_size": 4}, "exactly one per rank|exactly 1 stage per rank"),
+    "mtp": ({"layout": "Ett|ttmL", "pp_batch_size": 4}, r"\(m\), but LlamaForCausalLM builds none"),
+    "module": (
+        {"module_fqns_per_model_part": [["model.embed_tokens", "model.layer.0"], ["lm_head"]], "pp_batch_size": 4},
+        "no module 'model.layer.0'; did you mean 'model.layers.0'",
+    ),
+}
+
+
+def _mesh(world: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
+
+
+def _refusal(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refused_options(rank: int, world: int) -> dict[str, str]:
+    mesh = _mesh(world)
+    return {
+        name: _refusal(lambda options=options: AutoPipeline(**{"world_mesh": mesh, **options}))
+        for name, (options, _) in REFUSED_OPTIONS.items()
+    }
+
+
+def refused_builds(rank: int, world: int) -> dict[str, str]:
+    mesh, part = _mesh(world), whole_part(PART, 4)
+    found = {
+        name: _refusal(lambda options=options: AutoPipeline(world_mesh=mesh, **options).build(part))
+        for name, (options, _) in REFUSED_BUILDS.items()
+    }
+    ready = AutoPipeline(world_mesh=mesh, pp_batch_size=2)
+    found["model"] = _refusal(lambda: ready.build(nn.Linear(1, 1)))  # type: ignore[arg-type]
+    found["loss"] = _refusal(lambda: ready.build(part, loss_fn="sum"))  # type: ignore[arg-type]
+    alone, _ = dist.new_subgroups(1)
+    wrap = functools.partial(nn.parallel.DistributedDataParallel, process_group=alone)
+    found["ddp"] = _refusal(lambda: ready.build(part, parallelize_fn=lambda module, **axes: wrap(module)))
+    return found
+
+
+def refused_sharding(rank: int, world: int) -> str:
+    """Zero-bubble with reshard_after_forward=True loses gradients: never built."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+
+    def shard(part: nn.Module, **axes: Any) -> None:
+        fully_shard(part, mesh=mesh["dp"], reshard_after_forward=True)
+
+    pipeline = AutoPipeline(world_mesh=mesh, pp_schedule="zbv", pp_batch_size=4)
+    return _refusal(lambda: pipeline.build(whole_part(PART, 4), parallelize_fn=shard))
+
+
+@pytest.fixture(scope="module")
+def option_errors() -> dict[str, str]:
+    return launch(refused_options, 2)
+
+
+@pytest.fixture(scope="module")
+def build_errors() -> dict[str, str]:
+    return launch(refused_builds, 2)
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIONS)
+def test_refused_options(name: str, option_errors: dict[str, str]):
+    assert re.search(REFUSED_OPTIONS[name][1], option_errors[name]), option_errors[name]
+
+
+@pytest.mark.parametrize("name", REFUSED_BUILDS)
+def test_refused_builds(name: str, build_errors: dict[str, str]):
+    assert re.search(REFUSED_BUILDS[name][1], build_errors[name]), build_errors[name]
+
+
+def test_refused_arguments(build_errors: dict[str, str]):
+    assert "takes a ModelPart or a Hugging Face model, not Linear" in build_errors["model"]
+    assert "loss_fn must be callable" in build_errors["loss"]
+    assert "DDP wrapper" in build_errors["ddp"]
+
+
+def test_zero_bubble_refuses_resharding():
+    assert "reshard_after_forward" in launch(refused_sharding, 2)
+
+
+def before_build(rank: int, world: int) -> list[Any]:
+    pipeline = AutoPipeline(world_mesh=_mesh(world))
+    errors = []
+    for call in (lambda: pipeline.parts, lambda: pipeline.update_seq_len(8), lambda: pipeline.forward_backward([])):
+        with pytest.raises(RuntimeError, match="not built yet"):
+            call()
+        errors.append("refused")
+    listed = [pipeline.list_stage_modules(), pipeline.get_stage_param_counts(), pipeline.get_total_param_count()]
+    pipeline.info.model_parts = [nn.Sequential(nn.Linear(10, 5), nn.Linear(5, 1, bias=False))]
+    pipeline.info.model_parts[0][0].weight.requires_grad_(False)  # type: ignore[union-attr,index]
+    counts = [pipeline.get_total_param_count(), pipeline.get_total_param_count(trainable_only=True)]
+    fresh = AutoPipeline(world_mesh=_mesh(world))
+    return [errors, listed, counts, pipeline.list_stage_modules(), fresh.debug_summary(), fresh.pretty_print_stages()]
+
+
+def test_members_before_build():
+    errors, listed, counts, modules, summary, pretty = launch(before_build, 2)
+    assert errors == ["refused"] * 3
+    assert listed == [[], [], 0]
+    assert counts == [60, 10]
+    assert modules == [["0", "1"]]
+    assert summary.splitlines() == ["Local stages: 0", "Schedule: None"]
+    assert pretty == "<no stages>"
+
+
+def after_build(rank: int, world: int, folder: str) -> dict[str, Any]:
+    mesh = build_mesh_of(world)
+    whole = build_hf("llama")
+    pipeline = AutoPipeline(world_mesh=mesh, pp_schedule="zbv", pp_batch_size=4, pp_seq_len=16)
+    resets: list[int] = []
+    assert pipeline.build(whole, loss_fn=loss_over(10.0)) is pipeline
+    stages = pipeline.info.stages or []
+    begin = stages[0].begin
+    stages[0].begin = lambda shapes, train: (resets.append(shapes[0][1]), begin(shapes, train))  # type: ignore
+    for length in (16, 128, 128, 100, 200, 200):
+        pipeline.update_seq_len(length)
+    described = list(resets)
+    for suffix in ("svg", "png"):
+        pipeline.visualize_current_schedule(f"{folder}/rank{rank}.{suffix}")
+    loss = pipeline.forward_backward(make_batches(PART, 4, 0, 0))  # the loss given to build
+    return {
+        "info": (pipeline.info.enabled, pipeline.info.has_first_stage, pipeline.info.has_last_stage),
+        "indices": [stage.stage_index for stage in stages],
+        "resets": described,
+        "params": pipeline.get_total_param_count(),
+        "whole": sum(p.numel() for p in whole.parameters()),
+        "names": [name for part in pipeline.parts for name, _ in part.named_parameters()],
+        "hub names": sorted(f"model.{name}" for name, _ in whole.named_parameters()),
+        "shared": all(
+            p.data_ptr() in {q.data_ptr() for q in whole.parameters()} for x in pipeline.parts for p in x.parameters()
+        ),
+        "text": pipeline.visualize_current_schedule(),
+        "pretty": pipeline.pretty_print_stages(max_modules_per_stage=2),
+        "summary": pipeline.debug_summary(),
+        "loss": loss.item(),
+    }
+
+
+def build_mesh_of(world: int) -> Any:
+    from automodel_cli.distributed.layout import MeshConfig
+
+    return build_mesh(MeshConfig(pp_size=world).resolve(world), "cpu")
+
+
+def test_members_after_build(tmp_path: Path):
+    from tests.dist.harness import launch_all
+
+    first, second = launch_all(after_build, 2, str(tmp_path))
+    assert first["info"] == (True, True, True) and second["info"] == (True, False, False), "V: rank 0 has both ends"
+    assert (first["indices"], second["indices"]) == ([0, 3], [1, 2])
+    assert first["resets"] == [128, 100, 200]
+    assert first["params"] + second["params"] == first["whole"]
+    assert sorted(first["names"] + second["names"]) == first["hub names"]
+    assert first["shared"] and second["shared"], "no parameter was copied"
+    assert "stage 3:" in first["pretty"] and "more modules" in first["pretty"]
+    assert "stage 2: layers 2-2; " in second["summary"]
+    assert "rank 1" in first["text"] and "idle" in first["text"]
+    assert (tmp_path / "rank0.svg").read_text().startswith("<svg")
+    assert (tmp_path / "rank0.png").read_bytes().startswith(b"\x89PNG")
+    assert first["loss"] > 0 and second["loss"] == 0
+
+
+def from_meta(rank: int, world: int) -> dict[str, Any]:
+    part = build_part(ModelConfig(config=tiny_fields("llama")))
+    pipeline = AutoPipeline(world_mesh=_mesh(world), pp_schedule="interleaved1f1b", pp_batch_size=2).build(part)
+    return {"meta": all(p.is_meta for x in pipeline.parts for p in x.parameters()), "parts": len(pipeline.parts)}
+
+
+def test_meta_models_stay_on_meta():
+    assert launch(from_meta, 2) == {"meta": True, "parts": 2}
+
+
+def test_config_node():
+    with pytest.raises(ConfigError, match="runtime=eager does not exist yet"):
+        PipelineConfig(runtime="eager")
+    with pytest.raises(ConfigError, match="schedule='gpip' is no schedule"):
+        PipelineConfig(schedule="gpip")
+    with pytest.raises(ConfigError, match="at least 2 \\* pp_size microbatches"):
+        PipelineConfig(schedule="dualpipev").check(pp_size=2, num_microbatches=3)
+    assert PipelineConfig(schedule="zbv").options()["pp_schedule"] == "zbv"
