@@ -26,10 +26,10 @@ def check(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], resolve
     limit = max(40, shutil.get_terminal_size().columns - width - 2)
     for key, value in composed.tree.items():
         label = "recipe" if key == "_target_" else key
-        click.echo(f"{click.style(f'{label:<{width}}', bold=True)}  {_clip(_line(value), limit)}")
+        click.echo(f"{click.style(label.ljust(width), bold=True)}  {_clip(_line(value), limit)}")
     files = " < ".join(display(path) for path in reversed(composed.files))
     more = f", {len(overrides)} from the command line" if overrides else ""
-    click.echo(f"{click.style('ok', fg='green', bold=True):<{width}}  {files}{more}")
+    click.echo(f"{click.style('ok'.ljust(width), fg='green', bold=True)}  {files}{more}")
 
 
 def _line(value: Any) -> str:

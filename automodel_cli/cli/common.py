@@ -32,8 +32,8 @@ class Recipe(Protocol):
         """Train, as one rank; returns the exit code. `composed.run_dir` is set when a run goes on in place."""
         ...
 
-    def inspect_data(self, composed: Composed, rows: int) -> int:
-        """Print rows as the model will see them; returns the exit code."""
+    def inspect_data(self, composed: Composed, *, rows: int) -> int | None:
+        """Print rows as the model will see them; returns the exit code, None for 0."""
         ...
 
     def export(self, run_dir: Path, out_dir: Path) -> int:

@@ -18,4 +18,4 @@ def data() -> None:
 def inspect(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], rows: int) -> int:
     """Print rows with trained tokens coloured and the totals of supervised tokens."""
     composed, recipe = common.load(conf, overrides, trust)
-    return recipe.inspect_data(composed, rows)
+    return recipe.inspect_data(composed, rows=rows) or 0

@@ -40,7 +40,7 @@ class Verdict:
     fix: str = ""
 
 
-@click.command()
+@click.command(short_help="Check this machine, with fixes.")
 def doctor() -> int:
     """Check versions, clashes, GPU, disk and optional packages; exit code 1 if something fails."""
     verdicts = [verdict for check in CHECKS for verdict in check()]
@@ -56,7 +56,7 @@ def doctor() -> int:
 def python() -> Iterator[Verdict]:
     """The interpreter that the project supports."""
     found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
+    if tuple(sys.version_info) < (3, 11):  # a tuple: pip does not install us here, but PYTHONPATH may
         yield Verdict("fail", "python", f"{found}, needs >= 3.11", "uv venv --python 3.12")
     else:
         yield Verdict("ok", "python", f"{found}  {sys.executable}")
@@ -149,10 +149,7 @@ def extras() -> Iterator[Verdict]:
     if have:
         yield Verdict("ok", "extras", ", ".join(have))
     if missing:
-        example = missing[0].split()[0]
-        yield Verdict(
-            "ok", "not there", ", ".join(missing), f'pip install "{DISTRIBUTION}[{example}]"   (only if wanted)'
-        )
+        yield Verdict("ok", "extras not there", f"{', '.join(missing)}: pip install '{DISTRIBUTION}[NAME]'")
 
 
 CHECKS: tuple[Callable[[], Iterator[Verdict]], ...] = (python, dependencies, clashes, gpu, space, extras)

@@ -11,6 +11,8 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 import click
@@ -21,6 +23,8 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch import worker
 
 _FAILED, _USAGE, _OUT_OF_MEMORY, _INTERRUPTED = 1, 2, 4, 130
+
+_CLICK = str(Path(click.__file__).parent)
 
 COMMANDS = {
     "finetune": ("automodel_cli.cli.finetune", "finetune"),
@@ -63,7 +67,7 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Short form: automodel CONF.yaml [key=value ...]   Start here: automodel recipes ls",
+    epilog="\b\nShort form  automodel CONF [KEY=VALUE]...\nStart here  automodel recipes ls",
 )
 @click.version_option(__version__, message="automodel %(version)s")
 def cli() -> None:
@@ -93,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
     except Exception as error:
-        traceback.print_exc()
+        traceback.print_exception(error.with_traceback(_own_frames(error)))
         return _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else _FAILED
 
 
@@ -103,6 +107,14 @@ def render(error: ConfigError) -> str:
     text = re.sub(r"^( +)(from )", lambda m: m[1] + click.style(m[2], dim=True), text, flags=re.M)
     text = re.sub(r"^( +)(fix )", lambda m: m[1] + click.style(m[2], fg="green"), text, flags=re.M)
     return f"{click.style(type(error).__name__ + ':', fg='red', bold=True)} {text}"
+
+
+def _own_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the command on: click's frames above it tell nobody anything."""
+    frame = error.__traceback__
+    while frame and frame.tb_next and frame.tb_frame.f_code.co_filename.startswith((_CLICK, __file__)):
+        frame = frame.tb_next
+    return frame
 
 
 def _unknown_option(error: click.NoSuchOption) -> ConfigError:

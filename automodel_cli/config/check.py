@@ -172,7 +172,7 @@ class _Binder:
         if node is None:
             return _WRONG
         options = schema.members(hint)
-        plain = all(isinstance(o, type) and not typing.is_typeddict(o) and not _is_protocol(o) for o in options)
+        plain = all(isinstance(o, type) and o is not Any and typing.Protocol not in o.__mro__ for o in options)
         if plain and not node.partial and isinstance(node.target, type) and not issubclass(node.target, options):
             raise values.Mismatch(f"expects {values.describe(options)}, got {value['_target_']}")
         return node
@@ -188,7 +188,7 @@ class _Binder:
             return
         if isinstance(value, dict) and value:
             meant = nearest_section(key, self.known)
-            if meant:
+            if meant and all(_join(meant, str(k)) in self.known for k in value):
                 self.add(key, f"unknown section {key}", f"call it {meant}")
                 return
             inner = [(k, v) for k, v in _leaves(value, key) if suggest(k, v, self.known)]
@@ -216,11 +216,12 @@ class _Builder:
         try:
             return node.target(**arguments)
         except ConfigError as error:
-            self.refused(node, error)
+            self.refused(node, arguments, error)
         except Exception as error:
             if own and targets.is_own(node.target):
                 raise  # a bug of ours: keep the traceback
-            self.refused(node, ConfigError(f"{node.target.__qualname__} refuses its arguments: {error}"))
+            message = f"{node.target.__qualname__} refuses its arguments: {error}"
+            self.refused(node, arguments, ConfigError(message))
         return _WRONG
 
     def value(self, item: Any) -> Any:
@@ -232,20 +233,20 @@ class _Builder:
             return {k: self.value(v) for k, v in item.items()}
         return item
 
-    def refused(self, node: _Node, error: ConfigError) -> None:
+    def refused(self, node: _Node, arguments: dict[str, Any], error: ConfigError) -> None:
         """A node refused its own values: name the keys, their values and where each was written."""
         keys = [_join(node.key, k) for k in error.keys] or [node.key]
         where = self.composed.nearest_origin(keys[0])
-        source = error.origin or self.sources(node, keys)
+        source = error.origin or self.sources(node, arguments, keys)
         self.problems.append(Problem(keys[0], error.message, where, source, error.fix))
 
-    def sources(self, node: _Node, keys: list[str]) -> str:
+    def sources(self, node: _Node, arguments: dict[str, Any], keys: list[str]) -> str:
         groups: dict[Origin, list[str]] = {}
         for key in keys:
             if key == node.key:  # the node as a whole
                 groups.setdefault(self.composed.nearest_origin(key), []).append(key)
                 continue
-            text = f"{key}={show(_value_or_default(self.composed.tree, node, key))}"
+            text = f"{key}={show(_effective(node, arguments, key[len(node.key) + 1 if node.key else 0 :]))}"
             groups.setdefault(self.composed.where(key), []).append(text)
         return "; ".join(f"{', '.join(texts)} ({origin})".lstrip() for origin, texts in groups.items())
 
@@ -269,23 +270,23 @@ def _at(tree: Any, key: str) -> Any:
     return tree
 
 
-def _value_or_default(tree: Any, node: _Node, key: str) -> Any:
-    set_here = _at(tree, key)
-    name = key[len(node.key) + 1 if node.key else 0 :]
-    parameter = node.signature.parameters.get(name)
-    if set_here is not None or parameter is None or parameter.default is schema.REQUIRED or parameter.is_factory:
-        return set_here
-    return parameter.default
+def _effective(node: _Node, arguments: dict[str, Any], key: str) -> Any:
+    """The value that a refused node saw under a key relative to it: as set, or the default."""
+    name, *rest = key.split(".")
+    if name in arguments:
+        value = arguments[name]
+    else:
+        parameter = node.signature.parameters[name]
+        value = parameter.default() if parameter.is_factory else parameter.default
+    for part in rest:
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
 
 
 def _leaves(value: object, key: str) -> list[tuple[str, object]]:
     if isinstance(value, dict):
         return [leaf for k, v in value.items() if not str(k).startswith("_") for leaf in _leaves(v, f"{key}.{k}")]
     return [(key, value)]
-
-
-def _is_protocol(hint: type) -> bool:
-    return typing.Protocol in hint.__mro__
 
 
 def _is_clean(bound: Any) -> bool:

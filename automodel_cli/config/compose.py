@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from automodel_cli.config import bundled, hydra_adapter
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.marks import read_marks, yaml_error
-from automodel_cli.config.problems import COMMAND_LINE, DEFAULT, Origin, Problem, as_error, show
+from automodel_cli.config.problems import COMMAND_LINE, DEFAULT, Origin, Problem, as_error
 
 MISSING = "???"
 
@@ -171,7 +171,7 @@ def _parse(text: str) -> hydra_adapter.Override:
         raise ConfigError(f"{text} is not an override: key=value is expected", origin=origin, fix=f"{key}=VALUE")
     try:
         override = hydra_adapter.parse(text)
-    except hydra_adapter.OverrideParseException as error:
+    except hydra_adapter.HydraException as error:
         quoted = "'" + f'{key}="{value}"' + "'"
         raise ConfigError(f"{text} cannot be read; quote the value", origin=origin, fix=quoted) from error
     if override.is_sweep_override():
@@ -207,10 +207,10 @@ def _apply(config: DictConfig, override: hydra_adapter.Override, origins: dict[s
             return
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        section = key.rpartition(".")[0]
-        held = OmegaConf.select(config, section, throw_on_missing=False) if section else None
-        raise ConfigError(f"{key} cannot be set: {section} is {show(held)}, not a section", origin=origin) from error
+        raise ConfigError(f"{key} cannot be set: {str(error).splitlines()[0]}", origin=origin) from error
     _record_override(key, value, origins)
+    while key := key.rpartition(".")[0]:  # a section that exists only because of this override
+        origins.setdefault(key, Origin("", text=COMMAND_LINE))
 
 
 def _record_override(key: str, value: object, origins: dict[str, Origin]) -> None:

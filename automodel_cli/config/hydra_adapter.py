@@ -20,12 +20,9 @@ from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError
-
-__all__ = ["Loader", "MarkedYAMLError", "Merged", "Override", "OverrideParseException", "parse"]
 
 ComposeErrors = (HydraException, OmegaConfBaseException, ValueError)
 
@@ -39,7 +36,7 @@ class Merged:
 
 
 def parse(override: str) -> Override:
-    """One command-line override in Hydra's grammar. Raises OverrideParseException."""
+    """One command-line override in Hydra's grammar. Raises HydraException."""
     return OverridesParser.create().parse_override(override)
 
 

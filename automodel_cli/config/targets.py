@@ -75,11 +75,13 @@ def is_own(target: Callable[..., Any]) -> bool:
 
 def _outside(path: str, allowed: Sequence[str]) -> ConfigError:
     top = path.split(".")[0]
-    message = f"{path} is outside the packages that a config may build from: {', '.join(allowed)}"
+    message = f"{path} is outside the packages that a config may build from"
+    if top == "torch":
+        message += f" ({', '.join(name for name in allowed if name.startswith('torch.'))})"
     near = difflib.get_close_matches(top, OWN, 1, 0.75)
     if near:
         return ConfigError(message, fix=f"_target_={near[0]}{path[len(top) :]}")
-    if top in sys.stdlib_module_names:
+    if top in sys.stdlib_module_names or top == "torch":
         return ConfigError(message)
     return ConfigError(message, fix=f"--trust-package {top}   (if you trust its code)")
 

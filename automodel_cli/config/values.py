@@ -36,7 +36,7 @@ def fits(value: object, hint: Any) -> bool:
     origin = typing.get_origin(hint) or hint
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(hint))
-    if hint is Any or not isinstance(origin, type) or typing.Protocol in origin.__mro__:
+    if origin is Any or not isinstance(origin, type) or typing.Protocol in origin.__mro__:
         return True  # nothing that a value could be compared with
     if value is None:
         return hint is types.NoneType

@@ -9,17 +9,16 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from automodel_cli.launch import stop, worker
 
 _FAILED = 1
-_CONFIG = 2
-_OUT_OF_MEMORY = 4
+_PEER_SECONDS = 3.0
+"""How long the peers of a failed rank may take to say what they saw."""
 
 
 def run(arguments: Sequence[str], *, num_ranks: int, log_dir: Path | None = None) -> int:
@@ -39,8 +38,8 @@ def run(arguments: Sequence[str], *, num_ranks: int, log_dir: Path | None = None
     os.environ.update({worker.STATUS_DIR: str(status), worker.LOG_DIR: str(logs)})
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores; elastic itself would leave it unset
     os.environ.setdefault(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10"
-    )  # for the peers of a crashed rank, stuck in a collective
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3"
+    )  # peers of a crashed rank cannot go on: s until SIGKILL
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank's own text says more
     config = LaunchConfig(
         min_nodes=1,
@@ -53,20 +52,31 @@ def run(arguments: Sequence[str], *, num_ranks: int, log_dir: Path | None = None
         logs_specs=DefaultLogsSpecs(log_dir=str(status / "elastic")),
         signals_to_handle="SIGQUIT",  # not the three that `_Relay` handles
     )
+    exit_codes: dict[int, int] = {}
     with _Relay(status, num_ranks) as relay:
         try:
             elastic_launch(config, sys.executable)("-u", *_safe_path(), "-m", "automodel_cli", *arguments)
-            failed = None
         except ChildFailedError as error:
-            failed = error.get_first_failure()[1].local_rank
+            exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException:
-            failed = 0
-    code = _exit_code(status, relay, failed)
-    if failed is not None and not relay.killed:
-        _report(status, failed, code)
-    else:
-        shutil.rmtree(status, ignore_errors=True)
-    return code
+            relay.killed = True
+    try:
+        return _outcome(status, relay, exit_codes)
+    finally:
+        kept = any(str(status) in pointer.read_text() for pointer in status.glob("rank-*.log"))
+        if not (exit_codes and kept):
+            shutil.rmtree(status, ignore_errors=True)
+
+
+def _outcome(status: Path, relay: _Relay, exit_codes: Mapping[int, int]) -> int:
+    """The exit code of the run: rank 0's own, or that of the rank that failed first, which is reported."""
+    if relay.killed:
+        return stop.EXIT_CODES[signal.SIGINT] if relay.received == signal.SIGINT else _FAILED
+    if not exit_codes:
+        return _left_by(status, 0) or 0
+    first = _first_failure(status, exit_codes)
+    _report(status, first)
+    return _left_by(status, first) or _FAILED
 
 
 def _safe_path() -> list[str]:
@@ -77,9 +87,11 @@ def _safe_path() -> list[str]:
 
 
 class _Relay:
-    """Hands the first signal to every worker, once each, and kills them on the second.
+    """Hands the first signal to every worker, once each; kills the workers on the second, and when one of them has
+    failed.
 
-    A worker that has not written its pid yet gets the signal as soon as it has: a thread waits for it.
+    One thread does both, because a worker may not have written its pid yet, and because peers of a crashed rank hang in
+    a collective, where no Python handler runs: elastic would wait 30 s for them.
     """
 
     def __init__(self, status: Path, num_ranks: int):
@@ -91,6 +103,7 @@ class _Relay:
 
     def __enter__(self) -> _Relay:
         self._before = {s: signal.signal(s, self._on_signal) for s in stop.EXIT_CODES}
+        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -101,42 +114,59 @@ class _Relay:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None:
             self.killed = True
-            for pid in self._pids().values():
-                _send(pid, signal.SIGKILL)
+            self._kill()
             return
         self.received = signal.Signals(signum)
         os.write(sys.stderr.fileno(), f"\n{stop.message(signum)}\n".encode())
-        threading.Thread(target=self._deliver, args=(self.received,), daemon=True).start()
 
-    def _deliver(self, signum: signal.Signals) -> None:
+    def _watch(self) -> None:
         told: set[int] = set()
-        while len(told) < self._num_ranks and not self._done.is_set():
-            for rank, pid in self._pids().items():
-                if rank not in told:
-                    told.add(rank)
-                    _send(pid, signum)
-            time.sleep(0.05)
+        while not self._done.wait(0.1):
+            if self.received is not None:
+                for rank, pid in self._pids().items():
+                    if rank not in told:
+                        told.add(rank)
+                        _send(pid, self.received)
+            if any(self._failed(rank, pid) for rank, pid in self._pids().items()):
+                self._done.wait(_PEER_SECONDS)
+                self._kill()
+                return
+
+    def _failed(self, rank: int, pid: int) -> bool:
+        """Whether a rank has left a bad exit code, or is gone without leaving any."""
+        alive = _send(pid, 0)
+        code = _left_by(self._status, rank)
+        return not alive if code is None else code not in (0, *stop.EXIT_CODES.values())
+
+    def _kill(self) -> None:
+        for rank, pid in self._pids().items():
+            if _left_by(self._status, rank) is None:  # one that has ended keeps its own words
+                _send(pid, signal.SIGKILL)
 
     def _pids(self) -> dict[int, int]:
         paths = {rank: self._status / f"rank-{rank}.pid" for rank in range(self._num_ranks)}
         return {rank: int(path.read_text()) for rank, path in paths.items() if path.exists()}
 
 
-def _send(pid: int, signum: signal.Signals) -> None:
+def _send(pid: int, signum: int) -> bool:
+    """Send a signal (0: only ask); False when the process has ended."""
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
-        pass  # it has just ended by itself
+        return False
+    return True
 
 
-def _exit_code(status: Path, relay: _Relay, failed: int | None) -> int:
-    """Rank 0's own code where it left one; else the code of the rank that failed first, else 1."""
-    if relay.killed:
-        return 130 if relay.received == signal.SIGINT else _FAILED
-    if failed is None:
-        return _left_by(status, 0) or 0
-    codes = [_left_by(status, failed), _left_by(status, 0)]
-    return next((code for code in codes if code not in (None, 0)), None) or _FAILED
+def _first_failure(status: Path, exit_codes: Mapping[int, int]) -> int:
+    """Which of the failed ranks (in the order of their discovery) is the cause.
+
+    Ranks that elastic has ended with a signal are its victims. Of the rest, one that died without a word comes before
+    its peers, which then lose their connection; else the one that wrote its exit code first.
+    """
+    ended = (-signal.SIGTERM, -signal.SIGKILL)
+    suspects = [rank for rank, code in exit_codes.items() if code not in ended] or list(exit_codes)[:1]
+    files = {rank: status / f"rank-{rank}.exit" for rank in suspects}
+    return min(suspects, key=lambda rank: files[rank].stat().st_mtime_ns if files[rank].exists() else 0)
 
 
 def _left_by(status: Path, rank: int) -> int | None:
@@ -144,14 +174,17 @@ def _left_by(status: Path, rank: int) -> int | None:
     return int(path.read_text()) if path.exists() else None
 
 
-def _report(status: Path, failed: int, code: int, num_lines: int = 20) -> None:
-    """Say which rank failed and show the end of its log; rank 0 has already written to the terminal."""
-    pointer = status / f"rank-{failed}.log-path"
-    if failed == 0 or not pointer.exists():
-        if code not in (_CONFIG, _OUT_OF_MEMORY):
-            print(f"rank {failed} failed; logs of the other ranks: {status / 'logs'}", file=sys.stderr)
+def _report(status: Path, failed: int, num_lines: int = 20) -> None:
+    """Say which rank failed and show the end of its log. Rank 0 has written to the terminal itself."""
+    pointer = status / f"rank-{failed}.log"
+    how = "failed" if _left_by(status, failed) else "died without a word (killed?)"
+    if not pointer.exists():
+        if _left_by(status, failed) is None:
+            print(f"rank {failed} {how}", file=sys.stderr)
         return
-    path = Path(pointer.read_text())
-    print(f"\nrank {failed} failed; the end of {path}:", file=sys.stderr)
-    for line in path.read_text(errors="replace").splitlines()[-num_lines:]:
-        print(f"  {line}", file=sys.stderr)
+    start, _, path = pointer.read_text().partition(" ")
+    print(f"\nrank {failed} {how}; the end of {path}:", file=sys.stderr)
+    with Path(path).open(errors="replace") as stream:
+        stream.seek(int(start))
+        for line in stream.read().splitlines()[-num_lines:]:
+            print(f"  {line}", file=sys.stderr)

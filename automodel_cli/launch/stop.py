@@ -15,13 +15,17 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
 """What a run that stopped on request returns: 130 for Ctrl-C, 75 (EX_TEMPFAIL) for preempted."""
 
 _received: signal.Signals | None = None
-_quiet = False
+_launched = False
 
 
-def install(*, quiet: bool = False) -> None:
-    """Take over SIGINT, SIGTERM and SIGHUP. `quiet` leaves the message to the launcher."""
-    global _quiet
-    _quiet = quiet
+def install(*, launched: bool = False) -> None:
+    """Take over SIGINT, SIGTERM and SIGHUP.
+
+    `launched` is for a rank of `launch.local`, which speaks and kills for its ranks: a scheduler that signals every
+    process of a job must not look like a second request here.
+    """
+    global _launched
+    _launched = launched
     for signum in EXIT_CODES:
         signal.signal(signum, _on_signal)
 
@@ -58,10 +62,12 @@ def message(signum: int) -> str:
 def _on_signal(signum: int, frame: FrameType | None) -> None:
     global _received
     if _received is not None:
+        if _launched:
+            return
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
         os._exit(128 + signum)  # nothing may run any more: a handler can fire inside a collective
     _received = signal.Signals(signum)
-    if not _quiet:
+    if not _launched:
         # os.write: the signal may have interrupted a print, and print is not reentrant.
         os.write(sys.stderr.fileno(), f"\n{message(signum)}\n".encode())

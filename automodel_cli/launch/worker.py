@@ -35,7 +35,7 @@ def begin() -> None:
     _status = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
     redirect_output()
     _die_with_parent()
-    stop.install(quiet=True)
+    stop.install(launched=True)
     _write(_status / f"rank-{os.environ['RANK']}.pid", str(os.getpid()))
 
 
@@ -59,10 +59,11 @@ def redirect_output(log_dir: Path | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     with path.open("ab") as stream:
+        start = stream.tell()  # a run that was resumed has written here before
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     if _status is not None:
-        _write(_status / f"rank-{rank}.log-path", str(path.resolve()))
+        _write(_status / f"rank-{rank}.log", f"{start} {path.resolve()}")
 
 
 def finish(code: int) -> int:

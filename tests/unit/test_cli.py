@@ -1,0 +1,237 @@
+"""The command line in real processes: start-up cost, texts, exit codes, completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.cli import doctor
+from automodel_cli.config import bundled
+
+HERE = Path(__file__).parent
+TOY = """\
+# A toy
+_target_: toy_recipe.nodes.Recipe
+data: {path: train.jsonl}
+optimizer: {_target_: toy_recipe.nodes.Optimizer, lr: 1e-5}
+"""
+TRUST = ["--trust-package", "toy_recipe"]
+PROBE = """\
+import sys
+from automodel_cli.cli.main import run
+code = run(sys.argv[2:])
+loaded = [name for name in sys.argv[1].split(",") if name in sys.modules]
+sys.exit(f"imported {loaded}" if loaded else code)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    (tmp_path / "toy.yaml").write_text(TOY)
+    return tmp_path
+
+
+def automodel(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("AUTOMODEL_", "SLURM_"))}
+    environ |= {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **env}
+    command = [sys.executable, "-m", "automodel_cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+
+
+def cpu_seconds(folder: Path, forbidden: str, *arguments: str, **env: str) -> float:
+    """CPU of the whole process, the least of three; fails when it imported one of the forbidden modules."""
+    least = float("inf")
+    for _ in range(3):
+        environ = {**os.environ, "PYTHONPATH": str(HERE), **env}
+        command = [sys.executable, "-c", PROBE, forbidden, *arguments]
+        with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as p:
+            assert p.stdout is not None
+            output = p.stdout.read().decode()
+            _, status, usage = os.wait4(p.pid, 0)
+            p.returncode = os.waitstatus_to_exitcode(status)
+        assert p.returncode == 0, output
+        least = min(least, usage.ru_utime + usage.ru_stime)
+    return least
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["recipes", "ls"], ["finetune", "llm", "--help"], ["completion", "bash"]],
+    ids=" ".join,
+)
+def test_quick_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
+    assert cpu_seconds(tmp_path, "torch,hydra,omegaconf,rich,transformers", *arguments) <= 0.4
+
+
+def test_completion_of_keys_imports_nothing_heavy(toy: Path) -> None:
+    words = {
+        "COMP_WORDS": "automodel finetune llm -c toy.yaml ",
+        "COMP_CWORD": "5",
+        "_AUTOMODEL_COMPLETE": "bash_complete",
+    }
+    assert cpu_seconds(toy, "torch,hydra,rich,transformers", **words) <= 0.4
+
+
+def test_check_is_quick_and_torch_free(toy: Path) -> None:
+    assert cpu_seconds(toy, "torch,rich,transformers", "check", "-c", "toy.yaml", *TRUST) <= 1.0
+
+
+@pytest.mark.parametrize("name", bundled.names())
+def test_every_bundled_config_checks_without_torch(tmp_path: Path, name: str) -> None:
+    """`sft` is a base: what its users fill in is all that it lacks."""
+    filled = ["model.pretrained=org/name", "data.path=train.jsonl"] if name == "sft" else []
+    assert cpu_seconds(tmp_path, "torch,rich,transformers", "check", "-c", name, *filled) <= 1.0
+
+
+def test_check_prints_a_line_per_section(toy: Path) -> None:
+    found = automodel(toy, "check", "-c", "toy.yaml", *TRUST, "train.max_steps=5")
+    assert found.stdout == (
+        "recipe     toy_recipe.nodes.Recipe\n"
+        "data       path=train.jsonl\n"
+        "optimizer  Optimizer lr=1e-05\n"
+        "train      max_steps=5\n"
+        "ok         toy.yaml, 1 from the command line\n"
+    )
+    assert os.listdir(toy) == ["toy.yaml"], "check writes nothing"
+
+
+def test_check_resolved_prints_origins(toy: Path) -> None:
+    found = automodel(toy, "check", "-c", "toy.yaml", "--resolved", *TRUST, "train.max_steps=5")
+    assert "  path: train.jsonl  # toy.yaml:3\n" in found.stdout and "  max_steps: 5  # command line\n" in found.stdout
+
+
+def test_errors_go_to_stderr_with_exit_code_2(toy: Path) -> None:
+    found = automodel(toy, "check", "-c", "toy.yaml", *TRUST, "train.lr=1")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert (
+        found.stderr == "ConfigError: unknown key train.lr\n  from  train.lr=1 (command line)\n  fix   optimizer.lr=1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["chek"], "ConfigError: no such command: chek\n  fix   automodel check\n"),
+        (
+            ["finetune", "llm", "-c", "toy.yaml", "--optimizer.lr=3"],
+            (
+                "ConfigError: no such option: --optimizer.lr; a config key is set without dashes\n"
+                "  fix   optimizer.lr=VALUE\n"
+            ),
+        ),
+        (["check", "-c", "toi.yaml"], "ConfigError: no such config file: toi.yaml\n  fix   -c toy.yaml\n"),
+        (
+            ["check", "-c", "toy.yaml"],
+            (
+                "ConfigError: toy_recipe.nodes.Recipe is outside the packages that a config may build from\n"
+                "  from  _target_=toy_recipe.nodes.Recipe (toy.yaml:2)\n"
+                "  fix   --trust-package toy_recipe   (if you trust its code)\n"
+            ),
+        ),
+        (["resume", "nothing"], "ConfigError: no run at nothing: it has no config.yaml\n"),
+        (
+            ["recipes", "show", "qwertz"],
+            "ConfigError: no bundled recipe is called qwertz\n  fix   automodel recipes ls\n",
+        ),
+    ],
+)
+def test_usage_errors(toy: Path, arguments: list[str], text: str) -> None:
+    found = automodel(toy, *arguments)
+    assert (found.returncode, found.stderr) == (2, text)
+
+
+def test_a_root_that_is_no_recipe(toy: Path) -> None:
+    (toy / "x.yaml").write_text("_target_: toy_recipe.nodes.Mesh\n")
+    found = automodel(toy, "check", "-c", "x.yaml", *TRUST)
+    assert "Mesh is no recipe" in found.stderr and "_target_=toy_recipe.nodes.Mesh (x.yaml:1)" in found.stderr
+
+
+def test_train_resume_inspect_export(toy: Path) -> None:
+    assert automodel(toy, "toy.yaml", *TRUST).stdout.splitlines()[1:] == [f"step {i} total 1" for i in (1, 2, 3)]
+    more = automodel(toy, "resume", "toy", *TRUST, "train.max_steps=4")
+    assert more.stdout.splitlines()[1:] == ["step 4 total 1"], "goes on in place, with the override"
+    assert (
+        automodel(toy, "data", "inspect", "-c", "toy.yaml", *TRUST, "--rows", "2").stdout == "2 rows of train.jsonl\n"
+    )
+    assert automodel(toy, "export", "runs/toy", *TRUST).returncode == 0
+    assert (toy / "runs/toy/export/step").read_text() == "4"
+
+
+@pytest.mark.parametrize(
+    ("fail", "code", "text"),
+    [
+        ("raise", 1, "ValueError: rank 0 is broken"),
+        ("memory", 4, "OutOfMemoryError: wanted 2.3 GiB"),
+        ("data", 3, "DataError: row 7 has no supervised token\n  fix   data.on_bad_row=drop"),
+    ],
+)
+def test_exit_codes_of_a_run(toy: Path, fail: str, code: int, text: str) -> None:
+    found = automodel(toy, "toy.yaml", *TRUST, f"fail={fail}")
+    assert found.returncode == code and text in found.stderr
+    assert "click" not in found.stderr, "frames of the command line library help nobody"
+    assert ("Traceback" in found.stderr) == (fail != "data")
+
+
+def test_recipes_cp_gives_a_config_one_owns(tmp_path: Path) -> None:
+    name = bundled.names()[0]
+    assert automodel(tmp_path, "recipes", "cp", name).stdout.startswith(f"wrote {name}.yaml\n")
+    assert (tmp_path / f"{name}.yaml").read_bytes() == bundled.path_of(name).read_bytes()
+    again = automodel(tmp_path, "recipes", "cp", name)
+    assert again.returncode == 2 and f"{name}.yaml exists already" in again.stderr
+    assert automodel(tmp_path, "recipes", "show", name).stdout == bundled.path_of(name).read_text()
+    listed = automodel(tmp_path, "recipes", "ls").stdout
+    assert all(n in listed for n in bundled.names())
+
+
+def complete(folder: Path, *words: str) -> list[str]:
+    env = {
+        "_AUTOMODEL_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(["automodel", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    return [line.partition(",")[2] for line in automodel(folder, **env).stdout.splitlines()]
+
+
+def test_completion_offers_recipes_keys_and_options(toy: Path) -> None:
+    assert "finetune" in complete(toy, "fi")
+    assert set(bundled.names()) <= set(complete(toy, "check", "-c", ""))
+    assert "toy.yaml" in complete(toy, "check", "-c", "to")
+    (toy / "own.yaml").write_text("defaults: [sft, _self_]\ndata: {path: x.jsonl}\n")
+    keys = complete(toy, "finetune", "llm", "-c", "own.yaml", "train.")
+    assert {"train.global_batch_size=", "train.microbatch_size="} <= set(keys)
+    assert "optimizer.lr=" in complete(toy, "finetune", "llm", "-c", "own.yaml", "optimizer.")
+    assert "lr_scheduler=cosine" in complete(toy, "finetune", "llm", "-c", "own.yaml", "lr_scheduler=co")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(tmp_path: Path, shell: str) -> None:
+    assert "_AUTOMODEL_COMPLETE" in automodel(tmp_path, "completion", shell).stdout
+
+
+def test_doctor_finds_a_foreign_recipes_package(tmp_path: Path) -> None:
+    good = automodel(tmp_path, "doctor")
+    assert "fail" not in good.stdout and good.stdout.count("\n") > 10
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/__init__.py").touch()
+    bad = automodel(tmp_path, "doctor", PYTHONPATH=str(tmp_path))
+    line = next(line for line in bad.stdout.splitlines() if " recipes " in line)
+    assert line.startswith("fail") and "stands in for ours" in line and bad.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "spec", "expected"),
+    [
+        ("2.13.0+cpu", ">=2.11,<2.14", True),
+        ("2.14.0a0+git", ">=2.11,<2.14", False),
+        ("2.9.1", ">=2.11,<2.14", False),
+        ("5.23.0", ">=5.17,<5.24", True),
+        ("1.3", ">=1.3.2,<1.4", False),
+        ("3", ">=3", True),
+    ],
+)
+def test_version_ranges(version: str, spec: str, expected: bool) -> None:
+    assert doctor.satisfies(version, spec) is expected

@@ -1,0 +1,238 @@
+"""Composition: search path, overrides, origins, spellings, interpolations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from automodel_cli.config import bundled
+from automodel_cli.config.compose import compose, locate
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.hydra_adapter import Loader
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+BASE = """\
+seed: 1
+mesh: {dp_size: 2, tp_size: 1}
+model:
+  config:
+    layers: [1, 2, {a: b}]
+optimizer:
+  lr: 1e-5
+scheduler: null
+"""
+
+
+def test_values_and_origins_follow_the_merge_order(here: Path) -> None:
+    write(here / "base.yaml", BASE)
+    write(here / "exp/run one.yaml", "defaults:\n  - /base\n  - _self_\nmesh:\n  dp_size: 4\n")
+    write(here / "exp/base.yaml", BASE)
+    composed = compose("exp/run one.yaml", ["optimizer.lr=2e-5", "model.config.layers.0=7", "scheduler.warmup=3"])
+    assert composed.name == "run one"
+    assert composed.tree["mesh"] == {"dp_size": 4, "tp_size": 1}
+    assert composed.tree["optimizer"]["lr"] == 2e-5
+    assert composed.tree["model"]["config"]["layers"] == [7, 2, {"a": "b"}]
+    assert composed.tree["scheduler"] == {"warmup": 3}
+    assert composed.origin("mesh.dp_size") == "exp/run one.yaml:5"
+    assert composed.origin("mesh.tp_size") == "exp/base.yaml:2"
+    assert composed.origin("optimizer.lr") == "command line"
+    assert composed.origin("nobody.set.this") == "default"
+
+
+def test_a_file_composes_with_the_bundled_groups(here: Path) -> None:
+    group = next(p for p in sorted(bundled.conf_dir().iterdir()) if p.is_dir() and list(p.glob("*.yaml")))
+    option = sorted(group.glob("*.yaml"))[0]
+    write(here / "mine.yaml", f"defaults:\n  - {group.name}: {option.stem}\n  - _self_\n")
+    composed = compose("mine.yaml")
+    assert option in composed.files
+    first = next(iter(composed.tree[group.name]))
+    assert composed.origin(f"{group.name}.{first}").startswith(f"conf/{group.name}/{option.name}:")
+
+
+def test_the_users_folder_comes_before_the_bundled_one(here: Path) -> None:
+    name = bundled.names()[0]
+    write(here / f"{name}.yaml", "mine: 1\n")
+    write(here / "run.yaml", f"defaults: [{name}, _self_]\n")
+    assert compose("run.yaml").tree == {"mine": 1}
+
+
+def test_to_yaml_keeps_interpolations_and_reads_back_the_same(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    text = BASE + "token: ${oc.env:SECRET}\nname: run-${seed}\ntemplate: |\n  a # b\n  c: d\nquoted: '007'\nempty: {}\n"
+    write(here / "x.yaml", text)
+    composed = compose("x.yaml", ["mesh.dp_size=8"])
+    assert composed.tree["token"] == "hunter2" and composed.tree["name"] == "run-1"
+    written = composed.to_yaml()
+    assert "hunter2" not in written and "token: ${oc.env:SECRET}" in written
+    assert "  dp_size: 8  # command line\n" in written
+    assert "  lr: 1.0e-05  # x.yaml:7\n" in written
+    again = write(here / "again.yaml", written)
+    assert OmegaConf.load(again) == composed._config
+    assert compose(again).tree == composed.tree
+
+
+@pytest.mark.parametrize(
+    ("spelling", "message", "fix"),
+    [
+        ("yes", "yes is true or false in a file and text on the command line", "flag=true"),
+        ("Off", "Off is true or false in a file and text on the command line", "flag=false"),
+        ("0123", "0123 is octal in a file (83)", "flag=123"),
+        ("0x1F", "0x1F is 31 in a file and text on the command line", "flag=31"),
+        ("12:30", "12:30 is a number in base 60 in a file", 'flag="12:30"'),
+    ],
+)
+def test_spellings_with_two_meanings_are_refused(here: Path, spelling: str, message: str, fix: str) -> None:
+    write(here / "x.yaml", f"a: 1\nflag: {spelling}\n")
+    composed = compose("x.yaml")
+    assert str(composed.error(composed.problems)) == f"flag: {message}\n  from  flag (x.yaml:2)\n  fix   {fix}"
+    assert not compose("x.yaml", ["flag=true"]).problems, "an override replaces the spelling"
+    write(here / "y.yaml", f"flag: '{spelling}'\n")
+    assert not compose("y.yaml").problems, "quotes make it text"
+
+
+def test_numbers_keep_their_type_in_files_and_overrides(here: Path) -> None:
+    write(here / "x.yaml", "lr: 1e-5\nsteps: 1_000\n")
+    tree = compose("x.yaml", ["other=1e-5"]).tree
+    assert tree == {"lr": 1e-5, "steps": 1000, "other": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: [1, 2\n", "x.yaml is not valid YAML: expected ',' or ']', but got '<stream end>'\n  from  x.yaml:3"),
+        ("a: 1\nb: 2\na: 3\n", "x.yaml is not valid YAML: duplicate key a\n  from  x.yaml:3"),
+        ("- 1\n", "x.yaml is not a mapping of keys to values\n  from  x.yaml:1"),
+    ],
+)
+def test_broken_yaml_is_named_with_its_line(here: Path, text: str, message: str) -> None:
+    write(here / "x.yaml", text)
+    with pytest.raises(ConfigError) as error:
+        compose("x.yaml")
+    assert str(error.value) == message
+
+
+def test_broken_yaml_in_an_included_file(here: Path) -> None:
+    write(here / "base.yaml", "a: 1\na: 2\n")
+    write(here / "x.yaml", "defaults: [base, _self_]\n")
+    with pytest.raises(ConfigError, match="duplicate key a") as error:
+        compose("x.yaml")
+    assert str(error.value.origin) == "base.yaml:2"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("lr", "lr is not an override: key=value is expected\n  from  lr (command line)\n  fix   lr=VALUE"),
+        ("--lr=1", "--lr=1 is no option; overrides have no dashes\n  from  --lr=1 (command line)\n  fix   lr=1"),
+        (
+            "lr=1,2",
+            (
+                "lr=1,2 is a sweep over several runs; a list has brackets\n"
+                "  from  lr=1,2 (command line)\n  fix   'lr=[1,2]'"
+            ),
+        ),
+        (
+            "p=a(b",
+            "p=a(b cannot be read; quote the value\n  from  p=a(b (command line)\n  fix   'p=\"a(b\"'",
+        ),
+        ("~zzz", "zzz cannot be removed: it is not set\n  from  ~zzz (command line)"),
+        (
+            "model.config.layers.9=1",
+            (
+                "model.config.layers.9 cannot be set: list index out of range\n"
+                "  from  model.config.layers.9=1 (command line)"
+            ),
+        ),
+    ],
+)
+def test_override_errors(here: Path, override: str, expected: str) -> None:
+    write(here / "x.yaml", BASE)
+    with pytest.raises(ConfigError) as error:
+        compose("x.yaml", [override])
+    assert str(error.value) == expected
+
+
+def test_the_printed_quoting_works_when_pasted(here: Path) -> None:
+    import shlex
+
+    write(here / "x.yaml", BASE)
+    with pytest.raises(ConfigError) as error:
+        compose("x.yaml", ["layout=Et*3|(tt|)*29,m|L"])
+    (fixed,) = shlex.split(error.value.fix or "")
+    assert compose("x.yaml", [fixed]).tree["layout"] == "Et*3|(tt|)*29,m|L"
+
+
+def test_groups_on_the_command_line(here: Path) -> None:
+    write(here / "opt/adam.yaml", "lr: 1\n")
+    write(here / "opt/sgd.yaml", "lr: 2\nmomentum: 0\n")
+    write(here / "data/train.jsonl", "{}")
+    write(here / "x.yaml", "defaults:\n  - opt: adam\n  - _self_\n")
+    write(here / "bare.yaml", "a: 1\n")
+    assert compose("x.yaml", ["opt=sgd", "opt.momentum=0.9"]).tree == {"opt": {"lr": 2, "momentum": 0.9}}
+    assert compose("bare.yaml", ["opt=sgd"]).tree["opt"] == {"lr": 2, "momentum": 0}, "no + needed"
+    assert compose("x.yaml", ["opt=null"]).tree == {"opt": None}
+    assert compose("bare.yaml", ["data=some/path"]).tree["data"] == "some/path", "a folder of data is no group"
+    with pytest.raises(ConfigError) as error:
+        compose("x.yaml", ["opt=adma"])
+    assert (
+        str(error.value)
+        == "opt has no option adma; it has adam, sgd\n  from  opt=adma (command line)\n  fix   opt=adam"
+    )
+
+
+def test_interpolations_that_fail_are_problems_not_tracebacks(here: Path) -> None:
+    write(here / "x.yaml", "a: ${nope.b}\nt: ${now:%Y}\ne: ${oc.env:SURELY_UNSET_1}\n")
+    composed = compose("x.yaml")
+    text = str(composed.error(composed.problems))
+    assert "a: ${nope.b} cannot be resolved: Interpolation key 'nope.b' not found" in text
+    assert "${now:%Y} would differ between the ranks of one run" in text
+    assert "Environment variable 'SURELY_UNSET_1' not found" in text
+
+
+def test_which_file(here: Path) -> None:
+    write(here / "mine.yaml", "a: 1\n")
+    write(here / "old.yml", "a: 1\n")
+    name = bundled.names()[0]
+    assert locate("mine.yaml") == here / "mine.yaml"
+    assert locate(name) == bundled.path_of(name)
+    cases = {
+        "old.yml": "mv old.yml old.yaml",
+        "mime.yaml": "-c mine.yaml",
+        "mine": "-c mine.yaml",
+        name[:-1]: f"-c {name}",
+        f"somewhere/{name}.yaml": f"-c {name}   (bundled)",
+    }
+    for given, fix in cases.items():
+        with pytest.raises(ConfigError) as error:
+            locate(given)
+        assert error.value.fix == fix, given
+
+
+def test_the_hydra_adapter_lists_files_in_merge_order(here: Path) -> None:
+    """The one test of Hydra's semi-private names: if it fails after an upgrade, only hydra_adapter.py needs work."""
+    write(here / "base.yaml", "a: 1\n")
+    write(here / "g/o.yaml", "# @package _global_\nb: 2\n")
+    write(here / "g/p.yaml", "c: 3\n")
+    write(here / "x.yaml", "defaults:\n  - base\n  - g: o\n  - g@h: p\n  - _self_\nd: 4\n")
+    merged = Loader([here]).merge("x", [])
+    assert [(p.relative_to(here).as_posix(), k) for p, k in merged.files] == [
+        ("base.yaml", ""),
+        ("g/o.yaml", ""),
+        ("g/p.yaml", "h"),
+        ("x.yaml", ""),
+    ]
+    assert OmegaConf.to_container(merged.config) == {"a": 1, "b": 2, "h": {"c": 3}, "d": 4}

@@ -1,0 +1,121 @@
+"""The allow-list: hostile targets, aliases, and what a trusted package opens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.targets import resolve
+
+HOSTILE = [
+    "os.system",
+    "posix.system",
+    "builtins.eval",
+    "builtins.exec",
+    "builtins.__import__",
+    "builtins.getattr",
+    "subprocess.run",
+    "subprocess.Popen",
+    "functools.partial",
+    "operator.attrgetter",
+    "importlib.import_module",
+    "pickle.loads",
+    "shutil.rmtree",
+    "logging.os.system",
+    "torch.load",
+    "torch.hub.load",
+    "torch.os.system",
+    "hydra.utils.call",
+    "hydra.utils.instantiate",
+    # attribute walks through what is allowed
+    "automodel_cli.config.compose.yaml.dump",
+    "automodel_cli.config.check.os.system",
+    "automodel_cli.config.check.functools.partial",
+    "automodel_cli.launch.local.shutil.rmtree",
+    "automodel_cli.config.check.sys.modules",
+    "automodel_cli.config.check.importlib.import_module",
+    "torch.optim.lr_scheduler.partial",
+    "torch.optim.lr_scheduler.types.FunctionType",
+    "torch.optim.torch.load",
+    "torch.optim.adam.torch.load",
+    "torch.optim.AdamW.__init__.__globals__",
+    "automodel_cli.__loader__.load_module",
+    "automodel_cli.config.check.__builtins__",
+    "automodel_cli.config.check._Binder",
+    # ours, but no config node
+    "automodel_cli.config.check.check",
+    "automodel_cli.cli.main.main",
+    "automodel_cli.launch.local.run",
+    "automodel_cli.config.errors.ConfigError",
+    "automodel_cli.config.compose.ConfigError",
+    "automodel_cli.config.check",
+    "automodel_cli.launch.worker.STATUS_DIR",
+    # third-party functions
+    "torch.distributed.fsdp.fully_shard",
+    # no dotted name
+    "os",
+    "",
+    "a..b",
+    "automodel_cli.config.check.check()",
+    "__main__.x",
+]
+
+
+@pytest.mark.parametrize("target", HOSTILE)
+def test_hostile_targets_are_refused(target: str) -> None:
+    with pytest.raises(ConfigError):
+        resolve(target)
+
+
+@pytest.mark.parametrize("target", [None, 3, ["os.system"], {"a": 1}])
+def test_a_target_is_text(target: object) -> None:
+    with pytest.raises(ConfigError, match="must be a dotted name"):
+        resolve(target)
+
+
+def test_a_hostile_target_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evil_module.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        resolve("evil_module.thing")
+    assert "evil_module" not in sys.modules
+    assert error.value.fix == "--trust-package evil_module   (if you trust its code)"
+
+
+def test_trust_opens_one_package_and_not_what_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import os\nfrom os import system\nfrom functools import partial\n"
+    text += "def made():\n    return 1\nlist_made = partial(made)\n"
+    (tmp_path / "half_trusted.py").write_text(text)
+    (tmp_path / "half_trusted_too.py").write_text("def made():\n    return 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert resolve("half_trusted.made", ["half_trusted"])() == 1
+    for alias in ("os.system", "system", "partial", "list_made", "os", "made.__globals__", "nothing"):
+        with pytest.raises(ConfigError):
+            resolve(f"half_trusted.{alias}", ["half_trusted"])
+    with pytest.raises(ConfigError):
+        resolve("half_trusted_too.made", ["half_trusted"])
+
+
+def test_allowed_targets() -> None:
+    from automodel_cli.distributed.layout import MeshConfig
+
+    assert resolve("automodel_cli.distributed.layout.MeshConfig") is MeshConfig
+    import torch
+
+    assert resolve("torch.optim.AdamW") is torch.optim.AdamW
+    assert resolve("torch.distributed.fsdp.MixedPrecisionPolicy") is torch.distributed.fsdp.MixedPrecisionPolicy
+
+
+def test_near_misses_are_named() -> None:
+    cases = {
+        "recipe.sft.SFTRecipe": "_target_=recipes.sft.SFTRecipe",
+        "torch.optim.AdanW": "_target_=torch.optim.AdamW",
+        "automodel_cli.distributed.layout.MeshKonfig": "_target_=automodel_cli.distributed.layout.MeshConfig",
+    }
+    for given, fix in cases.items():
+        with pytest.raises(ConfigError) as error:
+            resolve(given)
+        assert error.value.fix == fix

@@ -1,0 +1,173 @@
+"""Config nodes with every kind of field, and a recipe that counts steps on gloo ranks. Nothing here imports torch at
+the top.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch import stop, worker
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+
+
+@dataclass(frozen=True)
+class Adapter:
+    rank: int = 8
+    alpha: float = 16.0
+
+
+@dataclass(frozen=True)
+class Data:
+    path: str
+    seq_len: int = 128
+    packing: Literal["best_fit", "none", "wrapped"] = "best_fit"
+    weights: list[float] | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    dp_size: int = 1
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dp_size < 1 or self.tp_size < 1:
+            bad = "dp_size" if self.dp_size < 1 else "tp_size"
+            raise ConfigError(f"mesh.{bad} must be at least 1", keys=(bad,), fix=f"mesh.{bad}=1")
+
+
+@dataclass(frozen=True)
+class Train:
+    global_batch_size: int = 8
+    microbatch_size: int = 1
+    max_steps: int = 3
+    step_seconds: float = 0.0
+    deterministic: bool = False
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    reshard: bool = True
+    mp_policy: Any = None
+
+
+@dataclass(frozen=True)
+class Ddp:
+    bucket_mb: int = 25
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Model:
+    pretrained: str | None = None
+    config: dict[str, Any] | None = None
+    adapter: Adapter | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+def not_a_class() -> int:
+    """A trusted package may name functions."""
+    return 7
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Counts steps; each step sums ones over the ranks. `fail` makes one rank end badly."""
+
+    data: Data
+    optimizer: Any
+    model: Model = field(default_factory=Model)
+    mesh: Mesh = field(default_factory=Mesh)
+    train: Train = field(default_factory=Train)
+    parallelizer: Fsdp | Ddp = field(default_factory=Fsdp)
+    run_name: str | None = None
+    output_dir: str = "runs"
+    fail: Literal["no", "raise", "memory", "data", "hard"] = "no"
+    fail_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.train.global_batch_size % self.mesh.dp_size:
+            rows, ranks = self.train.global_batch_size, self.mesh.dp_size
+            raise ConfigError(
+                f"train.global_batch_size={rows} does not divide over {ranks} ranks",
+                keys=("train.global_batch_size", "mesh.dp_size", "mesh.tp_size"),
+                fix=f"train.global_batch_size={self.mesh.dp_size}",
+            )
+
+    def num_ranks(self, num_gpus: int) -> int:
+        return self.mesh.dp_size * self.mesh.tp_size
+
+    def run(self, composed: Composed) -> int:
+        rank = int(os.environ.get("RANK", "0"))
+        folder = composed.run_dir or Path(self.output_dir) / (self.run_name or composed.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        worker.redirect_output(folder / "logs")
+        print(f"rank {rank} omp {os.environ.get('OMP_NUM_THREADS')}", flush=True)
+        if rank == 0 and composed.run_dir is None:
+            (folder / "config.yaml").write_text(composed.to_yaml())
+        if self.fail != "no" and rank == self.fail_rank:
+            self._fail(rank)
+        return self._steps(folder, rank)
+
+    def _fail(self, rank: int) -> None:
+        if self.fail == "hard":
+            os._exit(9)
+        if self.fail == "memory":
+            raise type("OutOfMemoryError", (RuntimeError,), {})("wanted 2.3 GiB")
+        if self.fail == "data":
+            from automodel_cli.config.errors import DataError
+
+            raise DataError("row 7 has no supervised token", fix="data.on_bad_row=drop")
+        raise ValueError(f"rank {rank} is broken")
+
+    def _steps(self, folder: Path, rank: int) -> int:
+        done = folder / "done.json"
+        first = json.loads(done.read_text())["step"] if done.exists() else 0
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        total, flag = 1.0, 0
+        if world > 1:
+            import torch
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo")
+        (folder / f"started-{rank}").touch()
+        for step in range(first, self.train.max_steps):
+            time.sleep(self.train.step_seconds)
+            flag = stop.requested() or 0
+            if world > 1:
+                shared = torch.tensor([1.0, float(flag)])
+                dist.all_reduce(shared, op=dist.ReduceOp.SUM)
+                signals = torch.tensor(float(flag))
+                dist.all_reduce(signals, op=dist.ReduceOp.MAX)
+                total, flag = shared[0].item(), int(signals)
+            if rank == 0:
+                done.write_text(json.dumps({"step": step + 1, "total": total}))
+                print(f"step {step + 1} total {total:g}", flush=True)
+            if flag:
+                break
+        if world > 1:
+            dist.destroy_process_group()
+        return stop.exit_code(flag or None)
+
+    def inspect_data(self, composed: Composed, *, rows: int) -> int:
+        print(f"{rows} rows of {self.data.path}")
+        return 0
+
+    def export(self, run_dir: Path, out_dir: Path) -> int:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (out_dir / "step").write_text(json.dumps(json.loads((run_dir / "done.json").read_text())["step"]))
+        return 0
