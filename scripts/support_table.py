@@ -100,8 +100,9 @@ def with_usual_fields(config: PretrainedConfig) -> PretrainedConfig:
     """A copy with the fields of `USUAL` filled where the family has them and its default is None."""
     full = copy.deepcopy(config)
     text = full.get_text_config()
+    fields = text.to_dict()
     for name, value in USUAL.items():
-        if getattr(text, name, 0) is None:  # 0: the family has no such field
+        if name in fields and fields[name] is None:
             setattr(text, name, value)
     return full
 

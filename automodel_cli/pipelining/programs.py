@@ -147,9 +147,12 @@ def _zero_bubble(stage: int, m: int, *, warmup: int, delay: int) -> tuple[Step, 
 
 
 def forward_only_program(program: Program) -> Program:
-    """The forwards alone, microbatch by microbatch: a validation pass, in an order that cannot deadlock."""
-    stages = [[s for s, owner in enumerate(program.owner) if owner == rank] for rank in range(program.pp_size)]
-    ranks = tuple(tuple(Action("F", s, k) for k in range(program.num_microbatches) for s in own) for own in stages)
+    """The forwards alone: a validation pass. In rounds of p microbatches, one stage of the rank after another, so
+    that a rank has work while its microbatches are on other ranks."""
+    p, m = program.pp_size, program.num_microbatches
+    stages = [[s for s, owner in enumerate(program.owner) if owner == rank] for rank in range(p)]
+    rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
+    ranks = tuple(tuple(Action("F", s, k) for group in rounds for s in own for k in group) for own in stages)
     return Program(f"{program.schedule}, forward only", program.num_microbatches, program.owner, ranks)
 
 
