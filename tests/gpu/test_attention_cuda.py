@@ -1,4 +1,4 @@
-"""The CUDA path of packed attention against the dense definition in fp32: sinks, windows, grouped heads, wide queries."""
+"""The CUDA path of packed attention against the dense definition in fp32: sinks, windows, grouped heads, wide keys."""
 
 from __future__ import annotations
 
