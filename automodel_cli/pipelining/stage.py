@@ -195,6 +195,7 @@ def _attach(layer: nn.Module, boundary: Boundary, enters: bool, leaves: bool) ->
 
 
 def _discard_output(module: nn.Module, boundary: Boundary, dtype: torch.dtype) -> nn.Module:
+    module = getattr(module, "base_layer", module)  # an adapter around it has the same shape
     if isinstance(module, nn.Embedding):
         return ZeroOutput(module.embedding_dim, boundary, dtype)
     if isinstance(module, nn.Linear):

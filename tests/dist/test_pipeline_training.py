@@ -13,7 +13,7 @@ from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.build import build_part
-from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.build import build_pipeline
@@ -53,7 +53,8 @@ def losses(rank: int, world: int, pp: int, schedule: str, family: str, tied: boo
     parallelizer = (
         DDPConfig() if kind == "ddp" else FSDP2Config(mp_policy=precision, activation_checkpointing=recompute)
     )
-    model = ModelConfig(config=tiny_fields(family, tie_word_embeddings=tied))
+    lora = LoRAConfig(rank=4, target_modules=["q_proj", "v_proj"]) if kind == "lora" else None
+    model = ModelConfig(config=tiny_fields(family, tie_word_embeddings=tied), lora=lora)
     stages = _stages(mesh, model, schedule, parallelizer)
     optimizer = AdamW(lr=3e-3).build(stages.parts)
     results = []
@@ -90,6 +91,11 @@ def test_stages_and_data_parallelism_train_like_one_process():
 
 def test_plain_data_parallelism_needs_no_wrapper():
     _compare(4, 2, "zbv", kind="ddp")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_adapters_on_a_frozen_base(schedule: str):
+    _compare(2, 2, schedule, kind="lora")
 
 
 def test_recomputed_layers():
