@@ -15,6 +15,7 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Recipe:
     lr_scheduler: Any
     parallelizer: FSDP2Config | DDPConfig = field(default_factory=FSDP2Config)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -43,13 +45,19 @@ class Recipe:
     def __post_init__(self) -> None:
         """The rules between sections; each section has checked itself."""
         self.parallelizer.check_mesh(self.mesh)
-        rows, microbatch = self.train.global_batch_size, self.train.microbatch_size
-        if rows % microbatch:
+        pp_size = self.mesh.pp_size or 1
+        if pp_size > 1 and self.pipeline is None:
             raise ConfigError(
-                f"train.global_batch_size={rows} rows do not divide into microbatches of train.microbatch_size={microbatch}",
-                keys=("train.global_batch_size", "train.microbatch_size"),
-                fix=f"train.global_batch_size={max(rows // microbatch, 1) * microbatch}",
+                f"mesh.pp_size={pp_size} cuts the model into stages, but no pipeline says how they run",
+                keys=("mesh.pp_size",),
+                fix="pipeline=1f1b",
             )
+        if pp_size == 1 and self.pipeline is not None:
+            raise ConfigError("pipeline is set, but mesh.pp_size=1", keys=("pipeline",), fix="mesh.pp_size=2")
+        if self.mesh.dp_size is not None:
+            num_microbatches = self.train.num_microbatches(self.mesh.dp_size)
+            if self.pipeline is not None:
+                self.pipeline.check(pp_size, num_microbatches)
 
     def num_ranks(self, num_gpus: int) -> int:
         """Processes to start on this machine when nobody (torchrun, srun) has started them."""
@@ -70,6 +78,6 @@ class Recipe:
 
     def export(self, run_dir: Path, output: Path) -> int:
         """Write the newest checkpoint of `run_dir` as a Hugging Face folder, reload it and compare."""
-        from recipes.session import export_run
+        from recipes.results import export_run
 
         return export_run(self, run_dir, output)

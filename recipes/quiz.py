@@ -23,7 +23,8 @@ class Quiz:
         task = session.recipe.data.task
         if task is None:
             return
-        weights = iter_hf_weights(session.stages.parts, dtype=session.stages.parts[0].model.dtype, hub_names=False)
+        parts = session.model.parts
+        weights = iter_hf_weights(parts, dtype=parts[0].model.dtype, hub_names=False, pp_group=session.model.pp_group)
         if not session.is_main:
             for _ in weights:  # the stream is collective: every rank must exhaust it
                 pass
@@ -34,18 +35,22 @@ class Quiz:
             score = measure_accuracy(engine, session.tokenizer, task.rows("validation"), task.check_answer)
         self.scores[when] = score
         kinds = "  ".join(f"{kind} {share:.0%}" for kind, share in score.by_kind().items())
-        session.meter.print(f"accuracy {when} training: {score.share:.1%} of {len(score.samples)} held-out questions ({kinds})")
+        session.meter.print(
+            f"accuracy {when} training: {score.share:.1%} of {len(score.samples)} held-out questions ({kinds})"
+        )
 
     def samples(self, count: int) -> list[tuple[Sample, Sample | None]]:
         """Questions with the answer after training and, where it was asked then, before."""
         if "after" not in self.scores:
             return []
-        before = {sample.question: sample for sample in self.scores["before"].samples} if "before" in self.scores else {}
+        before = (
+            {sample.question: sample for sample in self.scores["before"].samples} if "before" in self.scores else {}
+        )
         return [(sample, before.get(sample.question)) for sample in self.scores["after"].examples(count)]
 
 
 def _replica(session: Session) -> HFEngine:
-    tokenizer, model = session.tokenizer, session.stages.parts[0].model
+    tokenizer, model = session.tokenizer, session.model.parts[0].model
     return HFEngine.from_config(
         model.config,
         device=session.mesh.device,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed import process_group
-from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.layout import Layout, MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models.export import export_hf, verify_export
 from automodel_cli.models.tokenizer import load_tokenizer
@@ -23,6 +23,7 @@ from automodel_cli.training.metrics import read_metrics
 if TYPE_CHECKING:
     from automodel_cli.data.dataset import PackedDataset
     from recipes.base import Recipe
+    from recipes.model import Model
     from recipes.quiz import Quiz
     from recipes.session import Session
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 # noise of another attention implementation; in bf16 every matrix product rounds, and single tokens differ by tenths.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 _NUM_PROMPTS, _PROMPT_TOKENS = 8, 128
-_ONE_RANK = Layout()
 
 
 def finish(session: Session, quiz: Quiz) -> int:
@@ -39,7 +39,9 @@ def finish(session: Session, quiz: Quiz) -> int:
     folder = session.run_dir / "export"
     session.meter.flush()
     with session.meter.pause():
-        gap = _export(session.recipe, session.stages.parts[0], session.tokenizer, session.data.train, folder, _card(session))
+        gap = export_and_verify(
+            session.recipe, session.model, session.tokenizer, session.data.train, folder, _card(session)
+        )
     footer = [("export", f"{folder}   reloaded with transformers, max |log-prob difference| {gap:.1e}")]
     if session.is_main and session.recipe.logging.report:
         footer.append(("report", str(_write_report(session, quiz))))
@@ -52,30 +54,37 @@ def finish(session: Session, quiz: Quiz) -> int:
 def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
     """What `automodel export RUN` does, in one process: the newest checkpoint as a Hugging Face folder, checked."""
     from automodel_cli.data.prepare import prepare
-    from recipes.session import build_stages
+    from recipes.model import Model
 
+    whole = dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None)
     tokenizer = load_tokenizer(recipe.model)
     data = prepare(recipe.data, tokenizer, seed=recipe.seed)
     device = process_group.start("gloo")
     try:
-        part = build_stages(recipe, build_mesh(_ONE_RANK, device.type)).parts[0]
+        model = Model.build(whole, build_mesh(Layout(), device.type))
         checkpointer = Checkpointer(run_dir, recipe.checkpoint)
         path = checkpointer.latest()
         if path is None:
             raise RunError(f"{run_dir} has no checkpoint to export", fix=f"automodel resume {run_dir}")
-        resumed = checkpointer.load(path, [part])
-        gap = _export(recipe, part, tokenizer, data.train, output, f"Exported after step {resumed.step}.")
+        resumed = checkpointer.load(path, model.parts)
+        gap = export_and_verify(whole, model, tokenizer, data.train, output, f"Exported after step {resumed.step}.")
     finally:
         process_group.stop()
     print(f"{path.name} -> {output}\nreloaded with transformers, max |log-prob difference| {gap:.1e}")
     return 0
 
 
-def _export(recipe: Recipe, part: Any, tokenizer: Any, rows: PackedDataset, folder: Path, summary: str) -> float:
-    """Write the folder, reload it with stock transformers, compare. Raises RunError when the two do not agree."""
-    export_hf([part], recipe.model, tokenizer, folder, summary=summary)
+def export_and_verify(
+    recipe: Recipe, model: Model, tokenizer: Any, rows: PackedDataset, folder: Path, summary: str
+) -> float:
+    """Write the folder, reload it with stock transformers, compare. Raises RunError when the two do not agree.
+
+    Collective. Returns the largest difference of a log-prob.
+    """
+    export_hf(model.parts, recipe.model, tokenizer, folder, summary=summary, pp_group=model.pp_group)
     prompts = [rows.tokens(row)[0][:_PROMPT_TOKENS].tolist() for row in range(min(_NUM_PROMPTS, len(rows)))]
-    gap = verify_export(folder, part, prompts, trust_remote_code=recipe.model.trust_remote_code)
+    trust = recipe.model.trust_remote_code
+    gap = verify_export(folder, model.parts, prompts, score=model.score, trust_remote_code=trust)
     tolerance = _TOLERANCE[_compute_dtype(recipe)]
     if not gap <= tolerance:
         raise RunError(

@@ -22,12 +22,7 @@ from automodel_cli.data.loader import StepLoader, eval_batches
 from automodel_cli.data.prepare import PreparedData, prepare
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.launch import stop, worker
-from automodel_cli.models.build import build_part
-from automodel_cli.models.load import load_weights
-from automodel_cli.models.source import hf_config
-from automodel_cli.models.support import probe_packing
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.training import rng
 from automodel_cli.training.checkpoint import Checkpointer
@@ -39,8 +34,8 @@ from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
 from automodel_cli.training.meter import Machine, Meter
 from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.profiling import StepProfiler
-from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import NonFiniteError, StepResult, train_step
+from recipes.model import Model
 from recipes.run_folder import new_run_folder, runs_called
 
 if TYPE_CHECKING:
@@ -65,8 +60,8 @@ class Session:
             shuffle=recipe.data.shuffle,
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
-        self.stages = build_stages(recipe, mesh)
-        self.optimizer = build_optimizer(recipe.optimizer, self.stages.parts)
+        self.model = Model.build(recipe, mesh)
+        self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps)
         rng.seed(recipe.seed, dist.get_rank())
         self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source))
@@ -107,7 +102,7 @@ class Session:
         """One optimizer step, recorded. A step that is not finite ends the run with its rows named."""
         try:
             result = train_step(
-                self.stages,
+                self.model.stages,
                 batches,
                 self.recipe.objective,
                 self.optimizer,
@@ -141,7 +136,7 @@ class Session:
                 dp_rank=self.mesh.dp_rank,
                 dp_size=self.mesh.dp_size,
             )[: self.recipe.validation.num_batches]
-            value = evaluate(self.stages, batches, self.recipe.objective, self.mesh).item()
+            value = evaluate(self.model.stages, batches, self.recipe.objective, self.mesh).item()
         self._metrics = {"val_loss": value}
         self.meter.validation(step, val_loss=value)
 
@@ -150,7 +145,7 @@ class Session:
         with self.meter.pause():
             self.checkpointer.save(
                 step,
-                self.stages.parts,
+                self.model.parts,
                 self.optimizer,
                 self.scheduler,
                 extra={"loader": self.loader.state_dict(), "num_steps": self.num_steps},
@@ -169,9 +164,8 @@ class Session:
 
     def header(self) -> None:
         """What is about to run, before the first step."""
-        parameters = sum(p.numel() for p in self.stages.parts[0].parameters())
-        trained = sum(p.numel() for p in self.stages.parts[0].parameters() if p.requires_grad)
-        share = "" if trained == parameters else f", {_count(trained)} trained"
+        recipe, model = self.recipe, self.model
+        share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
         recipe = self.recipe
         steps = (
             f"{self.num_steps} = {self.num_steps * recipe.train.global_batch_size / self._rows_per_epoch():.2f} epochs"
@@ -181,7 +175,10 @@ class Session:
             [
                 ("automodel", f"{__version__}   run {self.run_dir}"),
                 ("config", f"{self.source.path.name}   {_plural(len(self.source.overrides), 'override')}"),
-                ("model", f"{_model_name(recipe)}   {_count(parameters)} parameters{share}   {recipe.model.dtype}"),
+                (
+                    "model",
+                    f"{_model_name(recipe)}   {_count(model.num_parameters)} parameters{share}   {recipe.model.dtype}",
+                ),
                 (
                     "layout",
                     f"{_plural(dist.get_world_size(), 'rank')} on {self.mesh.device.type}   {_layout(recipe, self.mesh)}",
@@ -198,7 +195,7 @@ class Session:
         path = self.checkpointer.resume_path()
         if path is None:
             return 0
-        resumed = self.checkpointer.load(path, self.stages.parts, self.optimizer, self.scheduler)
+        resumed = self.checkpointer.load(path, self.model.parts, self.optimizer, self.scheduler)
         self.loader.load_state_dict(resumed.extra["loader"])
         return resumed.step
 
@@ -212,11 +209,11 @@ class Session:
         return max_over_ranks(peak_memory_gib(self.mesh.device), self.mesh.device)
 
     def _machine(self) -> Machine:
-        part: Any = self.stages.parts[0]
         lora = self.recipe.model.lora is not None
-        adapters = sum(p.numel() for p in part.parameters() if p.requires_grad) if lora else 0
+        adapters = self.model.num_trained if lora else 0
         length = self.data.train.mean_context()
-        flops = training_flops_per_token(part.model.config, length, frozen_base=lora, num_adapter_params=adapters)
+        config = self.model.parts[0].model.config
+        flops = training_flops_per_token(config, length, frozen_base=lora, num_adapter_params=adapters)
         on_gpu = self.mesh.device.type == "cuda"
         peak = device_peak_flops(torch.cuda.get_device_name(self.mesh.device)) if on_gpu else None
         return Machine(dist.get_world_size(), flops, peak)
@@ -247,23 +244,6 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
             session.close(succeeded=succeeded)
     finally:
         process_group.stop()
-
-
-def build_stages(recipe: Recipe, mesh: Mesh) -> SingleStage:
-    """The model, from config to loaded weights under its parallelizer."""
-    if recipe.data.packing != "none":
-        model = recipe.model
-        probe_packing(hf_config(model), attention=model.attention, trust_remote_code=model.trust_remote_code)
-    part = build_part(recipe.model)
-    module = parallelize(part, mesh, recipe.parallelizer)
-    load_weights(
-        part,
-        recipe.model,
-        device=recipe.parallelizer.parameter_device(mesh.device),
-        buffer_device=mesh.device,
-        seed=recipe.seed,
-    )
-    return SingleStage(module)
 
 
 def _run_folder(recipe: Recipe, source: Composed) -> Path:

@@ -67,3 +67,18 @@ class Batch:
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
         }
+
+
+def one_document(ids: list[int]) -> Batch:
+    """A batch of one row that is one document, every token after the first a label: to score text that is no dataset's."""
+    ids_BT = torch.tensor([ids], dtype=torch.int64)
+    labels_BT = torch.full_like(ids_BT, IGNORE_INDEX)
+    labels_BT[:, :-1] = ids_BT[:, 1:]
+    return Batch(
+        input_ids_BT=ids_BT,
+        labels_BT=labels_BT,
+        position_ids_BT=torch.arange(len(ids))[None],
+        cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
+        max_seqlen=len(ids),
+        row_ids_B=torch.zeros(1, dtype=torch.int64),
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.models import compat
+from automodel_cli.data.batch import one_document
+from automodel_cli.models import compat, lora
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.weights import iter_hf_weights
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHARD_BYTES = 4 * 2**30
+Score = Callable[[list[list[int]]], list[Tensor]]
+"""Prompts (token ids) -> log-probs of each prompt's tokens after the first, on the CPU."""
 
 
 def export_hf(
@@ -39,6 +42,7 @@ def export_hf(
     *,
     summary: str = "",
     shard_bytes: int = _SHARD_BYTES,
+    pp_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the whole model in the hub's names, layout and dtype; adapters are merged in.
 
@@ -50,7 +54,7 @@ def export_hf(
     if writer:
         folder.mkdir(parents=True, exist_ok=True)
     shards: list[tuple[list[str], int]] = []
-    for bucket in iter_hf_weights(parts, bucket_bytes=shard_bytes, device="cpu"):
+    for bucket in iter_hf_weights(parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group):
         if writer:
             shards.append(_write_shard(folder, len(shards), bucket))
     if writer:
@@ -151,46 +155,60 @@ def _write_card(folder: Path, part: ModelPart, config: ModelConfig, summary: str
 
 
 def verify_export(
-    directory: str | Path, part: ModelPart, prompts: Sequence[Sequence[int]], *, trust_remote_code: bool = False
+    directory: str | Path,
+    parts: Sequence[ModelPart],
+    prompts: Sequence[Sequence[int]],
+    *,
+    score: Score | None = None,
+    trust_remote_code: bool = False,
 ) -> float:
     """Reload the folder with stock `transformers` and compare log-probs on `prompts` (token ids): max |difference|.
 
     Both sides compute in the part's own dtype, the part with its weights rounded to the exported dtype, so what
     remains is the noise of another attention implementation (about 1e-5 in fp32); the caller decides what it tolerates.
+    `score` runs the trained side; None calls the one part, which then is the whole model.
     Collective; every rank gets the number. Raises RunError when the folder does not load.
     """
-    device = next(part.parameters()).device
-    rows = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
-    with torch.no_grad(), _in_eval(part), _rounded(part):
-        ours = [part(**_inputs(ids)).cpu() for ids in rows]
-    difference = torch.zeros((), device=device)
+    prompts = [list(prompt) for prompt in prompts]
+    with torch.no_grad(), _rounded(parts):
+        ours = (score or _whole(parts))(prompts)
+    difference = torch.zeros((), device=next(parts[0].parameters()).device)
     if is_first_rank():
-        difference += _difference(Path(directory), part.model.dtype, rows, ours, trust_remote_code)
+        difference += _difference(Path(directory), parts[0].model.dtype, prompts, ours, trust_remote_code)
     if dist.is_initialized():
         dist.broadcast(difference, 0)
     return difference.item()
 
 
-def _inputs(ids_BT: Tensor) -> dict[str, Any]:
-    labels = torch.full_like(ids_BT, -100)
-    labels[:, :-1] = ids_BT[:, 1:]
-    positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
-    return {"input_ids": ids_BT, "position_ids": positions, "labels": labels}
+def _whole(parts: Sequence[ModelPart]) -> Score:
+    (part,) = parts
+    device = next(part.parameters()).device
+
+    def score(prompts: list[list[int]]) -> list[Tensor]:
+        with _in_eval(part):
+            batches = [one_document(ids).to(device) for ids in prompts]
+            return [part(labels=batch.labels_BT, **batch.model_inputs())[0, :-1].cpu() for batch in batches]
+
+    return score
 
 
-def _difference(folder: Path, dtype: torch.dtype, rows: list[Tensor], ours: list[Tensor], trust: bool) -> float:
+def _difference(
+    folder: Path, dtype: torch.dtype, prompts: Sequence[Sequence[int]], ours: list[Tensor], trust: bool
+) -> float:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust).eval()
+        with compat.quiet():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust).eval()
     except Exception as error:  # whatever it is, the export is not what we promise
         raise RunError(f"the export in {folder} does not load with transformers: {error}") from error
     worst = 0.0
-    for ids_BT, logprobs_BT in zip(rows, ours, strict=True):
+    for prompt, logprobs_T in zip(prompts, ours, strict=True):
+        ids_BT = torch.tensor([list(prompt)])
         with torch.no_grad():
-            logits = model(input_ids=ids_BT.cpu(), use_cache=False).logits[:, :-1].float()
-        theirs = logits.log_softmax(-1).gather(-1, ids_BT.cpu()[:, 1:, None])[..., 0]
-        gap = (theirs - logprobs_BT[:, :-1]).abs().max().item()
+            logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
+        theirs_T = logits.log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[0, :, 0]
+        gap = (theirs_T - logprobs_T).abs().max().item()
         worst = max(worst, gap if gap == gap else float("inf"))  # NaN compares as a mismatch, never as agreement
     return worst
 
@@ -206,17 +224,31 @@ def _in_eval(part: ModelPart) -> Iterator[None]:
 
 
 @contextmanager
-def _rounded(part: ModelPart) -> Iterator[None]:
-    """Inside, parameters hold the values that the export stores. Adapters are rounded only as part of their sum."""
+def _rounded(parts: Sequence[ModelPart]) -> Iterator[None]:
+    """Inside, parameters hold the values that the export stores: adapters merged (and silent), all in the hub's dtype."""
     kept: list[tuple[Tensor, Tensor]] = []
-    keep_fp32 = compat.fp32_names(part.model, part.hub_dtype)
-    for name, param in part.model.named_parameters():
-        if param.dtype != part.hub_dtype and not keep_fp32(name) and "lora_" not in name:
+    scalings: list[tuple[dict[str, float], dict[str, float]]] = []
+    for part in parts:
+        keep_fp32 = compat.fp32_names(part.model, part.hub_dtype)
+        adapters = {f"{name}.base_layer.weight": layer for name, layer in lora.wrappers(part.model)}
+        for name, param in part.model.named_parameters():
             local = compat.local(param)
-            kept.append((local, local.clone()))
-            local.copy_(local.to(part.hub_dtype))
+            stored = local
+            if name in adapters:
+                merged = (compat.gathered(param).float() + lora.delta(adapters[name])).to(param.dtype)
+                stored = compat.local_part(param, merged)
+            if "lora_" not in name and not keep_fp32(name):
+                stored = stored.to(part.hub_dtype)
+            if stored is not local:
+                kept.append((local, local.clone()))
+                local.copy_(stored)
+        scalings += [(layer.scaling, dict(layer.scaling)) for layer in adapters.values()]
+    for scaling, _ in scalings:
+        scaling.update(dict.fromkeys(scaling, 0.0))
     try:
         yield
     finally:
         for local, original in kept:
             local.copy_(original)
+        for scaling, before in scalings:
+            scaling.update(before)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.models import compat, lora
@@ -25,25 +26,61 @@ def iter_hf_weights(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     hub_names: bool = True,
+    pp_group: dist.ProcessGroup | None = None,
 ) -> Iterator[Bucket]:
     """Buckets of `(hub name, full tensor)`: persistent buffers included, tied weights once, adapters merged in.
 
     Fused parameters are split back to the hub's keys (one per expert, where the hub has them so). `dtype` None is the
     checkpoint's own; what the family keeps in fp32 stays fp32. Tensors are detached, and copies unless dtype and device
     already fit. A bucket holds at least one tensor and closes once it reaches `bucket_bytes`.
+    `pp_group`: the ranks of a pipeline, whose stages follow each other in the stream; every rank gets all of them.
     Collective over all ranks that hold shards, in the same order everywhere: every rank must exhaust the iterator.
     """
     bucket: Bucket = []
     size = 0
-    for part in parts:
-        for name, tensor in _named_full_weights(part, dtype or part.hub_dtype, device, hub_names):
-            bucket.append((name, tensor))
-            size += tensor.numel() * tensor.element_size()
-            if size >= bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
+    mine = (item for part in parts for item in _named_full_weights(part, dtype or part.hub_dtype, device, hub_names))
+    for name, tensor in mine if pp_group is None else _over_stages(mine, pp_group, parts[0], device):
+        bucket.append((name, tensor))
+        size += tensor.numel() * tensor.element_size()
+        if size >= bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
     if bucket:
         yield bucket
+
+
+def _over_stages(
+    mine: Iterator[tuple[str, Tensor]],
+    group: dist.ProcessGroup,
+    part: ModelPart,
+    device: torch.device | str | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """The streams of all ranks of a pipeline, one rank after the other, on each of them; a tied table comes once.
+
+    What is sent is announced first (name, shape, dtype), so that ranks without a tensor can receive it.
+    """
+    seen: set[str] = set()
+    compute_device = compat.local(next(part.parameters())).device
+    for owner in range(dist.get_world_size(group)):
+        source = dist.get_global_rank(group, owner)
+        is_mine = dist.get_rank(group) == owner
+        while True:
+            item = next(mine, None) if is_mine else None
+            about: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
+            if item is not None:
+                about = [(item[0], item[1].shape, item[1].dtype)]
+            dist.broadcast_object_list(about, src=source, group=group, device=torch.device("cpu"))
+            if about[0] is None:
+                break
+            name, shape, dtype = about[0]
+            if item is not None:
+                tensor = item[1].to(compute_device).contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=compute_device)
+            dist.broadcast(tensor, src=source, group=group)
+            if name not in seen:
+                seen.add(name)
+                yield name, tensor.to(device) if device is not None else tensor
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ def _export(rank: int, world: int, base: str, out: str, lora: bool) -> float:
     stream = dict(item for bucket in iter_hf_weights([part], bucket_bytes=50_000) for item in bucket)
     assert all(type(tensor) is torch.Tensor for tensor in stream.values())
     export_hf([part], config, None, out, shard_bytes=300_000)
-    return verify_export(out, part, [token_row(12, 4).tolist()])
+    return verify_export(out, [part], [token_row(12, 4).tolist()])
 
 
 @pytest.mark.parametrize(("family", "lora"), [("qwen3_moe", False), ("gemma3_text", True)])

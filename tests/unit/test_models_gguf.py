@@ -44,7 +44,7 @@ def test_smollm2_from_gguf_to_a_folder_that_loads(tmp_path: Path):
     assert ours.mean() > -5  # a trained model, not noise
 
     export_hf([part], config, tokenizer, tmp_path)
-    assert verify_export(tmp_path, part, ids.tolist()) < 1e-4
+    assert verify_export(tmp_path, [part], ids.tolist()) < 1e-4
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again(TEXT)["input_ids"] == ids[0].tolist()
     assert again.chat_template == tokenizer.chat_template

@@ -55,7 +55,7 @@ def test_load_equals_the_library_and_saves_the_same_keys(family: str, tmp_path: 
 def test_export_reloads_to_the_same_logprobs(family: str, tmp_path: Path):
     part, config = _random(family, seed=3)
     export_hf([part], config, None, tmp_path, summary="20 steps.", shard_bytes=200_000)
-    assert verify_export(tmp_path, part, PROMPTS) < 1e-5
+    assert verify_export(tmp_path, [part], PROMPTS) < 1e-5
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
     assert not list(tmp_path.glob("part-*"))
     assert "20 steps." in (tmp_path / "README.md").read_text()
@@ -69,10 +69,10 @@ def test_verify_export_sees_a_wrong_weight_and_a_broken_folder(tmp_path: Path):
     tensors = load_file(file)
     tensors["model.layers.2.mlp.up_proj.weight"][:4] += 0.5
     save_file(tensors, file, metadata={"format": "pt"})
-    assert verify_export(tmp_path, part, PROMPTS) > 1e-4
+    assert verify_export(tmp_path, [part], PROMPTS) > 1e-4
     file.write_bytes(b"not a file")
     with pytest.raises(RunError, match="does not load"):
-        verify_export(tmp_path, part, PROMPTS)
+        verify_export(tmp_path, [part], PROMPTS)
 
 
 def test_export_keeps_the_hubs_dtype_and_serves_older_readers(tmp_path: Path):
@@ -88,7 +88,7 @@ def test_export_keeps_the_hubs_dtype_and_serves_older_readers(tmp_path: Path):
             param.mul_(1.001)
     trained = {name: param.detach().clone() for name, param in part.named_parameters()}
     export_hf([part], config, None, tmp_path / "out")
-    assert verify_export(tmp_path / "out", part, PROMPTS) < 1e-5
+    assert verify_export(tmp_path / "out", [part], PROMPTS) < 1e-5
     assert all(torch.equal(param, trained[name]) for name, param in part.named_parameters())
     assert not torch.equal(before["model.lm_head.weight"], trained["model.lm_head.weight"])
     fields = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -63,9 +63,26 @@ def test_merged_export_equals_the_adapter_model(family: str, tmp_path: Path):
     _step(part)
     export_hf([part], config, None, tmp_path / "out")
     prompts = [token_row(12, 4).tolist()]
-    assert verify_export(tmp_path / "out", part, prompts) < 1e-5
-    assert verify_export(tmp_path / "base", part, prompts) > 1e-3  # so the adapters do matter
+    assert verify_export(tmp_path / "out", [part], prompts) < 1e-5
+    assert verify_export(tmp_path / "base", [part], prompts) > 1e-3  # so the adapters do matter
     assert len(lora.wrappers(part.model)) > 0  # still injected
+
+
+def test_merged_export_in_bf16_is_compared_at_bf16_and_leaves_the_model_as_it_was(tmp_path: Path):
+    """The sum is what is rounded, so the comparison must round the sum: rounding the base alone is off by 1e-3 and more."""
+    model = build_hf("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    config = ModelConfig(pretrained=str(tmp_path / "base"), lora=LoRAConfig(rank=4, alpha=8.0))
+    part = build_part(config)
+    load_weights(part, config, device="cpu", seed=0)
+    _step(part)
+    before = {name: tensor.clone() for name, tensor in part.state_dict().items()}
+    batch = packed_batch(ROWS)
+    logprobs = part(labels=batch.labels_BT, **batch.model_inputs())
+    export_hf([part], config, None, tmp_path / "out")
+    assert verify_export(tmp_path / "out", [part], [token_row(12, 4).tolist()]) < 1e-5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in part.state_dict().items())
+    assert torch.equal(part(labels=batch.labels_BT, **batch.model_inputs()), logprobs)
 
 
 def test_peft_loads_what_we_save(tmp_path: Path):

@@ -1,0 +1,82 @@
+"""The model of a run on this rank: built, cut, parallelised and loaded; what everything else asks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.data.batch import one_document
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models.build import build_part
+from automodel_cli.models.load import load_weights
+from automodel_cli.models.part import ModelPart
+from automodel_cli.models.source import hf_config
+from automodel_cli.models.support import probe_packing
+from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.training.stages import SingleStage, Stages
+
+if TYPE_CHECKING:
+    from recipes.base import Recipe
+
+
+@dataclass(frozen=True)
+class Model:
+    """`stages` runs it; `parts` are this rank's modules as what they are (`Stages` promises modules only)."""
+
+    mesh: Mesh
+    stages: Stages
+    parts: list[ModelPart]
+    num_parameters: int
+    num_trained: int
+
+    @classmethod
+    def build(cls, recipe: Recipe, mesh: Mesh) -> Model:
+        """From config to loaded weights under the parallelizer, whole or cut into pipeline stages. Collective."""
+        config = recipe.model
+        if recipe.data.packing != "none":
+            probe_packing(hf_config(config), attention=config.attention, trust_remote_code=config.trust_remote_code)
+        stages = _build_stages(recipe, mesh)
+        parts = [part for part in stages.parts if isinstance(part, ModelPart)]
+        device = recipe.parallelizer.parameter_device(mesh.device)
+        for part in parts:
+            load_weights(part, config, device=device, buffer_device=mesh.device, seed=recipe.seed)
+        return cls(mesh, stages, parts, *_count_parameters(parts, mesh))
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other stages; None for a whole model."""
+        return self.mesh.pp.get_group() if self.mesh.layout.pp > 1 else None
+
+    def score(self, prompts: list[list[int]]) -> list[Tensor]:
+        """Log-probs of each prompt's tokens after the first, `[len - 1]` on the CPU. Collective."""
+        batches = [one_document(ids).to(self.mesh.device) for ids in prompts]
+        scores = self.stages.forward(batches, lambda logprobs_BT, _: logprobs_BT[0, :-1])
+        return [score.cpu() for score in scores]
+
+
+def _build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
+    """Parallelised, not yet loaded."""
+    part = build_part(recipe.model)
+    if recipe.pipeline is None:
+        return SingleStage(parallelize(part, mesh, recipe.parallelizer))
+    return build_pipeline(
+        part,
+        mesh,
+        recipe.pipeline,
+        recipe.parallelizer,
+        microbatch_size=recipe.train.microbatch_size,
+        num_microbatches=recipe.train.num_microbatches(mesh.dp_size),
+    )
+
+
+def _count_parameters(parts: list[ModelPart], mesh: Mesh) -> tuple[int, int]:
+    """Parameters of the whole model and how many of them are trained; a tied table on two stages counts once."""
+    mine = {name: (p.numel(), p.requires_grad) for part in parts for name, p in part.named_parameters()}
+    everywhere: list[dict[str, tuple[int, bool]]] = [{} for _ in range(mesh.layout.pp)]
+    dist.all_gather_object(everywhere, mine, group=mesh.pp.get_group())
+    found = {name: entry for of_rank in everywhere for name, entry in of_rank.items()}
+    return sum(n for n, _ in found.values()), sum(n for n, trained in found.values() if trained)

@@ -1,0 +1,69 @@
+"""The real command line in a process of its own, on a config of a few seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TINY = """
+defaults: [sft, _self_]
+model:
+  config:
+    model_type: {family}
+    hidden_size: 64
+    intermediate_size: 128
+    num_hidden_layers: 2
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    head_dim: 16
+    tie_word_embeddings: true
+  tokenizer: {{_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
+data:
+  task: {{_target_: automodel_cli.data.tasks.ChatTasks, num_train: 400, num_validation: 16}}
+  seq_len: 64
+parallelizer:
+  mp_policy: {{_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}}
+optimizer: {{lr: 1e-3}}
+train: {{global_batch_size: 4, microbatch_size: 1, max_steps: 6, epochs: null}}
+checkpoint: {{every: 2}}
+"""
+
+
+def write_config(folder: Path, *, family: str = "llama", name: str = "tiny") -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(TINY.format(family=family))
+    return path
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "AUTOMODEL_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+
+
+def automodel(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), timeout: float = 240) -> Any:
+    """Run `automodel ARGUMENTS` in `folder` to its end; the result has returncode, stdout and stderr."""
+    command = [sys.executable, *launcher, "-m", "automodel_cli", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The same without waiting."""
+    command = [sys.executable, "-m", "automodel_cli", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(folder), stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(run: Path, key: str = "loss") -> list[float]:
+    """One value per training step."""
+    return [row[key] for row in metrics(run) if key in row]
