@@ -9,19 +9,18 @@ Sinks need no special kernel. With a flash output O and log-sum-exp L: L' = loga
 The ordinary flash backward given (O', L') recomputes P = exp(S - L') and rowsum(dO * O'), so dq, dk and dv are exact,
 and dsink = -sum exp(sink - L') * rowsum(dO * O').
 
-Paths: on CPU torch's flash kernel, one document at a time; on CUDA in bf16 or fp16 the variable-length flash kernel
-over the whole batch; soft caps and fp32 on CUDA as dense softmax per document. The CUDA path has NEVER been run on a
+Paths: on CPU torch's flash kernel, documents of similar length together; on CUDA in bf16 or fp16 the variable-length flash kernel
+over the whole batch; soft caps and fp32 on CUDA as dense softmax, likewise. The CUDA path has NEVER been run on a
 GPU: only its operator signatures were checked. Run tests/gpu before relying on it.
 
-Shapes: B rows, T tokens, H query heads, K kv heads, D head width, V value width, N = B*T tokens, S tokens of one
-document.
+Shapes: B rows, T tokens, H query heads, K kv heads, D head width, V value width, N = B*T tokens, G documents of
+a group, S tokens of its longest.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,18 +90,62 @@ def packed_attention(
     groups = query_BHTD.shape[1] // key_BKTD.shape[1]
     if groups > 1:
         key_BKTD, value_BKTV = key_BKTD.repeat_interleave(groups, 1), value_BKTV.repeat_interleave(groups, 1)
-    fused = query_BHTD.device.type == "cpu" and softcap is None
-    parts = []
-    for rows, tokens in _documents(cu_seq_lens_q, query_BHTD.shape[0], query_BHTD.shape[2]):
-        q, k, v = (x[rows, :, tokens] for x in (query_BHTD, key_BKTD, value_BKTV))
-        if fused:
-            out = _flash_cpu(q, k, v, s_aux, scale, sliding_window)
-        else:
-            out = dense_document(q, k, v, s_aux, scale, sliding_window, softcap)
-        parts.append(out.transpose(1, 2).flatten(0, 1))
+    if query_BHTD.device.type == "cpu" and softcap is None:
+        kernel = functools.partial(_flash_cpu, sink_H=s_aux, scale=scale, window=sliding_window)
+    else:
+        kernel = functools.partial(dense, sink_H=s_aux, scale=scale, window=sliding_window, softcap=softcap)
+    batch, _, length, _ = query_BHTD.shape
+    bounds = None if cu_seq_lens_q is None else tuple(cu_seq_lens_q.tolist())
+    if bounds is None or len(bounds) == batch + 1:  # every row is one document
+        return kernel(query_BHTD, key_BKTD, value_BKTV).transpose(1, 2), None
+    return _in_groups(kernel, query_BHTD, key_BKTD, value_BKTV, bounds), None
+
+
+def _in_groups(
+    kernel: Callable[..., Tensor], query_BHTD: Tensor, key_BHTD: Tensor, value_BHTV: Tensor, bounds: tuple[int, ...]
+) -> Tensor:
+    """Run `kernel` on documents of similar length together, padded on the right, where causal attention never looks.
+
+    One kernel call per document would cost more than the attention itself on rows of many short documents.
+    """
     batch, heads, length, _ = query_BHTD.shape
-    out_NHV = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return out_NHV.view(batch, length, heads, -1), None
+    groups, back_N = _groups(bounds, query_BHTD.device)
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BHTD, value_BHTV))
+    parts = []
+    for index_GS in groups:
+        q, k, v = (
+            x.index_select(0, index_GS.flatten()).unflatten(0, index_GS.shape).transpose(1, 2)
+            for x in (flat_q, flat_k, flat_v)
+        )
+        parts.append(kernel(q, k, v).transpose(1, 2).flatten(0, 1))
+    out_NHV = torch.cat(parts).index_select(0, back_N)
+    return out_NHV.view(batch, length, heads, -1)
+
+
+@functools.lru_cache(maxsize=16)
+def _groups(bounds: tuple[int, ...], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Documents by similar length: token indices `[documents, longest]` of each group (the last token repeated as
+    padding), and where each of the N tokens lies in the groups' tokens one after the other.
+
+    A group's documents are at least half as long as its longest, so padding at most doubles the work; it is far less in
+    packed rows. Cached: all layers of a microbatch ask for the same.
+    """
+    starts = torch.tensor(bounds[:-1])
+    lengths = torch.tensor(bounds).diff()
+    order = lengths.argsort(descending=True, stable=True)
+    order = order[lengths[order] > 0]
+    groups, back_N, taken, first = [], torch.empty(bounds[-1], dtype=torch.int64), 0, 0
+    while first < len(order):
+        longest = int(lengths[order[first]])
+        members = order[first:][lengths[order[first:]] * 2 >= longest]
+        offset_S = torch.arange(longest)
+        index_GS = starts[members, None] + torch.minimum(offset_S, lengths[members, None] - 1)
+        real_GS = offset_S < lengths[members, None]
+        back_N[index_GS[real_GS]] = taken + real_GS.flatten().nonzero()[:, 0]
+        groups.append(index_GS.to(device))
+        taken += index_GS.numel()
+        first += len(members)
+    return groups, back_N.to(device)
 
 
 def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -127,18 +170,6 @@ def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwa
         raise ConfigError("packed attention is causal, this model asks for full attention", fix="model.attention=eager")
 
 
-def _documents(cu: Tensor | None, num_rows: int, num_tokens: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, tokens) of every document in row-major order. Rows that are one document each go together."""
-    bounds = list(range(0, num_rows * num_tokens + 1, num_tokens)) if cu is None else cu.tolist()
-    if len(bounds) == num_rows + 1:
-        yield slice(0, num_rows), slice(0, num_tokens)
-        return
-    for start, end in itertools.pairwise(bounds):
-        if end > start:
-            row, first = divmod(start, num_tokens)
-            yield slice(row, row + 1), slice(first, first + end - start)
-
-
 @functools.lru_cache(maxsize=32)
 def _causal_window_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Additive `[S, S]`: 0 where a query sees the key, -inf elsewhere. Cached: layers repeat few lengths."""
@@ -150,7 +181,7 @@ def _causal_window_mask(length: int, window: int | None, dtype: torch.dtype, dev
     return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~visible_SS, float("-inf"))
 
 
-def dense_document(
+def dense(
     query_BHSD: Tensor,
     key_BHSD: Tensor,
     value_BHSV: Tensor,
@@ -191,7 +222,7 @@ def _flash_cpu(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """One document (or equally long ones) on torch's CPU flash kernel."""
+    """Documents padded to one length on torch's CPU flash kernel."""
     length = query_BHSD.shape[2]
     mask = None
     if window is not None and window < length:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automodel_cli.models.attention import dense_document, packed_attention
+from automodel_cli.models.attention import dense, packed_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ def test_flash_varlen_equals_dense(window: int | None, with_sink: bool, value_wi
         for tokens in (slice(0, first), slice(first, 256)):
             q = query[row : row + 1, :, tokens].float()
             k, v = (x[row : row + 1, :, tokens].float().repeat_interleave(4, 1) for x in (key, value))
-            parts.append(dense_document(q, k, v, sink, 0.125, window, None).transpose(1, 2))
+            parts.append(dense(q, k, v, sink, 0.125, window, None).transpose(1, 2))
         rows.append(torch.cat(parts, 1))
     expected = torch.cat(rows)
     want = torch.autograd.grad((expected * weights).sum(), leaves)
