@@ -169,12 +169,12 @@ def verify_export(
     `score` runs the trained side; None calls the one part, which then is the whole model.
     Collective; every rank gets the number. Raises RunError when the folder does not load.
     """
-    prompts = [list(prompt) for prompt in prompts]
+    token_ids = [list(prompt) for prompt in prompts]
     with torch.no_grad(), _rounded(parts):
-        ours = (score or _whole(parts))(prompts)
+        ours = (score or _whole(parts))(token_ids)
     difference = torch.zeros((), device=next(parts[0].parameters()).device)
     if is_first_rank():
-        difference += _difference(Path(directory), parts[0].model.dtype, prompts, ours, trust_remote_code)
+        difference += _difference(Path(directory), parts[0].model.dtype, token_ids, ours, trust_remote_code)
     if dist.is_initialized():
         dist.broadcast(difference, 0)
     return difference.item()
@@ -225,7 +225,7 @@ def _in_eval(part: ModelPart) -> Iterator[None]:
 
 @contextmanager
 def _rounded(parts: Sequence[ModelPart]) -> Iterator[None]:
-    """Inside, parameters hold the values that the export stores: adapters merged (and silent), all in the hub's dtype."""
+    """Inside, parameters hold what the export stores: adapters merged (and silent), all in the hub's dtype."""
     kept: list[tuple[Tensor, Tensor]] = []
     scalings: list[tuple[dict[str, float], dict[str, float]]] = []
     for part in parts:

@@ -69,7 +69,7 @@ def test_merged_export_equals_the_adapter_model(family: str, tmp_path: Path):
 
 
 def test_merged_export_in_bf16_is_compared_at_bf16_and_leaves_the_model_as_it_was(tmp_path: Path):
-    """The sum is what is rounded, so the comparison must round the sum: rounding the base alone is off by 1e-3 and more."""
+    """The sum is what is rounded, so the comparison must round the sum: the base alone is off by 1e-3 and more."""
     model = build_hf("llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
     config = ModelConfig(pretrained=str(tmp_path / "base"), lora=LoRAConfig(rank=4, alpha=8.0))
