@@ -23,6 +23,9 @@ from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining import contributions, listing, torch_compat
 from automodel_cli.pipelining.axes import Axes, check_sizes, check_switches, default_device
+from automodel_cli.pipelining.eager_runtime import EagerConnections, EagerRuntime
+from automodel_cli.pipelining.programs import Program
+from automodel_cli.pipelining.runtime_choice import RuntimeChoice
 from automodel_cli.pipelining.schedules import check_composition
 from automodel_cli.pipelining.stage import StagePart, cut_stage
 from automodel_cli.pipelining.stage_plan import Choice, StagePlan, plan_stages
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LossFn = Callable[[Tensor, Batch], Tensor]
+AnyRuntime = Runtime | EagerRuntime
 
 
 @dataclass
@@ -43,7 +47,7 @@ class PipelineInfo:
     ends."""
 
     enabled: bool
-    schedule: Runtime | None
+    schedule: AnyRuntime | None
     has_first_stage: bool
     has_last_stage: bool
     model_parts: list[nn.Module] | None
@@ -91,6 +95,9 @@ class AutoPipeline:
         dtype: torch.dtype | str | None = None,
         scale_grads_in_schedule: bool = False,
         pp_seq_len: int | None = None,
+        runtime: Literal["torch", "eager"] = "torch",
+        overlap_p2p_comm: bool = False,
+        num_microbatches_with_partial_activation_checkpoints: int | None = None,
     ):
         """Checks everything that needs no model; raises ConfigError.
 
@@ -103,7 +110,8 @@ class AutoPipeline:
             quotient is the number of microbatches that `build` checks against the schedule and that `info.schedule` is
             made for. A step may bring another number: it is checked when it comes.
         layers_per_stage, round_virtual_stages_to_pp_multiple, module_fqns_per_model_part, layout, balance,
-            microbatch_group_size: see `PipelineConfig`.
+            microbatch_group_size, runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints:
+            see `PipelineConfig`.
         patch_inner_model, patch_causal_lm_model: stand-ins in the decoder list, and outside of it. Only True exists.
         patch_stage_backward_maybe_with_nosync: let modules that FSDP wraps inside a part which it does not wrap
             (experts on their own mesh) reduce once per step as well.
@@ -133,6 +141,10 @@ class AutoPipeline:
             balance,
             microbatch_group_size,
         )
+        self._runtime_choice = RuntimeChoice(
+            runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints
+        )
+        self._runtime_choice.check(pp_schedule, pp_schedule_csv)
         check_sizes(pp_microbatch_size, pp_batch_size, pp_seq_len)
         self._microbatch_size, self._num_microbatches = pp_microbatch_size, pp_batch_size // pp_microbatch_size
         self._seq_len = pp_seq_len
@@ -141,8 +153,9 @@ class AutoPipeline:
         self.device = torch.device(device) if device is not None else default_device()
         self._dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self._plan: StagePlan | None = None
+        self._eager: EagerConnections | None = None
         self._loss_fn: LossFn | None = None
-        self._runtimes: dict[tuple[int, bool], Runtime] = {}
+        self._runtimes: dict[tuple[int, bool], AnyRuntime] = {}
         self._info = PipelineInfo(False, None, False, False, None, None)
 
     # Building
@@ -172,7 +185,7 @@ class AutoPipeline:
             )
         anatomy = check_split(part.model)
         plan = plan_stages(self._choice, part, anatomy, self._axes.group.size())
-        plan.program(self._num_microbatches)  # refused here rather than at the first step
+        self._program(plan, self._num_microbatches)  # refused here rather than at the first step
         rank = self._axes.group.rank()
         parts: list[nn.Module] = []
         for s in plan.of_rank(rank):
@@ -180,6 +193,7 @@ class AutoPipeline:
             parts.append(self._parallelize(cut, parallelize_fn, plan))
         self._plan, self._loss_fn, self._runtimes = plan, loss_fn, {}
         stages = self._make_stages(part, parts, plan)
+        self._eager = EagerConnections(stages, self._runtime_choice) if self._runtime_choice.name == "eager" else None
         first, last = plan.owner[0] == rank, plan.owner[-1] == rank
         self._info = PipelineInfo(True, None, first, last, parts, stages)
         self._info.schedule = self._runtime(self._num_microbatches, train=True)
@@ -295,21 +309,41 @@ class AutoPipeline:
             results = self._run(self._runtime(len(batches), train=False), batches, reduce)
         return self._share([results[i] for i in sorted(results)])
 
-    def _run(self, runtime: Runtime, batches: Sequence[Batch], on_last: LossFn) -> dict[int, Tensor]:
+    def _run(self, runtime: AnyRuntime, batches: Sequence[Batch], on_last: LossFn) -> dict[int, Tensor]:
         keywords = [{"labels": batch.labels_BT, **batch.model_inputs()} for batch in batches]
         shapes = [batch.shape for batch in batches]
         return runtime.run(shapes, keywords, lambda logprobs_BT, index: on_last(logprobs_BT, batches[index]))
 
-    def _runtime(self, num_microbatches: int, train: bool) -> Runtime:
+    def _runtime(self, num_microbatches: int, train: bool) -> AnyRuntime:
         """The runtime for this many microbatches; made once."""
         info, plan, key = self._built(), self._plan, (num_microbatches, train)
         assert plan is not None and info.stages is not None
         if key not in self._runtimes:
-            program = plan.program(num_microbatches) if train else plan.forward_program(num_microbatches)
-            self._runtimes[key] = Runtime(
-                info.stages, program, train=train, reduce_every_microbatch=not self._defer_sync
-            )
+            every = not self._defer_sync
+            program = self._program(plan, num_microbatches) if train else plan.forward_program(num_microbatches)
+            if self._eager is not None:
+                group = self._group_size(plan, num_microbatches) if train else None
+                self._runtimes[key] = EagerRuntime(
+                    info.stages,
+                    program,
+                    self._eager,
+                    train=train,
+                    group_size=group,
+                    reduce_every_microbatch=every,
+                )
+            else:
+                self._runtimes[key] = Runtime(info.stages, program, train=train, reduce_every_microbatch=every)
         return self._runtimes[key]
+
+    def _group_size(self, plan: StagePlan, num_microbatches: int) -> int | None:
+        choice = self._choice
+        return self._runtime_choice.group_size(
+            choice.pp_schedule, plan.pp_size, num_microbatches, choice.microbatch_group_size
+        )
+
+    def _program(self, plan: StagePlan, num_microbatches: int) -> Program:
+        self._group_size(plan, num_microbatches)  # has a rule of its own
+        return plan.program(num_microbatches)
 
     def _share(self, values: list[Tensor]) -> list[Tensor]:
         """The last stage's tensors on every rank of the pipeline, shapes and dtypes first."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.pipelining.runtime_choice import RuntimeChoice
 from automodel_cli.pipelining.schedules import check_schedule, find_schedule
 
 WAYS = ("layout", "module_fqns_per_model_part", "layers_per_stage")
@@ -18,11 +19,17 @@ class PipelineConfig:
     schedule: gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, interleaved_zb, zbv, dualpipev, ... (or torch's names).
     csv: a program in torch's compute-only format, in place of a schedule.
     layers_per_stage: fixes the number of stages; `round_virtual_stages_to_pp_multiple` repairs one that does not
-        divide. layout: the layout language, for example `Et*3|(tt|)*29,m|L`. module_fqns_per_model_part: module names
-        per stage. balance: how layers spread where only their number is known: "even", or "cost" with embedding and
-        head weighed. microbatch_group_size: microbatches per chunk and round of interleaved_1f1b; null is torch's
-        grouping. dtype: of the tensors between stages; null is what the model computes in. runtime: "torch" executes on
-        torch.distributed.pipelining.
+        divide.
+    layout: the layout language, for example `Et*3|(tt|)*29,m|L`.
+    module_fqns_per_model_part: module names per stage.
+    balance: how layers spread where only their number is known: "even", or "cost" with the head weighed.
+    microbatch_group_size: microbatches per chunk and round of interleaved_1f1b; null is torch's grouping.
+    dtype: of the tensors between stages; null is what the model computes in.
+    runtime: "torch" executes every schedule on torch.distributed.pipelining; "eager" executes 1f1b and interleaved_1f1b
+        with Megatron-core's functions, to the same losses and gradients, and releases what it has sent. Options of the
+        eager runtime: overlap_p2p_comm posts receives early, in interleaved_1f1b and where the microbatches of a step
+        are equally long; num_microbatches_with_partial_activation_checkpoints is how many of the microbatches that are
+        alive at once keep their activations (the others are recomputed), null leaves that to the parallelizer.
     """
 
     schedule: str | None = "1f1b"
@@ -35,14 +42,10 @@ class PipelineConfig:
     microbatch_group_size: int | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     runtime: Literal["torch", "eager"] = "torch"
+    overlap_p2p_comm: bool = False
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
 
     def __post_init__(self) -> None:
-        if self.runtime == "eager":
-            raise ConfigError(
-                "runtime=eager does not exist yet: the torch runtime executes every schedule",
-                keys=("runtime",),
-                fix="pipeline.runtime=torch",
-            )
         if self.schedule is None and self.csv is None:
             raise ConfigError(
                 "neither schedule nor csv is given", keys=("schedule", "csv"), fix="pipeline.schedule=1f1b"
@@ -56,6 +59,12 @@ class PipelineConfig:
                     error.message.replace("pp_schedule", "schedule"), keys=("schedule",), fix=fix
                 ) from None
         check_one_way(self)
+        self._runtime_choice().check(self.schedule, self.csv)
+
+    def _runtime_choice(self) -> RuntimeChoice:
+        return RuntimeChoice(
+            self.runtime, self.overlap_p2p_comm, self.num_microbatches_with_partial_activation_checkpoints
+        )
 
     def check(self, pp_size: int, num_microbatches: int) -> None:
         """Refuse, before anything is launched, a number of microbatches that the schedule cannot run.
@@ -67,7 +76,8 @@ class PipelineConfig:
         assert self.schedule is not None
         schedule = find_schedule(self.schedule)
         chunks = 1 if schedule.kind == "single" else 2
-        check_schedule(schedule, pp_size, num_microbatches, chunks, self.microbatch_group_size)
+        group = self._runtime_choice().group_size(self.schedule, pp_size, num_microbatches, self.microbatch_group_size)
+        check_schedule(schedule, pp_size, num_microbatches, chunks, group)
 
     def options(self) -> dict[str, Any]:
         """The keywords of `AutoPipeline` that this section sets."""
@@ -81,6 +91,11 @@ class PipelineConfig:
             "balance": self.balance,
             "microbatch_group_size": self.microbatch_group_size,
             "dtype": self.dtype,
+            "runtime": self.runtime,
+            "overlap_p2p_comm": self.overlap_p2p_comm,
+            "num_microbatches_with_partial_activation_checkpoints": (
+                self.num_microbatches_with_partial_activation_checkpoints
+            ),
         }
 
 

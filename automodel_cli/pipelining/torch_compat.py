@@ -4,9 +4,8 @@ execution needs.
 One runtime runs all schedules. What differs from torch's own classes, and why:
 
 * Shapes are static and known on every rank per microbatch, so microbatches of one step may differ in length. No
-  metadata is inferred
-  (torch would run an extra microbatch at every switch between training and evaluation), and nothing is cleaned up after
-  inferring it (torch 2.13 would set the gradients of FSDP parameters to None).
+  metadata is inferred (torch would run an extra microbatch at every switch between training and evaluation), and
+  nothing is cleaned up after inferring it (torch 2.13 would set the gradients of FSDP parameters to None).
 * Receive buffers live from the receive to the end of the microbatch, not for the whole run.
 * Forward-only programs work for every placement and under no_grad; torch's `eval()` asserts on V placements.
 * Losses are kept by microbatch, so a program may run forwards in any order.
@@ -175,13 +174,13 @@ class Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         for root in self.fsdp_roots:
-            _set_sync(root, False)
+            set_sync(root, False)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         assert grad_scale_factor == 1, "losses are divided by the global weight already; nothing here rescales"
         for root in self.fsdp_roots:
-            _set_sync(root, True)
+            set_sync(root, True)
             state = fully_shard.state(root)  # type: ignore[attr-defined]
             for nested in state._state_ctx.all_states:
                 for param_group in _param_groups(nested):
@@ -247,7 +246,8 @@ def _param_groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _set_sync(root: FSDPModule, enabled: bool) -> None:
+def set_sync(root: FSDPModule, enabled: bool) -> None:
+    """Whether the following backwards reduce gradients and free gathered parameters."""
     root.set_is_last_backward(enabled)
     root.set_reshard_after_backward(enabled)
     root.set_requires_gradient_sync(enabled)

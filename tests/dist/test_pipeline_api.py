@@ -237,8 +237,8 @@ def test_meta_models_stay_on_meta():
 
 
 def test_config_node():
-    with pytest.raises(ConfigError, match="runtime=eager does not exist yet"):
-        PipelineConfig(runtime="eager")
+    with pytest.raises(ConfigError, match="the eager runtime has the schedules 1F1B and Interleaved1F1B, not GPipe"):
+        PipelineConfig(schedule="gpipe", runtime="eager")
     with pytest.raises(ConfigError, match="schedule='gpip' is no schedule"):
         PipelineConfig(schedule="gpip")
     with pytest.raises(ConfigError, match="at least 2 \\* pp_size microbatches"):
