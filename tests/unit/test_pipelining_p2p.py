@@ -280,6 +280,21 @@ def test_no_pipelining():
         forward_backward_no_pipelining(**contract([chunk, chunk], [iter(range(4))]))
 
 
+def test_an_unused_input_gets_zeros():
+    """The last stage of a microbatch without labels: its neighbour waits for a gradient all the same."""
+    config, events = ModelParallelConfig(hidden_size=HIDDEN, pipeline_dtype=torch.float32), []
+
+    def constant(iterator, model):
+        next(iterator)
+        return model.weight * 1, lambda output: (output.sum(), None)
+
+    forward_backward_pipelining_without_interleaving(
+        **{**contract(Chunk(0, config, []), iter(range(4))), "forward_step_func": constant},
+        p2p_communicator=Recorder(3, 4, config, events),
+    )
+    assert events == ["c:RP", *["c:SP+RP"] * 3, "c:SP"]
+
+
 def test_pipelined_refusals():
     config = ModelParallelConfig(hidden_size=HIDDEN, pipeline_dtype=torch.float32)
     chunk = Chunk(0, config, [])
