@@ -16,7 +16,7 @@ from automodel_cli.config.problems import show
 @click.option("--resolved", is_flag=True, help="Print the composed config with the origin of every value instead.")
 def check(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], resolved: bool) -> None:
     """Check a config without running it: no GPU, no network, no torch. Prints a line for each section and ok."""
-    from automodel_cli.config.bundled import display
+    from automodel_cli.config.bundled import conf_dir, display
 
     composed, _ = common.load(conf, overrides, trust)
     if resolved:
@@ -24,10 +24,13 @@ def check(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], resolve
         return
     width = max(map(len, composed.tree))
     limit = max(40, shutil.get_terminal_size().columns - width - 2)
-    for key, value in composed.tree.items():
+    for key, value in sorted(composed.tree.items(), key=lambda item: item[0] != "_target_"):
         label = "recipe" if key == "_target_" else key
         click.echo(f"{click.style(label.ljust(width), bold=True)}  {_clip(_line(value), limit)}")
-    files = " < ".join(display(path) for path in reversed(composed.files))
+    homes = (composed.path.parent, conf_dir())
+    chain = [display(path) for path in reversed(composed.files) if path.parent in homes]
+    groups = len(composed.files) - len(chain)
+    files = " < ".join(chain) + (f" and {groups} group files" if groups else "")
     more = f", {len(overrides)} from the command line" if overrides else ""
     click.echo(f"{click.style('ok'.ljust(width), fg='green', bold=True)}  {files}{more}")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.launch import local, placement, stop, worker
+from automodel_cli.launch import local, memory, placement, stop, worker
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -49,11 +49,14 @@ def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: tu
 
 def start(composed: Composed, recipe: common.Recipe, arguments: Sequence[str]) -> int:
     """Run `recipe` as the rank that this process is, or start its ranks with the same command line."""
+    num_gpus = placement.num_gpus()
     if placement.detect().kind == "local":
-        num_ranks = recipe.num_ranks(placement.num_gpus())
+        num_ranks = recipe.num_ranks(num_gpus)
         if num_ranks > 1:
             return local.run(arguments, num_ranks=num_ranks)
     if not worker.is_ours():  # else `worker.begin` has done both
         worker.redirect_output()
         stop.install()
+    if num_gpus == 0:
+        memory.keep_freed_memory()
     return recipe.run(composed)

@@ -1,8 +1,8 @@
 """The strict check: every `_target_` bound to its signature, every error at once, then the tree of objects.
 
 Two passes. `_Binder` walks the composed tree against annotations and calls nothing. `_Builder` then constructs
-bottom-up every node whose own subtree is clean, so that the rules of `__post_init__` report together with the typing
-errors; objects of other packages are constructed only when nothing at all is wrong.
+bottom-up every frozen dataclass whose subtree is clean, so that the rules of `__post_init__` report together with the
+typing errors; objects of other packages are constructed only when nothing at all is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRONG = object()
 
 @dataclass
 class _Node:
-    """One bound target. `clean` is False once anything in its subtree was reported."""
+    """One bound target. `clean` is False when a keyword is unknown or missing; a wrong value is `_WRONG`."""
 
     key: str
     target: Callable[..., Any]
@@ -51,10 +51,13 @@ def check(composed: Composed, trust: Sequence[str] = ()) -> Any:
         sys.path.append(os.getcwd())  # a trusted package may lie beside the user's config; appended, it shadows nothing
     binder = _Binder(composed, tuple(trust))
     root = binder.root()
-    builder = _Builder(composed, binder.problems)
-    built = builder.build(root) if root is not None else _WRONG
-    if builder.problems:
-        raise composed.error(builder.problems)
+    problems = binder.problems
+    built = _WRONG
+    for only_nodes in (True, False):  # nodes are pure, so building them twice is only a matter of microseconds
+        if root is not None and built is _WRONG:
+            built = _Builder(composed, problems, only_nodes).build(root)
+        if problems:
+            raise composed.error(problems)
     return built
 
 
@@ -113,9 +116,7 @@ class _Binder:
                 self.unknown.append((key, item))
                 node.clean = False
                 continue
-            bound = self.value(item, parameters[name].hint if name in parameters else Any, key)
-            node.arguments[name] = bound
-            node.clean &= _is_clean(bound)
+            node.arguments[name] = self.value(item, parameters[name].hint if name in parameters else Any, key)
         for name, parameter in parameters.items():
             if parameter.default is schema.REQUIRED and name not in value and not node.partial:
                 node.clean = False
@@ -202,14 +203,14 @@ class _Binder:
 
 
 class _Builder:
-    def __init__(self, composed: Composed, problems: list[Problem]):
-        self.composed, self.problems = composed, problems
+    def __init__(self, composed: Composed, problems: list[Problem], only_nodes: bool):
+        self.composed, self.problems, self.only_nodes = composed, problems, only_nodes
 
     def build(self, node: _Node) -> Any:
         arguments = {name: self.value(item) for name, item in node.arguments.items()}
         wrong = not node.clean or any(_contains_wrong(item) for item in arguments.values())
-        own = targets.is_node(node.target)
-        if wrong or (self.problems and not own):
+        is_node = targets.is_node(node.target)
+        if wrong or (self.only_nodes and not is_node and not node.partial):
             return _WRONG
         if node.partial:
             return functools.partial(node.target, **arguments)
@@ -218,7 +219,7 @@ class _Builder:
         except ConfigError as error:
             self.refused(node, arguments, error)
         except Exception as error:
-            if own and targets.is_own(node.target):
+            if is_node and targets.is_own(node.target):
                 raise  # a bug of ours: keep the traceback
             message = f"{node.target.__qualname__} refuses its arguments: {error}"
             self.refused(node, arguments, ConfigError(message))
@@ -287,16 +288,6 @@ def _leaves(value: object, key: str) -> list[tuple[str, object]]:
     if isinstance(value, dict):
         return [leaf for k, v in value.items() if not str(k).startswith("_") for leaf in _leaves(v, f"{key}.{k}")]
     return [(key, value)]
-
-
-def _is_clean(bound: Any) -> bool:
-    if isinstance(bound, _Node):
-        return bound.clean
-    if isinstance(bound, (list, tuple)):
-        return all(_is_clean(item) for item in bound)
-    if isinstance(bound, dict):
-        return all(_is_clean(item) for item in bound.values())
-    return bound is not _WRONG
 
 
 def _contains_wrong(built: Any) -> bool:

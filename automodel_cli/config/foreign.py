@@ -30,16 +30,16 @@ FOREIGN: dict[str, Foreign] = {
     "max_steps_per_epoch": Foreign("train.max_steps"),
     "training_steps": Foreign("train.max_steps"),
     "total_steps": Foreign("train.max_steps"),
-    "num_train_epochs": Foreign("train.max_epochs"),
-    "num_epochs": Foreign("train.max_epochs"),
-    "epochs": Foreign("train.max_epochs"),
+    "num_train_epochs": Foreign("train.epochs"),
+    "num_epochs": Foreign("train.epochs"),
+    "max_epochs": Foreign("train.epochs"),
     "max_grad_norm": Foreign("train.max_grad_norm"),
     "clip_grad_norm": Foreign("train.max_grad_norm"),
     "gradient_clip_val": Foreign("train.max_grad_norm"),
     "gradient_checkpointing": Foreign("parallelizer.activation_checkpointing"),
     "enable_activation_checkpointing": Foreign("parallelizer.activation_checkpointing"),
     "enable_gradient_checkpointing": Foreign("parallelizer.activation_checkpointing"),
-    "torch_compile": Foreign("parallelizer.compile"),
+    "torch_compile": Foreign("parallelizer.enable_compile"),
     # optimizer and schedule
     "learning_rate": Foreign("optimizer.lr"),
     "adam_beta1": Foreign("optimizer.betas", "betas is the pair [beta1, beta2]"),
@@ -71,8 +71,8 @@ FOREIGN: dict[str, Foreign] = {
     "mask_history": Foreign("data.mask=last_turn"),
     "chat_template_path": Foreign("data.chat_template"),
     "template": Foreign("data.chat_template", "by default the tokenizer's own"),
-    "val_set_size": Foreign("data.validation"),
-    "eval_steps": Foreign("validation.every_steps"),
+    "val_set_size": Foreign("data.validation_rows", "a number of rows, not a share"),
+    "eval_steps": Foreign("validation.every"),
     "dataset_num_proc": Foreign("data.num_workers"),
     "preprocessing_num_workers": Foreign("data.num_workers"),
     # model and adapters
@@ -100,9 +100,9 @@ FOREIGN: dict[str, Foreign] = {
     "data_parallel_shard_degree": Foreign("mesh.dp_size", "dp_size counts replicas too"),
     "data_parallel_replicate_degree": Foreign("mesh.dp_replicate_size"),
     # the run
-    "save_steps": Foreign("checkpoint.every_steps"),
+    "save_steps": Foreign("checkpoint.every"),
     "save_total_limit": Foreign("checkpoint.keep"),
-    "logging_steps": Foreign("logging.every_steps"),
+    "logging_steps": Foreign("logging.every"),
     "report_to": Foreign("logging.trackers"),
 }
 """Whether each of our names exists is checked against the config at hand: a row never suggests a key that is unknown

@@ -27,11 +27,12 @@ def suggest(key: str, value: object, known: Collection[str]) -> Suggestion | Non
     if row is not None and row.ours.partition("=")[0] in known:
         keep = not row.note and "=" not in row.ours
         return Suggestion(_set(row.ours, value) if keep else row.ours, row.note)
-    near = difflib.get_close_matches(key, known, 1, 0.8)
+    values = [k for k in known if not any(other.startswith(k + ".") for other in known)]  # no sections
+    near = difflib.get_close_matches(key, values, 1, 0.8)
     if near:
         return Suggestion(_set(near[0], value))
     leaves: dict[str, list[str]] = {}
-    for k in known:
+    for k in values:
         leaves.setdefault(k.rpartition(".")[2], []).append(k)
     near = difflib.get_close_matches(leaf, leaves, 1, 0.7)
     return Suggestion(_set(_closest(key, leaves[near[0]]), value)) if near else None

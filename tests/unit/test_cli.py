@@ -19,6 +19,8 @@ _target_: toy_recipe.nodes.Recipe
 data: {path: train.jsonl}
 optimizer: {_target_: toy_recipe.nodes.Optimizer, lr: 1e-5}
 """
+PATH = f"{HERE}:{HERE.parents[1]}"
+"""The toy recipe, and this checkout before whatever else is installed."""
 TRUST = ["--trust-package", "toy_recipe"]
 PROBE = """\
 import sys
@@ -37,7 +39,7 @@ def toy(tmp_path: Path) -> Path:
 
 def automodel(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("AUTOMODEL_", "SLURM_"))}
-    environ |= {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **env}
+    environ |= {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **env}
     command = [sys.executable, "-m", "automodel_cli", *arguments]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
 
@@ -46,7 +48,7 @@ def cpu_seconds(folder: Path, forbidden: str, *arguments: str, **env: str) -> fl
     """CPU of the whole process, the least of three; fails when it imported one of the forbidden modules."""
     least = float("inf")
     for _ in range(3):
-        environ = {**os.environ, "PYTHONPATH": str(HERE), **env}
+        environ = {**os.environ, "PYTHONPATH": PATH, **env}
         command = [sys.executable, "-c", PROBE, forbidden, *arguments]
         with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as p:
             assert p.stdout is not None

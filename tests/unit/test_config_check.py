@@ -176,6 +176,17 @@ def test_the_foreign_table_stays_small() -> None:
     assert len({name.lower() for name in FOREIGN}) == len(FOREIGN)
 
 
+def test_the_foreign_table_names_keys_that_exist() -> None:
+    from automodel_cli.config import schema
+    from automodel_cli.config.targets import resolve
+
+    known = set(schema.keys(resolve("recipes.sft.SFTRecipe")))
+    known |= set(schema.keys(resolve("automodel_cli.training.optim.AdamW"), "optimizer."))
+    known |= set(schema.keys(resolve("automodel_cli.training.lr_scheduler.Cosine"), "lr_scheduler."))
+    known |= set(schema.keys(resolve("automodel_cli.distributed.config.FSDP2Config"), "parallelizer."))
+    assert [row for row in FOREIGN.values() if row.ours.partition("=")[0] not in known] == []
+
+
 def test_third_party_signatures_dtypes_and_partial() -> None:
     text = GOOD + (
         "parallelizer:\n"
@@ -209,3 +220,6 @@ def test_a_bug_in_a_trusted_node_is_reported_with_its_key(here: Path, monkeypatc
     Path("x.yaml").write_text(GOOD.replace("toy_recipe.nodes.Optimizer", "buggy_nodes.node"))
     with pytest.raises(ConfigError, match="node refuses its arguments: boom"):
         check(compose("x.yaml"), ["toy_recipe", "buggy_nodes"])
+    with pytest.raises(ConfigError) as error:
+        check(compose("x.yaml", ["mesh.dp_size=0"]), ["toy_recipe", "buggy_nodes"])
+    assert "boom" not in str(error.value), "foreign code runs only when nothing else is wrong"

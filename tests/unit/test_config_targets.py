@@ -70,6 +70,24 @@ def test_hostile_targets_are_refused(target: str) -> None:
         resolve(target)
 
 
+@pytest.mark.parametrize(
+    ("target", "rule"),
+    [
+        ("automodel_cli.config.check.targets.resolve", "is an alias: automodel_cli.config.check.targets is the module"),
+        ("automodel_cli.config.check._Node", "reaches into private names"),
+        ("torch.optim.lr_scheduler.partial", "is functools.partial, which is outside the packages"),
+        ("automodel_cli.config.check.check", "is a function; a config builds classes"),
+        ("automodel_cli.config.errors.ConfigError", "is no config node"),
+        ("automodel_cli.config.check", "a config cannot build a module"),
+        ("torch.optim.AdamW.step", "reaches into torch.optim.AdamW, which is no module"),
+        ("torch.load", r"outside the packages that a config may build from \(torch.optim, "),
+    ],
+)
+def test_each_refusal_says_its_rule(target: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        resolve(target)
+
+
 @pytest.mark.parametrize("target", [None, 3, ["os.system"], {"a": 1}])
 def test_a_target_is_text(target: object) -> None:
     with pytest.raises(ConfigError, match="must be a dotted name"):

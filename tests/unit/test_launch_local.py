@@ -31,7 +31,7 @@ def toy(tmp_path: Path) -> Path:
 def start(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **env: str) -> subprocess.Popen[str]:
     drop = ("AUTOMODEL_", "SLURM_", "OMP_NUM")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    environ |= {"PYTHONPATH": str(HERE), "TMPDIR": str(folder), **env}
+    environ |= {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "TMPDIR": str(folder), **env}
     command = [sys.executable, *launcher, "-m", "automodel_cli", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(
