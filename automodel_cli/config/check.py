@@ -236,7 +236,7 @@ class _Builder:
 
     def refused(self, node: _Node, arguments: dict[str, Any], error: ConfigError) -> None:
         """A node refused its own values: name the keys, their values and where each was written."""
-        keys = [_join(node.key, k) for k in error.keys] or [node.key]
+        keys = [_join(node.key, _located(node, arguments, k)) for k in error.keys] or [node.key]
         where = self.composed.nearest_origin(keys[0])
         source = error.origin or self.sources(node, arguments, keys)
         self.problems.append(Problem(keys[0], error.message, where, source, error.fix))
@@ -269,6 +269,23 @@ def _at(tree: Any, key: str) -> Any:
         else:
             return None
     return tree
+
+
+def _located(node: _Node, arguments: dict[str, Any], key: str) -> str:
+    """A key relative to `node`. A section that a node asks for a rule may name its own fields: they are looked up
+    there.
+    """
+    name = key.partition(".")[0]
+    if name in node.signature.parameters:
+        return key
+    sections = [n for n in node.signature.parameters if name in _fields(_effective(node, arguments, n))]
+    assert len(sections) == 1, f"{node.target.__qualname__} refuses {key}, which is a field of {sections or 'nothing'}"
+    return f"{sections[0]}.{key}"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The fields of a config node; nothing for any other value."""
+    return vars(value) if targets.is_node(type(value)) else {}
 
 
 def _effective(node: _Node, arguments: dict[str, Any], key: str) -> Any:

@@ -151,6 +151,11 @@ def test_a_rule_between_fields_names_every_value_and_origin() -> None:
     )
 
 
+def test_a_rule_of_a_section_that_the_recipe_asks_for() -> None:
+    expected = "3 steps are too few\n  from  train.max_steps=3 (default)\n  fix   train.max_steps=4"
+    assert str(refusal(GOOD, "mesh.tp_size=4")) == expected
+
+
 def test_missing_required_keys() -> None:
     error = refusal("_target_: toy_recipe.nodes.Recipe\ndata:\n  seq_len: 3\n")
     assert str(error) == (

@@ -53,6 +53,13 @@ class Train:
     deterministic: bool = False
     betas: tuple[float, float] = (0.9, 0.95)
 
+    def require(self, tp_size: int) -> None:
+        """A rule that the recipe asks for: it names its own fields."""
+        if tp_size > self.max_steps:
+            raise ConfigError(
+                f"{self.max_steps} steps are too few", keys=("max_steps",), fix=f"train.max_steps={tp_size}"
+            )
+
 
 @dataclass(frozen=True)
 class Fsdp:
@@ -100,6 +107,7 @@ class Recipe:
     fail_rank: int = 0
 
     def __post_init__(self) -> None:
+        self.train.require(self.mesh.tp_size)
         if self.train.global_batch_size % self.mesh.dp_size:
             rows, ranks = self.train.global_batch_size, self.mesh.dp_size
             raise ConfigError(
