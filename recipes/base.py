@@ -1,7 +1,7 @@
-"""What every recipe shares: the sections of the YAML, the rules between them, and what the command line may ask of a recipe.
+"""What every recipe shares: the sections of the YAML, the rules between them, and what the command line may ask.
 
-Importing this module, and building a recipe, needs no torch: `automodel check` does both. Everything heavy is imported when a
-run starts.
+Importing this module, and building a recipe, needs no torch: `automodel check` does both. Everything heavy is imported
+when a run starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Recipe:
     parallelizer: FSDP2Config | DDPConfig = field(default_factory=FSDP2Config)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig | None = None
-    train: TrainConfig = field(default_factory=TrainConfig)
+    train: TrainConfig
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from recipes.quiz import Quiz
     from recipes.session import Session
 
-# max |log-prob difference| between the trained part and its export under stock transformers. In fp32 what remains is the
-# noise of another attention implementation; in bf16 every matrix product rounds, and single tokens differ by tenths.
+# max |log-prob difference| between the trained model and its export under stock transformers. In fp32 what remains is
+# the noise of another attention implementation; in bf16 every product rounds, and single tokens differ by tenths.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 _NUM_PROMPTS, _PROMPT_TOKENS = 8, 128
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_cli import __version__
+from automodel_cli.config import bundled
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.loader import StepLoader, eval_batches
@@ -170,19 +171,17 @@ class Session:
         steps = (
             f"{self.num_steps} = {self.num_steps * recipe.train.global_batch_size / self._rows_per_epoch():.2f} epochs"
         )
+        ranks = f"{_plural(dist.get_world_size(), 'rank')} on {self.mesh.device.type}"
         begin = f", from step {self.first_step}" if self.first_step else ""
         self.meter.header(
             [
                 ("automodel", f"{__version__}   run {self.run_dir}"),
-                ("config", f"{self.source.path.name}   {_plural(len(self.source.overrides), 'override')}"),
+                ("config", f"{bundled.display(self.source.path)}   {_plural(len(self.source.overrides), 'override')}"),
                 (
                     "model",
                     f"{_model_name(recipe)}   {_count(model.num_parameters)} parameters{share}   {recipe.model.dtype}",
                 ),
-                (
-                    "layout",
-                    f"{_plural(dist.get_world_size(), 'rank')} on {self.mesh.device.type}   {_layout(recipe, self.mesh)}",
-                ),
+                ("layout", f"{ranks}   {_layout(recipe, self.mesh)}"),
                 ("data", "\n".join(self.data.report.lines())),
                 ("steps", f"{steps}   {recipe.train.global_batch_size} rows a step{begin}"),
             ]
@@ -230,6 +229,8 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
     """Prepare the data, start the process group, build everything; take it down again whatever happens."""
     if recipe.train.deterministic:
         rng.make_deterministic()
+    if recipe.train.cpu_threads is not None:
+        torch.set_num_threads(recipe.train.cpu_threads)
     tokenizer = load_tokenizer(recipe.model)
     data = prepare(recipe.data, tokenizer, seed=recipe.seed)
     device = process_group.start(recipe.parallelizer.backend)
@@ -256,9 +257,9 @@ def _run_folder(recipe: Recipe, source: Composed) -> Path:
         except RunError as error:
             chosen[1] = error
     dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
-    folder, error = chosen
-    if error is not None:
-        raise error
+    folder, failure = chosen
+    if failure is not None:
+        raise failure
     worker.redirect_output(folder / "logs")
     return folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from automodel_cli.launch.startup import quick_imports
 from recipes.base import Recipe
 
 if TYPE_CHECKING:
@@ -16,9 +17,10 @@ class SFTRecipe(Recipe):
     """The whole story: prepare, train, export. `objective` is usually `automodel_cli.objectives.sft.SFT`."""
 
     def run(self, source: Composed) -> int:
-        from recipes.quiz import Quiz
-        from recipes.results import finish
-        from recipes.session import open_session
+        with quick_imports():
+            from recipes.quiz import Quiz
+            from recipes.results import finish
+            from recipes.session import open_session
 
         with open_session(self, source) as session:
             session.header()

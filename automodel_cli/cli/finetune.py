@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.launch import local, memory, placement, stop, worker
+from automodel_cli.launch import local, memory, placement, startup, stop, worker
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -54,6 +54,7 @@ def start(composed: Composed, recipe: common.Recipe, arguments: Sequence[str]) -
         num_ranks = recipe.num_ranks(num_gpus)
         if num_ranks > 1:
             return local.run(arguments, num_ranks=num_ranks)
+    startup.share_cores()
     if not worker.is_ours():  # else `worker.begin` has done both
         worker.redirect_output()
         stop.install()

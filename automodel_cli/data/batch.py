@@ -12,14 +12,14 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: B rows of T tokens. Packing is the normal case; a padded row is one document plus a padding document.
+    """One microbatch: B rows of T tokens. Packing is the normal case; a padded row is a document and a padding document.
 
-    `input_ids_BT`, `position_ids_BT` (restart at 0 in every document) and `labels_BT` are int64. Labels are already shifted:
-    `labels[b, t]` is the token that follows `input_ids[b, t]` in the same document, or `IGNORE_INDEX`.
-    `cu_seqlens` is int32 `[documents + 1]` over the B*T tokens in row-major order; every row start is a boundary, and padding
-    at the end of a row is a document of its own. `max_seqlen` (host int) is the longest document.
-    `row_ids_B` int64 names the rows for error messages. `extra` holds more per-token or per-segment columns of the objective
-    (advantages, old_logprobs, ref_logprobs, pair and sequence ids).
+    `input_ids_BT`, `position_ids_BT` (restart at 0 in every document) and `labels_BT` are int64. Labels are already
+    shifted: `labels[b, t]` is the token that follows `input_ids[b, t]` in the same document, or `IGNORE_INDEX`.
+    `cu_seqlens` is int32 `[documents + 1]` over the B*T tokens in row-major order; every row start is a boundary, and
+    padding at the end of a row is a document of its own. `max_seqlen` (host int) is the longest document.
+    `row_ids_B` int64 names the rows for error messages. `extra` holds more per-token or per-segment columns of the
+    objective (advantages, old_logprobs, ref_logprobs, pair and sequence ids).
     """
 
     input_ids_BT: Tensor
@@ -70,7 +70,7 @@ class Batch:
 
 
 def one_document(ids: list[int]) -> Batch:
-    """A batch of one row that is one document, every token after the first a label: to score text that is no dataset's."""
+    """A batch of one row that is one document, every token after the first a label: to score any text."""
     ids_BT = torch.tensor([ids], dtype=torch.int64)
     labels_BT = torch.full_like(ids_BT, IGNORE_INDEX)
     labels_BT[:, :-1] = ids_BT[:, 1:]

@@ -9,8 +9,8 @@ Sinks need no special kernel. With a flash output O and log-sum-exp L: L' = loga
 The ordinary flash backward given (O', L') recomputes P = exp(S - L') and rowsum(dO * O'), so dq, dk and dv are exact,
 and dsink = -sum exp(sink - L') * rowsum(dO * O').
 
-Paths: on CPU torch's flash kernel, documents of similar length together; on CUDA in bf16 or fp16 the variable-length flash kernel
-over the whole batch; soft caps and fp32 on CUDA as dense softmax, likewise. The CUDA path has NEVER been run on a
+Paths: on CPU torch's flash kernel, documents of similar length together; on CUDA in bf16 or fp16 the variable-length
+flash kernel over the whole batch; soft caps and fp32 on CUDA as dense softmax, likewise. The CUDA path has NEVER been run on a
 GPU: only its operator signatures were checked. Run tests/gpu before relying on it.
 
 Shapes: B rows, T tokens, H query heads, K kv heads, D head width, V value width, N = B*T tokens, G documents of
@@ -94,7 +94,7 @@ def packed_attention(
         kernel = functools.partial(_flash_cpu, sink_H=s_aux, scale=scale, window=sliding_window)
     else:
         kernel = functools.partial(dense, sink_H=s_aux, scale=scale, window=sliding_window, softcap=softcap)
-    batch, _, length, _ = query_BHTD.shape
+    batch = query_BHTD.shape[0]
     bounds = None if cu_seq_lens_q is None else tuple(cu_seq_lens_q.tolist())
     if bounds is None or len(bounds) == batch + 1:  # every row is one document
         return kernel(query_BHTD, key_BKTD, value_BKTV).transpose(1, 2), None

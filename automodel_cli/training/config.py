@@ -37,10 +37,12 @@ class TrainConfig:
     epochs: float | None = None
     max_grad_norm: float | None = 1.0
     deterministic: bool = False
+    cpu_threads: int | None = None
 
     def __post_init__(self) -> None:
         _positive(
             "train",
+            cpu_threads=self.cpu_threads,
             global_batch_size=self.global_batch_size,
             microbatch_size=self.microbatch_size,
             max_steps=self.max_steps,

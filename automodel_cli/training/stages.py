@@ -18,7 +18,10 @@ LossFn = Callable[[Tensor, Batch], Tensor]
 class Stages(Protocol):
     """The modules this rank owns, and the two ways to run them. Implemented by `SingleStage` and `AutoPipeline`."""
 
-    parts: list[nn.Module]
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules whose parameters are trained, never a wrapper's."""
+        ...
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> Tensor:
         """Run every microbatch and leave summed gradients on the parts.

@@ -31,16 +31,15 @@ def test_run_folder_holds_what_is_promised(whole: Path) -> None:
     assert (run / "checkpoints" / "step-000006" / "meta.json").exists()
     rows = [row for row in metrics(run) if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    promised = (
-        "step loss grad_norm lr num_label_tokens num_tokens tokens_per_second step_seconds memory_gib mfu".split()
-    )
-    assert all(set(promised) <= set(row) for row in rows)
+    promised = {"step", "loss", "grad_norm", "lr", "num_label_tokens", "num_tokens"}
+    promised |= {"tokens_per_second", "step_seconds", "memory_gib", "mfu"}
+    assert all(promised <= set(row) for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert any("val_loss" in row for row in metrics(run))
 
 
 def test_export_is_the_trained_model(whole: Path) -> None:
-    """transformers loads it without us, and its loss on a validation question is what training reported, not a new model's."""
+    """transformers loads it without us, and it has learnt something."""
     folder = whole / "runs" / "tiny" / "export"
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]
