@@ -37,8 +37,12 @@ class Model:
     def build(cls, recipe: Recipe, mesh: Mesh) -> Model:
         """From config to loaded weights under the parallelizer, whole or cut into pipeline stages. Collective."""
         config = recipe.model
-        if recipe.data.packing != "none":
-            probe_packing(hf_config(config), attention=config.attention, trust_remote_code=config.trust_remote_code)
+        probe_packing(
+            hf_config(config),
+            attention=config.attention,
+            packed_rows=recipe.data.packing != "none",
+            trust_remote_code=config.trust_remote_code,
+        )
         stages = _build_stages(recipe, mesh)
         parts = [part for part in stages.parts if isinstance(part, ModelPart)]
         device = recipe.parallelizer.parameter_device(mesh.device)

@@ -12,7 +12,8 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.layout import Layout, MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.models.export import export_hf, verify_export
+from automodel_cli.models.export import export_hf, is_first_rank, verify_export
+from automodel_cli.models.lora import save_adapters
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.report.environment import environment
 from automodel_cli.report.html import Sample, write_report
@@ -46,7 +47,7 @@ def finish(session: Session, quiz: Quiz) -> int:
     if session.is_main and session.recipe.logging.report:
         footer.append(("report", str(_write_report(session, quiz))))
     footer += [("answer", _shown(after, before)) for after, before in quiz.samples(3)]
-    footer.append(("next", _next_commands(session)))
+    footer.append(("next", _next_commands(session, quiz)))
     session.meter.footer(footer)
     return 0
 
@@ -77,11 +78,23 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
 def export_and_verify(
     recipe: Recipe, model: Model, tokenizer: Any, rows: PackedDataset, folder: Path, summary: str
 ) -> float:
-    """Write the folder, reload it with stock transformers, compare. Raises RunError when the two do not agree.
+    """Write the folder (adapters also apart, in `adapter/`), reload it with stock transformers, compare.
+
+    Raises RunError when the two do not agree.
 
     Collective. Returns the largest difference of a log-prob.
     """
-    export_hf(model.parts, recipe.model, tokenizer, folder, summary=summary, pp_group=model.pp_group)
+    title = folder.resolve().parent.name if folder.name == "export" else folder.name
+    export_hf(model.parts, recipe.model, tokenizer, folder, title=title, summary=summary, pp_group=model.pp_group)
+    if recipe.model.lora is not None:
+        save_adapters(
+            model.parts,
+            recipe.model.lora,
+            folder / "adapter",
+            base_model=recipe.model.pretrained or recipe.model.gguf_file or "",
+            write=is_first_rank(),
+            pp_group=model.pp_group,
+        )
     prompts = [rows.tokens(row)[0][:_PROMPT_TOKENS].tolist() for row in range(min(_NUM_PROMPTS, len(rows)))]
     trust = recipe.model.trust_remote_code
     gap = verify_export(folder, model.parts, prompts, score=model.score, trust_remote_code=trust)
@@ -137,12 +150,13 @@ def _shown(after: AnsweredSample, before: AnsweredSample | None) -> str:
     return f"{after.question!r} -> {after.completion!r} {mark}{said}"
 
 
-def _next_commands(session: Session) -> str:
-    run = session.run_dir
+def _next_commands(session: Session, quiz: Quiz) -> str:
+    question = quiz.samples(1)[0][0].question if quiz.samples(1) else "Hello!"
+    ask = f"pipeline('text-generation', '{session.run_dir / 'export'}')([dict(role='user', content={question!r})])"
     return "\n".join(
         [
-            f"transformers chat {run / 'export'}",
-            "automodel recipes ls                     more recipes; `cp` gives you one to edit",
-            f"automodel finetune llm -c {session.source.name} train.max_steps={2 * session.num_steps}",
+            f'python -c "from transformers import pipeline; print({ask})"',
+            f"automodel resume {session.run_dir} train.max_steps={2 * session.num_steps}    trains on",
+            "automodel recipes ls    more recipes; `automodel recipes cp` gives you one to edit",
         ]
     )

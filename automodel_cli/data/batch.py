@@ -12,7 +12,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: B rows of T tokens. Packing is the normal case; a padded row is a document and a padding document.
+    """One microbatch: B rows of T tokens. Packing is the normal case; a padded row is one document and one of padding.
 
     `input_ids_BT`, `position_ids_BT` (restart at 0 in every document) and `labels_BT` are int64. Labels are already
     shifted: `labels[b, t]` is the token that follows `input_ids[b, t]` in the same document, or `IGNORE_INDEX`.

@@ -10,8 +10,8 @@ The ordinary flash backward given (O', L') recomputes P = exp(S - L') and rowsum
 and dsink = -sum exp(sink - L') * rowsum(dO * O').
 
 Paths: on CPU torch's flash kernel, documents of similar length together; on CUDA in bf16 or fp16 the variable-length
-flash kernel over the whole batch; soft caps and fp32 on CUDA as dense softmax, likewise. The CUDA path has NEVER been run on a
-GPU: only its operator signatures were checked. Run tests/gpu before relying on it.
+flash kernel over the whole batch; soft caps and fp32 on CUDA as dense softmax, likewise. The CUDA path has NEVER been
+run on a GPU: only its operator signatures were checked. Run tests/gpu before relying on it.
 
 Shapes: B rows, T tokens, H query heads, K kv heads, D head width, V value width, N = B*T tokens, G documents of
 a group, S tokens of its longest.

@@ -40,14 +40,15 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase | None,
     directory: str | Path,
     *,
+    title: str = "",
     summary: str = "",
     shard_bytes: int = _SHARD_BYTES,
     pp_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the whole model in the hub's names, layout and dtype; adapters are merged in.
 
-    Collective; rank 0 writes. `summary` is markdown for the model card (data, steps, scores). The folder is safe to
-    load only after this returns; an existing file of the same name is replaced.
+    Collective; rank 0 writes. `title` and `summary` (markdown) are for the model card (data, steps, scores). The folder
+    is safe to load only after this returns; an existing file of the same name is replaced.
     """
     writer = is_first_rank()
     folder = Path(directory)
@@ -62,7 +63,7 @@ def export_hf(
         _write_config(folder, parts[0])
         if tokenizer is not None:
             _write_tokenizer(folder, tokenizer)
-        _write_card(folder, parts[0], config, summary)
+        _write_card(folder, parts[0], config, title or folder.name, summary)
     if dist.is_initialized():
         dist.barrier()
 
@@ -133,12 +134,12 @@ def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
 
-def _write_card(folder: Path, part: ModelPart, config: ModelConfig, summary: str) -> None:
+def _write_card(folder: Path, part: ModelPart, config: ModelConfig, title: str, summary: str) -> None:
     base = config.pretrained or config.gguf_file
     hub_id = base is not None and config.gguf_file is None and not Path(base).exists()
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     lines += [f"base_model: {base}"] if hub_id else []
-    lines += ["tags:", "- automodel", "---", "", f"# {folder.name}", ""]
+    lines += ["tags:", "- automodel", "---", "", f"# {title}", ""]
     origin = f"Fine-tuned from `{base}`" if base else "Trained from random weights"
     adapters = ", low-rank adapters merged in" if config.lora is not None else ""
     lines += [f"{origin} with `automodel`{adapters}. Architecture: `{type(part.model).__name__}`.", ""]

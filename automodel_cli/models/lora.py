@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
@@ -139,25 +140,38 @@ def delta(layer: Any) -> Tensor:
     return (b @ a) * layer.scaling[_ADAPTER]
 
 
-def save_adapters(part: ModelPart, config: LoRAConfig, directory: str | Path, *, base_model: str, write: bool) -> None:
+def save_adapters(
+    parts: Sequence[ModelPart],
+    config: LoRAConfig,
+    directory: str | Path,
+    *,
+    base_model: str,
+    write: bool,
+    pp_group: dist.ProcessGroup | None = None,
+) -> None:
     """`adapter_config.json` + `adapter_model.safetensors`, as `peft.PeftModel.from_pretrained` reads them.
 
-    Collective; only the rank with `write` touches the disk.
+    Collective; only the rank with `write` touches the disk. `pp_group` are the ranks that hold the other stages.
     """
     from safetensors.torch import save_file
 
-    state = {}
-    for name, layer in wrappers(part.model):
-        for matrix in ("lora_A", "lora_B"):
-            weight = compat.gathered(getattr(layer, matrix)[_ADAPTER].weight)
-            if write:
-                state[f"base_model.model.{name}.{matrix}.weight"] = weight.cpu().contiguous()
+    mine = {}
+    for part in parts:
+        for name, layer in wrappers(part.model):
+            for matrix in ("lora_A", "lora_B"):
+                weight = compat.gathered(getattr(layer, matrix)[_ADAPTER].weight)
+                mine[f"base_model.model.{name}.{matrix}.weight"] = weight.cpu().contiguous()
+    of_stages: list[dict[str, Tensor]] = [mine]
+    if pp_group is not None:
+        of_stages = [{} for _ in range(dist.get_world_size(pp_group))]
+        dist.all_gather_object(of_stages, mine, group=pp_group)
     if not write:
         return
+    state = {name: weight for stage in of_stages for name, weight in stage.items()}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    peft_config = _peft_config(part.model, config)
+    peft_config = _peft_config(parts[0].model, config)
     peft_config.base_model_name_or_path = base_model
     peft_config.inference_mode = True
     peft_config.save_pretrained(folder)

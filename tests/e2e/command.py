@@ -28,8 +28,8 @@ data:
 parallelizer:
   mp_policy: {{_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}}
 optimizer: {{lr: 1e-3}}
-train: {{global_batch_size: 4, microbatch_size: 1, max_steps: 6, epochs: null}}
-checkpoint: {{every: 2}}
+train: {{global_batch_size: 4, microbatch_size: 1, max_steps: 20, epochs: null}}
+checkpoint: {{every: 10}}
 """
 
 

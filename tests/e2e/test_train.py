@@ -28,9 +28,9 @@ def test_run_folder_holds_what_is_promised(whole: Path) -> None:
     run = whole / "runs" / "tiny"
     names = {path.name for path in run.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "checkpoints", "export", "report.html", "loss.svg"} <= names
-    assert (run / "checkpoints" / "step-000006" / "meta.json").exists()
+    assert (run / "checkpoints" / "step-000020" / "meta.json").exists()
     rows = [row for row in metrics(run) if "loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows] == list(range(1, 21))
     promised = {"step", "loss", "grad_norm", "lr", "num_label_tokens", "num_tokens"}
     promised |= {"tokens_per_second", "step_seconds", "memory_gib", "mfu"}
     assert all(promised <= set(row) for row in rows)
@@ -61,8 +61,11 @@ def test_export_is_the_trained_model(whole: Path) -> None:
         ["mesh.dp_size=2"],
         ["mesh.dp_size=4", "mesh.dp_replicate_size=2"],
         ["mesh.dp_size=2", "parallelizer=ddp", "~parallelizer.mp_policy", "train.microbatch_size=2"],
+        ["mesh.pp_size=2", "pipeline=1f1b"],
+        ["mesh.pp_size=2", "mesh.dp_size=2", "pipeline=zb_h1"],
+        ["mesh.pp_size=2", "pipeline=1f1b", "pipeline.runtime=eager"],
     ],
-    ids=["fsdp2", "hsdp", "ddp"],
+    ids=["fsdp2", "hsdp", "ddp", "pp2", "pp2-dp2", "pp2-eager"],
 )
 def test_ranks_do_not_change_the_numbers(whole: Path, tmp_path: Path, overrides: list[str]) -> None:
     write_config(tmp_path)
@@ -114,16 +117,49 @@ def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
     assert weights[0] == weights[1]
 
 
+def test_a_run_goes_on_under_another_layout(whole: Path, tmp_path: Path) -> None:
+    """Ten steps on one rank and ten over two pipeline stages, and the other way round: the curve of one process."""
+    layouts = [[], ["mesh.pp_size=2", "pipeline=1f1b"]]
+    for first, second in (layouts, layouts[::-1]):
+        folder = tmp_path / str(len(first))
+        folder.mkdir()
+        write_config(folder)
+        begun = automodel(folder, "finetune", "llm", "-c", "tiny.yaml", "train.max_steps=10", *first, *_SAME_LR)
+        assert begun.returncode == 0, begun.stdout + begun.stderr
+        back = [] if second else ["mesh.pp_size=1", "~pipeline"]
+        resumed = automodel(folder, "resume", "runs/tiny", "train.max_steps=20", *second, *back)
+        assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+        run = folder / "runs" / "tiny"
+        straight = automodel(folder, "finetune", "llm", "-c", "tiny.yaml", "run_name=straight", *_SAME_LR)
+        assert straight.returncode == 0, straight.stdout + straight.stderr
+        assert curve(run) == pytest.approx(curve(folder / "runs" / "straight"), rel=1e-5)
+
+
+_SAME_LR = ["lr_scheduler=constant"]  # a schedule over 20 steps is another one than over 10
+
+
+def test_adapters_train_alone_and_are_merged_into_the_export(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    arguments = ["model.lora={rank: 4}", "train.max_steps=4"]
+    done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained" in done.stdout and "max |log-prob difference|" in done.stdout
+    names = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "tiny" / "export").state_dict()
+    assert not any("lora" in name for name in names)
+    adapter = tmp_path / "runs" / "tiny" / "export" / "adapter"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in adapter.iterdir()}
+
+
 def test_a_stopped_run_saves_and_goes_on_with_other_ranks(whole: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
-    stopped = start(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "train.max_steps=60", "checkpoint.every=null")
+    stopped = start(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "train.max_steps=200", "checkpoint.every=null")
     run = tmp_path / "runs" / "tiny"
     _wait_for_step(stopped, run, 3)
     stopped.send_signal(signal.SIGTERM)
     output, _ = stopped.communicate(timeout=120)
     assert stopped.returncode == 75, output
     step = max(row["step"] for row in metrics(run))
-    assert step < 60 and (run / "checkpoints" / f"step-{step:06d}").is_dir()
+    assert step < 200 and (run / "checkpoints" / f"step-{step:06d}").is_dir()
     assert "automodel resume" in output
     resumed = automodel(tmp_path, "resume", "runs/tiny", "mesh.dp_size=2", f"train.max_steps={step + 4}")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

@@ -89,7 +89,7 @@ def test_peft_loads_what_we_save(tmp_path: Path):
     part, config = _trained(tmp_path / "base")
     _step(part)
     assert config.lora is not None and config.pretrained is not None
-    lora.save_adapters(part, config.lora, tmp_path / "adapter", base_model=config.pretrained, write=True)
+    lora.save_adapters([part], config.lora, tmp_path / "adapter", base_model=config.pretrained, write=True)
     base = AutoModelForCausalLM.from_pretrained(config.pretrained)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     ids = token_row(11, 3)[None]
