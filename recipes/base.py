@@ -76,6 +76,12 @@ class Recipe:
         tokenizer = load_tokenizer(self.model)
         show(prepare(self.data, tokenizer, seed=self.seed), tokenizer, **options)
 
+    def plan(self, source: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
+        """Print stages, memory of a GPU and idle time on `num_gpus`, from the model's config alone."""
+        from recipes.plan import print_plan
+
+        return print_plan(self, source, num_gpus=num_gpus, memory_gib=memory_gib, svg=svg)
+
     def export(self, run_dir: Path, output: Path) -> int:
         """Write the newest checkpoint of `run_dir` as a Hugging Face folder, reload it and compare."""
         from recipes.results import export_run

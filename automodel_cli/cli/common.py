@@ -36,6 +36,10 @@ class Recipe(Protocol):
         """Print rows as the model will see them; returns the exit code, None for 0."""
         ...
 
+    def plan(self, composed: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
+        """Print what a run on so many GPUs would hold, need and wait for; returns the exit code."""
+        ...
+
     def export(self, run_dir: Path, out_dir: Path) -> int:
         """Write the newest checkpoint of a run for `transformers`; returns the exit code."""
         ...
@@ -87,7 +91,7 @@ def load(
         raise
     if not isinstance(recipe, Recipe):
         raise ConfigError(
-            f"{type(recipe).__name__} is no recipe: it lacks run, num_ranks, inspect_data or export",
+            f"{type(recipe).__name__} is no recipe: it lacks run, num_ranks, inspect_data, plan or export",
             origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
         )
     return composed, recipe

@@ -30,6 +30,7 @@ COMMANDS = {
     "finetune": ("automodel_cli.cli.finetune", "finetune"),
     "resume": ("automodel_cli.cli.finetune", "resume"),
     "check": ("automodel_cli.cli.check", "check"),
+    "plan": ("automodel_cli.cli.plan", "plan"),
     "data": ("automodel_cli.cli.data", "data"),
     "export": ("automodel_cli.cli.export", "export"),
     "recipes": ("automodel_cli.cli.recipes", "recipes"),

@@ -76,8 +76,11 @@ class PipelineConfig:
         assert self.schedule is not None
         schedule = find_schedule(self.schedule)
         chunks = 1 if schedule.kind == "single" else 2
-        group = self._runtime_choice().group_size(self.schedule, pp_size, num_microbatches, self.microbatch_group_size)
-        check_schedule(schedule, pp_size, num_microbatches, chunks, group)
+        check_schedule(schedule, pp_size, num_microbatches, chunks, self.group_size(pp_size, num_microbatches))
+
+    def group_size(self, pp_size: int, num_microbatches: int) -> int | None:
+        """Microbatches per chunk and round, as the runtime takes it; null is torch's grouping."""
+        return self._runtime_choice().group_size(self.schedule, pp_size, num_microbatches, self.microbatch_group_size)
 
     def options(self) -> dict[str, Any]:
         """The keywords of `AutoPipeline` that this section sets."""

@@ -196,11 +196,11 @@ def _sizes(balance: str, count: int, num_layers: int, part: ModelPart, anatomy: 
     if count > num_layers:
         even_sizes(count, num_layers)  # raises, with the fix
     layers = part.model.get_submodule(anatomy.layers)
-    head = sum(_used_weights(part.model.get_submodule(name)) for name in anatomy.after)
-    return balanced_sizes([_used_weights(layer) for layer in layers.children()], count, head_cost=head)
+    head = sum(used_weights(part.model.get_submodule(name)) for name in anatomy.after)
+    return balanced_sizes([used_weights(layer) for layer in layers.children()], count, head_cost=head)
 
 
-def _used_weights(module: nn.Module) -> float:
+def used_weights(module: nn.Module) -> float:
     """Weights that a token is multiplied with, which its floating-point operations are proportional to.
 
     Fused experts (`[experts, ...]`) count by the share that a token is sent to; an embedding is a look-up and costs

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from automodel_cli.training.param_groups import TrainableParam
+
 Implementation = Literal["auto", "fused", "foreach", "loop"]
 
 
@@ -135,17 +137,18 @@ class Muon:
                 fix="optimizer.adjust_lr=match_rms_adamw",
             )
 
+    def orthogonalises(self, item: TrainableParam) -> bool:
+        """Whether this parameter is Muon's; AdamW has the others."""
+        return item.param.ndim == 2 and item.decays and not any(name in item.name for name in self.adamw_names)
+
     def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
         from automodel_cli.training.muon import MuonWithAdamW
-        from automodel_cli.training.param_groups import TrainableParam, require_trainable
-
-        def is_hidden_matrix(item: TrainableParam) -> bool:
-            return item.param.ndim == 2 and item.decays and not any(name in item.name for name in self.adamw_names)
+        from automodel_cli.training.param_groups import require_trainable
 
         params = require_trainable(parts)
         return MuonWithAdamW(
-            [item for item in params if is_hidden_matrix(item)],
-            [item for item in params if not is_hidden_matrix(item)],
+            [item for item in params if self.orthogonalises(item)],
+            [item for item in params if not self.orthogonalises(item)],
             muon={
                 "lr": self.lr,
                 "weight_decay": self.weight_decay,

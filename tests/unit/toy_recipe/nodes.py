@@ -175,6 +175,10 @@ class Recipe:
         print(f"{rows} rows of {self.data.path}")
         return 0
 
+    def plan(self, composed: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
+        print(f"{num_gpus} GPUs of {memory_gib:g} GiB")
+        return 0
+
     def export(self, run_dir: Path, out_dir: Path) -> int:
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / "step").write_text(json.dumps(json.loads((run_dir / "done.json").read_text())["step"]))

@@ -1,0 +1,1 @@
+"""What a config needs before anything runs: stages, memory, idle time, from the model's config alone."""

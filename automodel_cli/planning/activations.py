@@ -1,0 +1,152 @@
+"""Bytes that a microbatch leaves behind for its backward, layer by layer, read off autograd on the meta device.
+
+The whole model runs forward with shapes only: nothing is allocated, and what every operator of the family keeps is
+counted, whatever the family. Attention counts as a fused kernel (queries, keys, values, outputs) unless the config
+says `eager`, and experts as grouped products of evenly routed tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from automodel_cli.distributed.activation_checkpointing import KEPT_RESULTS
+from automodel_cli.distributed.parallelizer import transformer_layers
+from automodel_cli.models.head import default_chunk_size
+from automodel_cli.models.part import ModelPart
+
+_COUNTED = "counted_not_computed"
+_LOGIT_COPIES = 2  # a chunk's logits and their gradient, in float32
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one microbatch. `layers[i]` stay until the backward of layer i, `before` and `after` of the ends.
+
+    `boundary` is one tensor between stages. `workspace` exists for one microbatch at a time: the layer that is being
+    recomputed, the head's chunk of logits.
+    """
+
+    before: float
+    layers: tuple[float, ...]
+    after: float
+    boundary: float
+    recomputed: float
+    logits: float
+
+    def of_stage(self, layers: range, *, is_first: bool, is_last: bool) -> float:
+        """What one microbatch keeps alive on a stage, with what it received and sent."""
+        ends = (self.before if is_first else self.boundary) + (self.after if is_last else self.boundary)
+        return ends + sum(self.layers[i] for i in layers)
+
+    def workspace(self, *, has_last: bool) -> float:
+        return self.recomputed + (self.logits if has_last else 0.0)
+
+
+def trace_activations(
+    part: ModelPart, dtype: torch.dtype, checkpointing: bool | int | str, *, rows: int, seq_len: int
+) -> Activations:
+    """Run `part` (on the meta device, not touched) forward in `dtype` on rows x seq_len tokens and count."""
+    from transformers import AttentionInterface
+
+    model: Any = copy.deepcopy(part.model)
+    model.to(dtype)
+    layers = transformer_layers(model)
+    watch = _Watch(layers, {StorageWeakRef(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())})
+    if model.config._attn_implementation != "eager":
+        AttentionInterface.register(_COUNTED, watch.attention)
+        model.set_attn_implementation(_COUNTED)
+    ids_BT = torch.zeros(rows, seq_len, dtype=torch.long, device="meta")
+    positions = torch.arange(seq_len, device="meta")[None]
+    with watch, torch.autograd.graph.saved_tensors_hooks(watch.saved, _never):
+        hidden_BTD = model.base_model(input_ids=ids_BT, position_ids=positions, use_cache=False)[0]
+    every = 0 if not checkpointing else 1 if checkpointing in ("full", "selective") else int(checkpointing)
+    kept = [
+        watch.inputs[i] + (watch.products[i] if checkpointing == "selective" else 0.0)
+        if every and i % every == 0
+        else watch.kept[i]
+        for i in range(len(layers))
+    ]
+    recomputed = max((watch.kept[i] for i in range(0, len(layers), every)), default=0) if every else 0
+    boundary = float(hidden_BTD.nbytes)
+    vocab = part.model.config.get_text_config().vocab_size
+    chunk = min(rows * seq_len, part.head.chunk_size or default_chunk_size(vocab, torch.device("cuda")))
+    logits = _LOGIT_COPIES * chunk * vocab * torch.float32.itemsize
+    return Activations(watch.kept[-1], tuple(kept), watch.kept[len(layers)] + boundary, boundary, recomputed, logits)
+
+
+@dataclass
+class _Tallies:
+    """Bytes by place: -1 before the first layer, then the layers, then after the last."""
+
+    bytes_at: dict[int, float] = field(default_factory=dict)
+
+    def add(self, place: int, size: float) -> None:
+        self.bytes_at[place] = self.bytes_at.get(place, 0.0) + size
+
+    def __getitem__(self, place: int) -> float:
+        return self.bytes_at.get(place, 0.0)
+
+
+class _Watch(TorchDispatchMode):
+    """Counts what autograd saves (each storage once), inputs of layers, and results that selective recomputation
+    keeps."""
+
+    def __init__(self, layers: Sequence[nn.Module], parameters: set[StorageWeakRef]):
+        super().__init__()
+        self.kept, self.inputs, self.products = _Tallies(), _Tallies(), _Tallies()
+        self._place, self._seen = -1, set(parameters)
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._enter(index))
+        layers[-1].register_forward_hook(lambda *_: setattr(self, "_place", len(layers)))
+
+    def _enter(self, index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._place = index
+            self.inputs.add(index, args[0].nbytes)
+
+        return hook
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        if reference not in self._seen:
+            self._seen.add(reference)
+            self.kept.add(self._place, storage.nbytes())
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in KEPT_RESULTS:
+            self.products.add(self._place, result.nbytes)
+        return result
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        """In the library's place for attention functions."""
+        output: Tensor = _FusedAttention.apply(query, key, value)
+        self.products.add(self._place, output.nbytes)
+        return output, None
+
+
+def _never(tensor: Tensor) -> Tensor:
+    raise AssertionError("a traced forward has no backward")
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps what a fused kernel keeps; computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTV: Tensor) -> Tensor:
+        rows, heads, tokens, _ = query_BHTD.shape
+        output_BTHV = query_BHTD.new_empty(rows, tokens, heads, value_BKTV.shape[-1])
+        ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTV, output_BTHV)
+        return output_BTHV

@@ -1,0 +1,138 @@
+"""Bytes on one GPU that do not depend on the microbatch: parameters, gradients, optimizer states.
+
+Exact arithmetic from shapes, dtypes and mesh, for what this program does; allocator rounding, fragmentation and
+communication buffers are not counted, hence "estimate".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
+from automodel_cli.distributed.layout import Layout
+from automodel_cli.planning.units import Unit
+from automodel_cli.training.optim import AdamW, AdamW8bit, Muon
+from automodel_cli.training.param_groups import TrainableParam
+
+_FLOAT = torch.float32.itemsize
+_8BIT_BLOCK, _8BIT_MIN = 256, 4096  # values that share a scale; smaller tensors keep ordinary moments
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU by kind; `host` is beside them, in the memory of the machine (CPU offload)."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All kinds at once, which is more than any moment needs: gradients and activations peak at other times."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """How this program stores the parameters of a rank."""
+
+    parallelizer: ParallelizerConfig
+    layout: Layout
+    optimizer: Any
+    num_microbatches: int
+
+    def rank_memory(self, stages: Sequence[Sequence[Unit]], num_outside: int = 1) -> Memory:
+        """Of a rank that holds these stages. Without a pipeline, the first `num_outside` units are the root group."""
+        units = [unit for stage in stages for unit in stage]
+        if isinstance(self.parallelizer, FSDP2Config):
+            return self._fsdp2(units, num_outside, self.parallelizer)
+        stored = sum(_bytes(item) for unit in units for item in unit.params)
+        grads = sum(_bytes(item) for unit in units for item in unit.params if item.param.requires_grad)
+        states = sum(optimizer_bytes(self.optimizer, item, item.param.numel()) for u in units for item in u.params)
+        # The wrapper's buckets are a second copy of the gradients; a pipeline sums them without the wrapper.
+        in_buckets = self.layout.pp > 1 or self.parallelizer.to_dict()["gradient_as_bucket_view"]
+        return Memory(stored, grads if in_buckets else 2 * grads, states)
+
+    def _fsdp2(self, units: Sequence[Unit], num_outside: int, config: FSDP2Config) -> Memory:
+        """Shards of everything, and what is gathered.
+
+        Under a pipeline a stage stays gathered for the whole step; otherwise the root group and the last layer do, and
+        two more layers are in flight. Gradients that are reduced once per step add up unsharded until then.
+        """
+        shards, policy = self.layout.dp_shard_cp, config.build_mp_policy()
+
+        def gathered(chosen: Sequence[Unit], dtype: torch.dtype | None, *, trained: bool = False) -> float:
+            items = [item for unit in chosen for item in unit.params if item.param.requires_grad or not trained]
+            return sum(item.param.numel() * (dtype or item.param.dtype).itemsize for item in items)
+
+        sharded = sum(_sharded_bytes(item, shards) for unit in units for item in unit.params)
+        grads = sum(_sharded_bytes(i, shards) for unit in units for i in unit.params if i.param.requires_grad)
+        states = sum(
+            optimizer_bytes(self.optimizer, i, sharded_numel(i.param, shards)) for unit in units for i in unit.params
+        )
+        outside, layers = units[:num_outside], units[num_outside:]
+        by_size = sorted((gathered([unit], policy.param_dtype) for unit in layers[:-1]), reverse=True)
+        if self.layout.pp > 1:
+            whole = gathered(units, policy.param_dtype)
+        else:
+            whole = gathered([*outside, *layers[-1:]], policy.param_dtype) + sum(by_size[:2])
+        reduced = policy.reduce_dtype or policy.param_dtype
+        if config.defer_fsdp_grad_sync and (self.layout.pp > 1 or self.num_microbatches > 1):
+            unsharded = gathered(units, reduced, trained=True)
+        else:
+            unsharded = max((gathered([unit], reduced, trained=True) for unit in units), default=0.0)
+        if config.offload_policy is not None:
+            return Memory(whole, unsharded, 0.0, host=sharded + grads + states)
+        return Memory(sharded + whole, max(unsharded, grads), states)
+
+
+def sharded_numel(param: nn.Parameter, shards: int) -> int:
+    """Elements on the first rank, which has the most: FSDP2 cuts the first dim into equal chunks, rounded up."""
+    if param.ndim == 0 or param.numel() == 0:
+        return param.numel()
+    return -(-param.shape[0] // shards) * (param.numel() // param.shape[0])
+
+
+def optimizer_bytes(node: Any, item: TrainableParam, numel: int) -> float:
+    """State of one parameter of which this rank has `numel` elements; none for a frozen one."""
+    if not item.param.requires_grad:
+        return 0.0
+    size = item.param.dtype.itemsize
+    if isinstance(node, Muon):
+        return (1 if node.orthogonalises(item) else 2) * size * numel
+    if isinstance(node, AdamW8bit):
+        scales = _FLOAT * numel / _8BIT_BLOCK
+        return 2 * (numel + scales) if numel >= _8BIT_MIN else 2.0 * size * numel
+    if isinstance(node, AdamW):
+        return 2.0 * size * numel
+    if isinstance(node, functools.partial):
+        return _measured_state(node) * size * numel
+    raise ConfigError(f"no rule for the states of {type(node).__name__}", keys=("optimizer",), fix="optimizer=adamw")
+
+
+@functools.lru_cache
+def _measured_state(partial: functools.partial[torch.optim.Optimizer]) -> float:
+    """State elements per parameter element of any torch optimizer, seen after one step on a small matrix."""
+    param = nn.Parameter(torch.zeros(64, 64))
+    param.grad = torch.zeros_like(param)
+    optimizer = partial([param])
+    optimizer.step()
+    tensors = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor) and value.ndim]
+    return sum(tensor.numel() for tensor in tensors) / param.numel()
+
+
+def _bytes(item: TrainableParam) -> int:
+    return item.param.numel() * item.param.dtype.itemsize
+
+
+def _sharded_bytes(item: TrainableParam, shards: int) -> int:
+    return sharded_numel(item.param, shards) * item.param.dtype.itemsize

@@ -1,0 +1,180 @@
+"""The plan of a run: who holds what, how much memory that takes, how long ranks wait. No weights, no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from automodel_cli.distributed.config import ParallelizerConfig
+from automodel_cli.distributed.layout import Layout
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.placement import place_layout, render_table
+from automodel_cli.pipelining.programs import Program
+from automodel_cli.pipelining.simulator import Comparison, Timeline, peak_activations
+from automodel_cli.pipelining.stage_plan import Choice, StagePlan
+from automodel_cli.pipelining.support import check_split
+from automodel_cli.planning.activations import Activations, trace_activations
+from automodel_cli.planning.memory import Accounting, Memory
+from automodel_cli.planning.schedules import Cutter
+from automodel_cli.planning.units import Units, read_units
+
+
+@dataclass(frozen=True)
+class Request:
+    """The sections of a config that a plan depends on. A microbatch is `rows` x `seq_len` tokens."""
+
+    model: ModelConfig
+    layout: Layout
+    parallelizer: ParallelizerConfig
+    optimizer: Any
+    pipeline: PipelineConfig | None
+    rows: int
+    num_microbatches: int
+    seq_len: int
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.parallelizer.compute_dtype() or getattr(torch, self.model.dtype)
+        return dtype
+
+    @property
+    def choice(self) -> Choice:
+        """What the pipeline section says about stages and schedule."""
+        assert self.pipeline is not None
+        options = self.pipeline.options()
+        group = self.pipeline.group_size(self.layout.pp, self.num_microbatches)
+        known = {name: options[name] for name in Choice.__dataclass_fields__}
+        return Choice(**{**known, "microbatch_group_size": group})
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage. `activations` is what one microbatch keeps alive on it, in bytes."""
+
+    index: int
+    rank: int
+    layers: range
+    is_first: bool
+    is_last: bool
+    num_parameters: int
+    activations: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`memory[r]` is one GPU of pipeline rank r, `live[r]` the microbatches it keeps at once at the worst moment.
+
+    `timeline`, `comparison` and `layout_table` exist for pipelines only (the last for a layout); `balanced` is the
+    timeline that `pipeline.balance=cost` would have, where the layers are spread evenly now.
+    """
+
+    request: Request
+    num_parameters: int
+    num_trained: int
+    stages: tuple[StageRow, ...]
+    memory: tuple[Memory, ...]
+    live: tuple[float, ...]
+    timeline: Timeline | None = None
+    comparison: tuple[tuple[Comparison, float | None], ...] = ()
+    layout_table: str | None = None
+    balanced: Timeline | None = None
+
+    @property
+    def heaviest(self) -> float:
+        return max(memory.total for memory in self.memory)
+
+    def largest_microbatch(self, limit: float) -> int:
+        """Rows of the largest microbatch whose heaviest GPU stays within `limit` bytes; 0 when none does."""
+        rows = [
+            (limit - memory.total + memory.activations) / (memory.activations / self.request.rows)
+            for memory in self.memory
+            if memory.activations
+        ]
+        return max(0, int(min(rows)))
+
+
+def make_plan(request: Request) -> Plan:
+    """Raises ConfigError for what a run with this config would refuse."""
+    part = build_part(request.model)
+    anatomy = check_split(part.model) if request.pipeline is not None else None
+    units = read_units(part, anatomy)
+    checkpointing = request.parallelizer.activation_checkpointing
+    activations = trace_activations(
+        part, request.compute_dtype, checkpointing, rows=request.rows, seq_len=request.seq_len
+    )
+    estimate = _Estimate(request, units, activations)
+    whole = {id(p): p for p in part.parameters()}.values()
+    plan = Plan(
+        request,
+        sum(p.numel() for p in whole),
+        sum(p.numel() for p in whole if p.requires_grad),
+        *estimate.of_stages((range(len(units.layers)),), (0,), lambda amounts: tuple(amounts)),
+        live=(1.0,),
+    )
+    if anatomy is None:
+        return plan
+    recompute = 1.0 if checkpointing in (True, "full") else 0.0
+    cutter = Cutter(part, anatomy, units, request.layout.pp, request.num_microbatches, (1.0 + recompute, 1.0))
+    return _with_pipeline(plan, estimate, cutter)
+
+
+def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: Cutter) -> Plan:
+    choice = plan.request.choice
+    cut = cutter.stage_plan(choice)
+    timeline = cutter.timeline(cut)
+    stages, memory = estimate.of_plan(cut, timeline.program)
+    compared = []
+    for row, other in cutter.compare(choice):
+        known = row.timeline is not None and other is not None
+        weight = max(m.total for m in estimate.of_plan(other, row.timeline.program)[1]) if known else None  # type: ignore
+        compared.append((row, weight))
+    table = None
+    if choice.layout is not None and (choice.schedule is None or choice.schedule.style == "loop"):
+        table = render_table(place_layout(choice.layout, cut.pp_size))
+    return replace(
+        plan,
+        stages=stages,
+        memory=memory,
+        live=timeline.peak_activations,
+        timeline=timeline,
+        comparison=tuple(compared),
+        layout_table=table,
+        balanced=cutter.balanced(choice),
+    )
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    request: Request
+    units: Units
+    activations: Activations
+
+    def of_plan(self, plan: StagePlan, program: Program) -> tuple[tuple[StageRow, ...], tuple[Memory, ...]]:
+        return self.of_stages(plan.layers, plan.owner, lambda amounts: peak_activations(program, amounts))
+
+    def of_stages(
+        self,
+        layers: Sequence[range],
+        owner: Sequence[int],
+        peaks: Callable[[Sequence[float]], tuple[float, ...]],
+    ) -> tuple[tuple[StageRow, ...], tuple[Memory, ...]]:
+        """Rows of the stages, and the memory of each rank; `peaks` adds up what is alive of one microbatch a stage."""
+        request, last = self.request, len(layers) - 1
+        held = [self.units.of_stage(r, is_first=s == 0, is_last=s == last) for s, r in enumerate(layers)]
+        amounts = [self.activations.of_stage(r, is_first=s == 0, is_last=s == last) for s, r in enumerate(layers)]
+        rows = tuple(
+            StageRow(s, owner[s], r, s == 0, s == last, sum(unit.num_parameters for unit in held[s]), amounts[s])
+            for s, r in enumerate(layers)
+        )
+        accounting = Accounting(request.parallelizer, request.layout, request.optimizer, request.num_microbatches)
+        memory = []
+        for rank, peak in enumerate(peaks(amounts)):
+            own = [units for units, owned_by in zip(held, owner, strict=True) if owned_by == rank]
+            workspace = self.activations.workspace(has_last=owner[last] == rank)
+            memory.append(replace(accounting.rank_memory(own), activations=peak + workspace))
+        return rows, tuple(memory)

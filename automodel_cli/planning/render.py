@@ -1,0 +1,132 @@
+"""A plan as text for the terminal and its timeline as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from automodel_cli.pipelining.drawing import draw_svg, draw_text
+from automodel_cli.pipelining.simulator import render_comparison
+from automodel_cli.planning.plan import Plan, StageRow
+
+_GIB, _MIB = 2**30, 2**20
+
+
+def render(plan: Plan, *, memory_gib: float, width: int = 120) -> str:
+    """Everything that `automodel plan` prints."""
+    blocks = [_head(plan), _stages(plan), _memory(plan, memory_gib)]
+    if plan.layout_table is not None:
+        blocks.insert(1, plan.layout_table)
+    if plan.timeline is not None:
+        unit = "time 1: the forward of a microbatch through a rank's mean share of the weights"
+        blocks.append("\n".join([draw_text(plan.timeline, width=width), unit, *_balance_hint(plan)]))
+        blocks.append(_comparison(plan))
+    return "\n\n".join(blocks)
+
+
+def _balance_hint(plan: Plan) -> list[str]:
+    """Where another cut of the same schedule waits less."""
+    if plan.timeline is None or plan.balanced is None or plan.balanced.makespan > 0.99 * plan.timeline.makespan:
+        return []
+    share = f"idle {plan.balanced.idle_fraction:.1%}, makespan {plan.balanced.makespan:.4g}"
+    return [f"the head weighs as much as layers: with pipeline.balance=cost {share}"]
+
+
+def svg(plan: Plan) -> str:
+    """The timeline of a pipeline."""
+    assert plan.timeline is not None, "only a pipeline has a timeline"
+    return draw_svg(plan.timeline, title=f"{plan.timeline.program.schedule}: {_shape(plan)}")
+
+
+def _shape(plan: Plan) -> str:
+    request = plan.request
+    return f"{request.num_microbatches} microbatches of {request.rows} x {request.seq_len} tokens"
+
+
+def _head(plan: Plan) -> str:
+    request = plan.request
+    model = request.model.pretrained or request.model.gguf_file or (request.model.config or {})["model_type"]
+    strategy = type(request.parallelizer).__name__.removesuffix("Config").lower()
+    trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained:,} trained"
+    count = request.layout.world_size
+    return "\n".join(
+        [
+            f"model     {model}: {plan.num_parameters:,} parameters{trained}",
+            f"layout    {count} GPU{'s' * (count > 1)}, {strategy}: {request.layout}",
+            f"step      {_shape(plan)} on each data-parallel rank",
+        ]
+    )
+
+
+def _stages(plan: Plan) -> str:
+    unit, name = _unit(plan)
+    rows = [["stage", "rank", "holds", "parameters", f"activations of a microbatch [{name}]"]]
+    for row in plan.stages:
+        amount = f"{row.activations / unit:,.2f}"
+        rows.append([str(row.index), str(row.rank), _holds(row), f"{row.num_parameters:,}", amount])
+    return _table(rows, left={2})
+
+
+def _holds(row: StageRow) -> str:
+    held = ["embedding"] if row.is_first else []
+    if row.layers:
+        first, last = row.layers.start, row.layers.stop - 1
+        held.append(f"layer {first}" if first == last else f"layers {first}-{last}")
+    held += ["head"] if row.is_last else []
+    return ", ".join(held) or "nothing: passes on"
+
+
+def _memory(plan: Plan, memory_gib: float) -> str:
+    unit, name = _unit(plan)
+    kinds = ["parameters", "gradients", "optimizer", "activations", "total"]
+    offloaded = any(memory.host for memory in plan.memory)
+    rows = [["rank", *kinds, f"of {memory_gib:g} GiB", "live microbatches", *(["in host memory"] if offloaded else [])]]
+    for rank, memory in enumerate(plan.memory):
+        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        share = f"{memory.total / (memory_gib * _GIB):.0%}"
+        host = [f"{memory.host / unit:,.2f}"] if offloaded else []
+        rows.append([str(rank), *(f"{part / unit:,.2f}" for part in parts), share, f"{plan.live[rank]:g}", *host])
+    return "\n".join([f"memory of a GPU [{name}]: estimate, uncalibrated", _table(rows), _verdict(plan, memory_gib)])
+
+
+def _verdict(plan: Plan, memory_gib: float) -> str:
+    limit, unit, rows = memory_gib * _GIB, _GIB, plan.request.rows
+    largest = plan.largest_microbatch(limit)
+    room = f"microbatch_size={largest} is the largest that does" if largest else "not even one row a microbatch does"
+    if plan.heaviest > limit:
+        return f"does not fit: {plan.heaviest / unit:,.1f} of {memory_gib:g} GiB; {room}"
+    more = f"; so does up to microbatch_size={largest}" if largest > rows else ""
+    return f"fits: {plan.heaviest / unit:,.1f} of {memory_gib:g} GiB{more}"
+
+
+def _comparison(plan: Plan) -> str:
+    """The table of the simulator, and the heaviest GPU of each schedule beside it."""
+    unit, name = _unit(plan)
+    lines = render_comparison([row for row, _ in plan.comparison]).splitlines()
+    column = max(len(line) for line, w in zip(lines[1:], _weights(plan), strict=True) if w is not None)
+    column = max(column, len(lines[0]))
+    text = [f"{lines[0]:<{column}}  heaviest GPU [{name}]"]
+    for line, weight in zip(lines[1:], _weights(plan), strict=True):
+        text.append(line if weight is None else f"{line:<{column}}  {weight / unit:>18,.2f}")
+    own = plan.timeline.program.schedule if plan.timeline else ""
+    marked = [f"{'>' if line.split()[0] == own else ' '} {line}" for line in text]
+    return "\n".join(["every schedule on these ranks (stages as configured where their number is the same)", *marked])
+
+
+def _weights(plan: Plan) -> list[float | None]:
+    return [weight for _, weight in plan.comparison]
+
+
+def _unit(plan: Plan) -> tuple[int, str]:
+    return (_GIB, "GiB") if plan.heaviest >= _GIB else (_MIB, "MiB")
+
+
+def _table(rows: Sequence[Sequence[str]], left: set[int] | None = None) -> str:
+    """Columns as wide as their longest cell; numbers to the right, the columns in `left` to the left."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            x.ljust(w) if c in (left or ()) else x.rjust(w) for c, (x, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""What `automodel plan` prints: the plan of a recipe on a number of GPUs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layout import Layout
+from automodel_cli.launch.startup import quick_imports
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+    from recipes.base import Recipe
+
+
+def print_plan(recipe: Recipe, source: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
+    """Returns the exit code. Raises ConfigError where the mesh does not fit the GPUs, or the schedule the step."""
+    layout = _layout(recipe, source, num_gpus)
+    num_microbatches = recipe.train.num_microbatches(layout.dp)
+    if recipe.pipeline is not None:
+        recipe.pipeline.check(layout.pp, num_microbatches)
+    elif svg is not None:
+        raise ConfigError(
+            "--svg draws the timeline of a pipeline, and mesh.pp_size=1 has none",
+            keys=("mesh.pp_size",),
+            fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
+        )
+    with quick_imports():
+        from automodel_cli.planning import render
+        from automodel_cli.planning.plan import Request, make_plan
+
+    plan = make_plan(
+        Request(
+            model=recipe.model,
+            layout=layout,
+            parallelizer=recipe.parallelizer,
+            optimizer=recipe.optimizer,
+            pipeline=recipe.pipeline,
+            rows=recipe.train.microbatch_size,
+            num_microbatches=num_microbatches,
+            seq_len=recipe.data.seq_len,
+        )
+    )
+    print(render.render(plan, memory_gib=memory_gib, width=shutil.get_terminal_size((120, 24)).columns))
+    if svg is not None:
+        svg.write_text(render.svg(plan), encoding="utf-8")
+        print(f"\ntimeline written to {svg}")
+    return 0
+
+
+def _layout(recipe: Recipe, source: Composed, num_gpus: int) -> Layout:
+    """The mesh on these GPUs; a refusal says where the sizes come from."""
+    try:
+        return recipe.mesh.resolve(num_gpus)
+    except ConfigError as error:
+        keys = [f"mesh.{key}" for key in error.keys]
+        said = [f"{key} ({source.nearest_origin(key)})" for key in keys]
+        fix = error.fix and error.fix.replace(" ranks", " GPUs")
+        raise ConfigError(error.message, keys=keys, origin="; ".join(said), fix=fix) from None
