@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing import KEPT_RESULTS
 from automodel_cli.distributed.parallelizer import transformer_layers
 from automodel_cli.models.head import default_chunk_size
 from automodel_cli.models.part import ModelPart
 
 _COUNTED = "counted_not_computed"
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
 _LOGIT_COPIES = 2  # a chunk's logits and their gradient, in float32
 
 
@@ -60,13 +62,20 @@ def trace_activations(
     model.to(dtype)
     layers = transformer_layers(model)
     watch = _Watch(layers, {StorageWeakRef(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())})
+    # A mask that is given is not looked into, which a tensor without values could not stand.
+    mask = torch.zeros(rows, 1, seq_len, seq_len, dtype=dtype, device="meta")
     if model.config._attn_implementation != "eager":
         AttentionInterface.register(_COUNTED, watch.attention)
         model.set_attn_implementation(_COUNTED)
     ids_BT = torch.zeros(rows, seq_len, dtype=torch.long, device="meta")
-    positions = torch.arange(seq_len, device="meta")[None]
-    with watch, torch.autograd.graph.saved_tensors_hooks(watch.saved, _never):
-        hidden_BTD = model.base_model(input_ids=ids_BT, position_ids=positions, use_cache=False)[0]
+    try:
+        with watch, torch.autograd.graph.saved_tensors_hooks(watch.saved, _never):
+            hidden_BTD = model.base_model(input_ids=ids_BT, attention_mask=mask, use_cache=False)[0]
+    except (RuntimeError, NotImplementedError) as error:  # control flow that depends on values
+        raise ConfigError(
+            f"activations of {type(part.model).__name__} cannot be counted without running it: {error}",
+            keys=("model.attention",),
+        ) from error
     every = 0 if not checkpointing else 1 if checkpointing in ("full", "selective") else int(checkpointing)
     kept = [
         watch.inputs[i] + (watch.products[i] if checkpointing == "selective" else 0.0)
@@ -123,7 +132,10 @@ class _Watch(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:  # the only dtype that has a meta kernel
+            result = func(*(t.bfloat16() for t in args[:2]), *args[2:], **(kwargs or {})).to(args[0].dtype)
+        else:
+            result = func(*args, **(kwargs or {}))
         if func in KEPT_RESULTS:
             self.products.add(self._place, result.nbytes)
         return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from automodel_cli.pipelining.drawing import draw_svg, draw_text
-from automodel_cli.pipelining.simulator import render_comparison
+from automodel_cli.pipelining.simulator import Timeline, render_comparison
 from automodel_cli.planning.plan import Plan, StageRow
 
 _GIB, _MIB = 2**30, 2**20
@@ -18,9 +18,18 @@ def render(plan: Plan, *, memory_gib: float, width: int = 120) -> str:
         blocks.insert(1, plan.layout_table)
     if plan.timeline is not None:
         unit = "time 1: the forward of a microbatch through a rank's mean share of the weights"
-        blocks.append("\n".join([draw_text(plan.timeline, width=width), unit, *_balance_hint(plan)]))
+        blocks.append("\n".join([_timeline(plan.timeline, width), unit, *_balance_hint(plan)]))
         blocks.append(_comparison(plan))
     return "\n\n".join(blocks)
+
+
+def _timeline(timeline: Timeline, width: int) -> str:
+    """The drawing, or its headline where a typical action would be narrower than a character."""
+    drawn = draw_text(timeline, width=width)
+    lengths = sorted(span.end - span.start for rank in timeline.spans for span in rank if span.end > span.start)
+    if timeline.makespan / lengths[len(lengths) // 2] <= width:
+        return drawn
+    return f"{drawn.splitlines()[0]}\ntoo many actions for {width} columns: draw them with --svg FILE"
 
 
 def _balance_hint(plan: Plan) -> list[str]:

@@ -1,0 +1,246 @@
+"""`automodel plan` against the modules themselves, closed forms, and a real forward pass."""
+
+from __future__ import annotations
+
+import functools
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import CPUOffload, DDPConfig, FSDP2Config, MixedPrecision
+from automodel_cli.distributed.layout import Layout
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.schedules import SCHEDULES
+from automodel_cli.pipelining.stage import cut_stage
+from automodel_cli.pipelining.support import check_split
+from automodel_cli.planning.activations import trace_activations
+from automodel_cli.planning.memory import optimizer_bytes
+from automodel_cli.planning.plan import Request, make_plan
+from automodel_cli.planning.render import render, svg
+from automodel_cli.planning.units import read_units
+from automodel_cli.training.optim import AdamW, Muon, build_optimizer
+from automodel_cli.training.param_groups import TrainableParam
+from tests.e2e.command import automodel, write_config
+from tests.tiny import VOCAB, tiny_fields, token_row
+
+ROWS, SEQ_LEN, HIDDEN = 2, 24, 64
+FLOAT32 = MixedPrecision(param_dtype="float32")
+
+
+def request(family: str = "llama", *, tied: bool = False, **changes: Any) -> Request:
+    model = ModelConfig(config=tiny_fields(family, tie_word_embeddings=tied))
+    fields: dict[str, Any] = {
+        "model": model,
+        "layout": Layout(pp=2),
+        "parallelizer": FSDP2Config(mp_policy=FLOAT32),
+        "optimizer": AdamW(lr=1e-3),
+        "pipeline": PipelineConfig(),
+        "rows": ROWS,
+        "num_microbatches": 8,
+        "seq_len": SEQ_LEN,
+    }
+    return Request(**fields | changes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_stage_parameters_are_those_of_the_cut_stages(family: str, tied: bool) -> None:
+    asked = request(family, tied=tied, pipeline=PipelineConfig(schedule="interleaved_1f1b"))
+    plan = make_plan(asked)
+    part = build_part(asked.model)
+    whole = sum(p.numel() for p in part.parameters())
+    assert plan.num_parameters == whole
+    anatomy = check_split(part.model)
+    for row in plan.stages:
+        stage = cut_stage(part, anatomy, layers=row.layers, is_first=row.is_first, is_last=row.is_last)
+        assert row.num_parameters == sum(p.numel() for p in stage.parameters())
+    table = VOCAB * HIDDEN if tied else 0  # on the first stage and on the last
+    assert sum(row.num_parameters for row in plan.stages) == whole + table
+
+
+def test_memory_of_ddp_is_whole_copies_of_everything() -> None:
+    ddp = make_plan(request(layout=Layout(dp_shard=4), pipeline=None, parallelizer=DDPConfig()))
+    (memory,), stored = ddp.memory, 4 * ddp.num_parameters
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (stored, 2 * stored, 2 * stored)
+    views = DDPConfig(gradient_as_bucket_view=True)
+    in_buckets = make_plan(request(layout=Layout(dp_shard=4), pipeline=None, parallelizer=views))
+    assert in_buckets.memory[0].gradients == stored
+
+
+def test_memory_of_fsdp2_without_a_pipeline() -> None:
+    """Shards in float32, the root and three layers gathered in bfloat16, gradients whole in float32 until the last
+    microbatch."""
+    asked = request(layout=Layout(dp_shard=4), pipeline=None, parallelizer=FSDP2Config())
+    plan, part = make_plan(asked), build_part(asked.model)
+    (memory,), count = plan.memory, plan.num_parameters
+    layer = sum(p.numel() for p in part.model.model.layers[0].parameters())
+    root = count - 4 * layer
+    assert memory.parameters == count / 4 * 4 + 2 * (root + 3 * layer)
+    assert memory.gradients == 4 * count
+    assert memory.optimizer == 2 * count / 4 * 4
+    assert make_plan(replace(asked, num_microbatches=1)).memory[0].gradients == count  # shards alone
+    assert plan.heaviest == memory.parameters + memory.gradients + memory.optimizer + memory.activations
+
+
+def test_memory_of_fsdp2_under_a_pipeline_keeps_the_stage_gathered() -> None:
+    plan = make_plan(request(layout=Layout(pp=2, dp_shard=4), parallelizer=FSDP2Config()))
+    for row, memory in zip(plan.stages, plan.memory, strict=True):
+        count = row.num_parameters
+        assert (memory.parameters, memory.gradients, memory.optimizer) == (count + 2 * count, 4 * count, 2 * count)
+
+
+def test_offloaded_shards_are_in_host_memory() -> None:
+    asked = request(layout=Layout(pp=2, dp_shard=4), parallelizer=FSDP2Config(offload_policy=CPUOffload()))
+    plan = make_plan(asked)
+    for row, memory in zip(plan.stages, plan.memory, strict=True):
+        assert memory.optimizer == 0 and memory.parameters == 2 * row.num_parameters
+        assert memory.host == (1 + 1 + 2) * row.num_parameters
+    assert "in host memory" in render(plan, memory_gib=1)
+
+
+def test_frozen_parameters_need_neither_gradients_nor_states() -> None:
+    asked = request(layout=Layout(), pipeline=None, parallelizer=DDPConfig(gradient_as_bucket_view=True))
+    plan = make_plan(replace(asked, model=replace(asked.model, lora=LoRAConfig(rank=4))))
+    assert 0 < plan.num_trained < plan.num_parameters / 10
+    assert plan.memory[0].gradients == 4 * plan.num_trained
+    assert plan.memory[0].optimizer == 8 * plan.num_trained
+    assert f"{plan.num_trained:,} trained" in render(plan, memory_gib=1)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        AdamW(lr=1e-3),
+        Muon(lr=1e-3),
+        functools.partial(torch.optim.SGD, lr=0.1),
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        functools.partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+    ],
+)
+def test_optimizer_states_are_what_a_step_leaves(node: Any) -> None:
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    model(torch.arange(4)).sum().backward()
+    optimizer = build_optimizer(node, [model])
+    optimizer.step()
+    for name, param in model.named_parameters():
+        item = TrainableParam(name, param, model.get_submodule(name.rpartition(".")[0]))
+        tensors = [t for t in optimizer.state[param].values() if isinstance(t, Tensor) and t.ndim]
+        assert optimizer_bytes(node, item, param.numel()) == sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "granite"])
+def test_traced_activations_are_what_a_real_forward_keeps(family: str) -> None:
+    """With the library's eager attention both count the same operators; the trace allocates nothing."""
+    config = ModelConfig(config=tiny_fields(family), attention="eager")
+    traced = trace_activations(build_part(config), torch.float32, False, rows=1, seq_len=SEQ_LEN)
+    model = build_part(config, device="cpu").model
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model.base_model(input_ids=token_row(SEQ_LEN)[None], use_cache=False)
+    real = sum(t.untyped_storage().nbytes() for t in kept.values())
+    assert traced.before + sum(traced.layers) + traced.after - traced.boundary == pytest.approx(real, rel=0.02)
+
+
+def test_checkpointing_keeps_the_inputs_of_layers() -> None:
+    part = build_part(ModelConfig(config=tiny_fields("llama")))
+    trace = functools.partial(trace_activations, part, torch.bfloat16, rows=ROWS, seq_len=SEQ_LEN)
+    none, full, selective, second = (trace(mode) for mode in (False, "full", "selective", 2))
+    hidden = 2 * ROWS * SEQ_LEN * HIDDEN
+    assert full.layers == (hidden,) * 4 and full.boundary == hidden
+    assert full.recomputed == max(none.layers)
+    assert all(hidden < kept < whole for kept, whole in zip(selective.layers, none.layers, strict=True))
+    assert second.layers == (hidden, none.layers[1], hidden, none.layers[3])
+    # queries, outputs and their projection, keys and values (half as wide here), gate, up and down
+    products = HIDDEN * (1 + 0.5 + 0.5 + 1 + 1) + 96 * 2 + HIDDEN
+    assert selective.layers[0] - hidden == 2 * ROWS * SEQ_LEN * products
+
+
+def test_live_activations_follow_the_schedule() -> None:
+    one = make_plan(request(pipeline=PipelineConfig(schedule="1f1b")))
+    all_of_them = make_plan(request(pipeline=PipelineConfig(schedule="gpipe")))
+    first, last = one.stages
+    assert one.live == (2, 1) and all_of_them.live == (8, 8)
+    assert one.memory[0].activations == 2 * first.activations
+    assert all_of_them.memory[0].activations == 8 * first.activations
+    assert all_of_them.memory[1].activations - one.memory[1].activations == 7 * last.activations
+
+
+def test_largest_microbatch_is_the_edge() -> None:
+    plan = make_plan(request(layout=Layout(), pipeline=None))
+    rows = plan.largest_microbatch(2 * plan.heaviest)
+    assert rows > ROWS
+    per_row = plan.memory[0].activations / ROWS
+    rest = plan.heaviest - plan.memory[0].activations
+    assert rest + rows * per_row <= 2 * plan.heaviest < rest + (rows + 1) * per_row
+    assert plan.largest_microbatch(rest / 2) == 0
+
+
+def test_every_schedule_is_compared_and_refusals_say_the_rule() -> None:
+    plan = make_plan(request(num_microbatches=3))
+    assert {row.schedule.name for row, _ in plan.comparison} == {s.name for s in SCHEDULES}
+    times = [row.timeline.makespan for row, _ in plan.comparison if row.timeline]
+    assert times == sorted(times) and len(times) < len(SCHEDULES)
+    own = next(row for row, _ in plan.comparison if row.schedule.name == "1F1B")
+    assert own.timeline is not None and plan.timeline is not None
+    assert own.timeline.makespan == plan.timeline.makespan
+    text = render(plan, memory_gib=80)
+    assert (
+        "DualPipeV                        2 refused: DualPipeV needs at least 2 * pp_size microbatches: 3 < 4" in text
+    )
+    assert "> 1F1B" in text and "estimate, uncalibrated" in text
+
+
+def test_uneven_costs_are_seen_and_a_better_cut_named() -> None:
+    """The head of a small model weighs more than its layers."""
+    model = ModelConfig(config=tiny_fields("llama", vocab_size=4000, num_hidden_layers=8))
+    plan = make_plan(request(model=model))
+    units = read_units(build_part(model), check_split(build_part(model).model))
+    assert units.after.cost == (4000 + 1) * HIDDEN and units.before.cost == 0
+    assert plan.timeline is not None and plan.balanced is not None
+    assert plan.balanced.makespan < plan.timeline.makespan
+    assert "pipeline.balance=cost" in render(plan, memory_gib=80)
+
+
+def test_layout_table_and_pictures() -> None:
+    plan = make_plan(request(pipeline=PipelineConfig(schedule="interleaved_1f1b", layout="Et||ttt|L")))
+    text = render(plan, memory_gib=80)
+    assert "layout Et||ttt|L" in text and "nothing: passes on" in text
+    assert "rank 1" in text and "Interleaved1F1B: idle" in text
+    drawing = ElementTree.fromstring(svg(plan))
+    boxes = [box for box in drawing.iter() if box.tag.endswith("rect") and len(box)]
+    assert len(boxes) == 2 * 8 * 3  # forward and backward of every microbatch on the stages that compute
+
+
+def test_a_layout_with_layers_that_the_model_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="multi-token-prediction"):
+        make_plan(request(pipeline=PipelineConfig(schedule="interleaved_1f1b", layout="Et|t|tt|mL")))
+
+
+def test_command_prints_a_plan_or_says_what_does_not_fit(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    pipeline = ("mesh.pp_size=2", "pipeline=1f1b")
+    good = automodel(tmp_path, "plan", "-c", "tiny.yaml", "--gpus", "4", "--svg", "plan.svg", *pipeline)
+    assert good.returncode == 0, good.stderr
+    assert "4 GPUs, fsdp2: pp=2 x dp=2" in good.stdout and "fits" in good.stdout
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    bad = automodel(tmp_path, "plan", "-c", "tiny.yaml", "--gpus", "3", *pipeline)
+    assert bad.returncode == 2 and not bad.stdout
+    assert "3 ranks are not divisible by pp_size=2" in bad.stderr and "from  mesh.pp_size (command line)" in bad.stderr
+    flat = automodel(tmp_path, "plan", "-c", "tiny.yaml", "--gpus", "1", "--svg", "no.svg")
+    assert flat.returncode == 2 and "timeline of a pipeline" in flat.stderr
+    assert not (tmp_path / "no.svg").exists()
