@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models.attention import PACKED
 from automodel_cli.models.build import build_part
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
@@ -37,6 +39,7 @@ class Model:
     def build(cls, recipe: Recipe, mesh: Mesh) -> Model:
         """From config to loaded weights under the parallelizer, whole or cut into pipeline stages. Collective."""
         config = recipe.model
+        _check_compile(recipe, mesh)
         probe_packing(
             hf_config(config),
             attention=config.attention,
@@ -60,6 +63,22 @@ class Model:
         batches = [one_document(ids).to(self.mesh.device) for ids in prompts]
         scores = self.stages.forward(batches, lambda logprobs_BT, _: logprobs_BT[0, :-1])
         return [score.cpu() for score in scores]
+
+
+def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
+    """Packed attention on the CPU reads document boundaries on the host, where a checkpointed graph may not break."""
+    parallelizer = recipe.parallelizer
+    if (
+        parallelizer.enable_compile
+        and parallelizer.activation_checkpointing is not False
+        and recipe.model.attention == PACKED
+        and mesh.device.type == "cpu"
+    ):
+        raise ConfigError(
+            "enable_compile together with activation_checkpointing cannot run packed attention on the CPU",
+            keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention"),
+            fix="parallelizer.enable_compile=false, or model.attention=sdpa",
+        )
 
 
 def _build_stages(recipe: Recipe, mesh: Mesh) -> Stages:

@@ -72,7 +72,7 @@ class LazyGroup(click.Group):
 )
 @click.version_option(__version__, message="automodel %(version)s")
 def cli() -> None:
-    """One YAML file in, one training run out: SFT, DPO and GRPO for Hugging Face models."""
+    """One YAML file in, one training run out, for any Hugging Face causal language model."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -36,6 +37,14 @@ def test_run_folder_holds_what_is_promised(whole: Path) -> None:
     assert all(promised <= set(row) for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert any("val_loss" in row for row in metrics(run))
+
+
+def test_the_curve_is_the_golden_one(whole: Path) -> None:
+    """`tests/golden/tiny_sft.json` pins the numbers; regenerate it only for a change that is meant to change them."""
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "tiny_sft.json").read_text())
+    run = whole / "runs" / "tiny"
+    for key in ("loss", "grad_norm"):
+        assert curve(run, key) == pytest.approx(golden[key], rel=1e-5)  # other processors round differently
 
 
 def test_export_is_the_trained_model(whole: Path) -> None:
