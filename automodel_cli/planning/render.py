@@ -48,7 +48,8 @@ def svg(plan: Plan) -> str:
 
 def _shape(plan: Plan) -> str:
     request = plan.request
-    return f"{request.num_microbatches} microbatches of {request.rows} x {request.seq_len} tokens"
+    count = request.num_microbatches
+    return f"{count} microbatch{'es' * (count > 1)} of {request.rows} x {request.seq_len} tokens"
 
 
 def _head(plan: Plan) -> str:
@@ -98,13 +99,14 @@ def _memory(plan: Plan, memory_gib: float) -> str:
 
 
 def _verdict(plan: Plan, memory_gib: float) -> str:
-    limit, unit, rows = memory_gib * _GIB, _GIB, plan.request.rows
+    limit, rows, (unit, name) = memory_gib * _GIB, plan.request.rows, _unit(plan)
+    needed = f"{plan.heaviest / unit:,.1f} {name} of {memory_gib:g} GiB"
     largest = plan.largest_microbatch(limit)
     room = f"microbatch_size={largest} is the largest that does" if largest else "not even one row a microbatch does"
     if plan.heaviest > limit:
-        return f"does not fit: {plan.heaviest / unit:,.1f} of {memory_gib:g} GiB; {room}"
+        return f"does not fit: {needed}; {room}"
     more = f"; so does up to microbatch_size={largest}" if largest > rows else ""
-    return f"fits: {plan.heaviest / unit:,.1f} of {memory_gib:g} GiB{more}"
+    return f"fits: {needed}{more}"
 
 
 def _comparison(plan: Plan) -> str:
