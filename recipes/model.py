@@ -18,7 +18,6 @@ from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.source import hf_config
 from automodel_cli.models.support import probe_packing
-from automodel_cli.pipelining.build import build_pipeline
 from automodel_cli.training.stages import SingleStage, Stages
 
 if TYPE_CHECKING:
@@ -86,6 +85,8 @@ def _build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     part = build_part(recipe.model)
     if recipe.pipeline is None:
         return SingleStage(parallelize(part, mesh, recipe.parallelizer))
+    from automodel_cli.pipelining.build import build_pipeline  # 0.2 s that other runs need not spend
+
     return build_pipeline(
         part,
         mesh,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from automodel_cli.models.weights import iter_hf_weights
-from automodel_cli.rollout.accuracy import Accuracy, Sample, measure_accuracy
-from automodel_cli.rollout.hf import HFEngine
 
 if TYPE_CHECKING:
+    from automodel_cli.rollout.accuracy import Accuracy, Sample
+    from automodel_cli.rollout.hf import HFEngine
     from recipes.session import Session
 
 
@@ -23,6 +23,8 @@ class Quiz:
         task = session.recipe.data.task
         if task is None:
             return
+        from automodel_cli.rollout.accuracy import measure_accuracy  # only runs with a task pay for generation
+
         parts = session.model.parts
         weights = iter_hf_weights(parts, dtype=parts[0].model.dtype, hub_names=False, pp_group=session.model.pp_group)
         if not session.is_main:
@@ -50,6 +52,8 @@ class Quiz:
 
 
 def _replica(session: Session) -> HFEngine:
+    from automodel_cli.rollout.hf import HFEngine
+
     tokenizer, model = session.tokenizer, session.model.parts[0].model
     return HFEngine.from_config(
         model.config,

@@ -23,7 +23,7 @@ from automodel_cli.data.loader import StepLoader, eval_batches
 from automodel_cli.data.prepare import PreparedData, prepare
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.launch import stop, worker
+from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.training import rng
 from automodel_cli.training.checkpoint import Checkpointer
@@ -85,6 +85,7 @@ class Session:
 
         After the body of the loop: what is due (validation, checkpoint), and the agreement of all ranks to stop.
         """
+        startup.collect_again()
         self.meter.start()
         for step in range(self.first_step + 1, self.num_steps + 1):
             self.profiler.before(step)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from automodel_cli.launch.startup import quick_imports
 from recipes.base import Recipe
 
 if TYPE_CHECKING:
@@ -17,10 +16,8 @@ class SFTRecipe(Recipe):
     """The whole story: prepare, train, export. `objective` is usually `automodel_cli.objectives.sft.SFT`."""
 
     def run(self, source: Composed) -> int:
-        with quick_imports():
-            from recipes.quiz import Quiz
-            from recipes.results import finish
-            from recipes.session import open_session
+        from recipes.quiz import Quiz
+        from recipes.session import open_session
 
         with open_session(self, source) as session:
             session.header()
@@ -32,4 +29,7 @@ class SFTRecipe(Recipe):
             if session.stopped_by:
                 return session.exit_code()
             quiz.ask(session, "after")
+
+            from recipes.results import finish  # later: the first step should not wait for the last page
+
             return finish(session, quiz)

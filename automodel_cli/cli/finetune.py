@@ -55,6 +55,7 @@ def start(composed: Composed, recipe: common.Recipe, arguments: Sequence[str]) -
         if num_ranks > 1:
             return local.run(arguments, num_ranks=num_ranks)
     startup.share_cores()
+    startup.hold_garbage()
     if not worker.is_ours():  # else `worker.begin` has done both
         worker.redirect_output()
         stop.install()
