@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import Layout
-from automodel_cli.launch.startup import quick_imports
+from automodel_cli.launch.startup import collect_again, hold_garbage
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -27,9 +27,11 @@ def print_plan(recipe: Recipe, source: Composed, *, num_gpus: int, memory_gib: f
             keys=("mesh.pp_size",),
             fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
         )
-    with quick_imports():
-        from automodel_cli.planning import render
-        from automodel_cli.planning.plan import Request, make_plan
+    hold_garbage()
+    from automodel_cli.planning import render
+    from automodel_cli.planning.plan import Request, make_plan
+
+    collect_again()
 
     plan = make_plan(
         Request(
