@@ -47,7 +47,8 @@ def _stages(mesh: Mesh, model: ModelConfig, schedule: str, parallelizer: Any) ->
 
 def losses(rank: int, world: int, pp: int, schedule: str, family: str, tied: bool, kind: str) -> list[list[float]]:
     """Loss and gradient norm of every step."""
-    mesh = build_mesh(MeshConfig(pp_size=pp).resolve(world), "cpu")
+    replicas = 2 if kind == "hsdp" and world > 1 else 1
+    mesh = build_mesh(MeshConfig(pp_size=pp, dp_replicate_size=replicas).resolve(world), "cpu")
     precision = MixedPrecision(None, None) if kind != "bf16" else MixedPrecision()
     recompute = kind == "recompute"
     parallelizer = (
@@ -87,6 +88,11 @@ def test_two_stages_train_like_one_process(schedule: str):
 
 def test_stages_and_data_parallelism_train_like_one_process():
     _compare(4, 2, "zb_h1", "gpt_oss")
+
+
+def test_stages_and_hybrid_sharding_train_like_one_process():
+    """Two stages, each on two replicas of two shards; the tied table is on both stages."""
+    _compare(8, 2, "gpipe", tied=True, kind="hsdp")
 
 
 def test_plain_data_parallelism_needs_no_wrapper():
