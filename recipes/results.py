@@ -38,7 +38,6 @@ def finish(session: Session, quiz: Quiz) -> int:
     """Export and check, write the report, and say what to do next. Returns the exit code of the run."""
     session.checkpointer.wait()
     folder = session.run_dir / "export"
-    session.meter.flush()
     with session.meter.pause():
         gap = export_and_verify(
             session.recipe, session.model, session.tokenizer, session.data.train, folder, _card(session)

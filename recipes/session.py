@@ -137,7 +137,8 @@ class Session:
                 microbatch_size=self.recipe.train.microbatch_size,
                 dp_rank=self.mesh.dp_rank,
                 dp_size=self.mesh.dp_size,
-            )[: self.recipe.validation.num_batches]
+                num_batches=self.recipe.validation.num_batches,
+            )
             value = evaluate(self.model.stages, batches, self.recipe.objective, self.mesh).item()
         self._metrics = {"val_loss": value}
         self.meter.validation(step, val_loss=value)
@@ -150,7 +151,7 @@ class Session:
                 self.model.parts,
                 self.optimizer,
                 self.scheduler,
-                extra={"loader": self.loader.state_dict(), "num_steps": self.num_steps},
+                extra={"loader": self.loader.state_dict()},
                 metrics=self._metrics,
             )
         self._metrics = {}
@@ -168,7 +169,6 @@ class Session:
         """What is about to run, before the first step."""
         recipe, model = self.recipe, self.model
         share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
-        recipe = self.recipe
         steps = (
             f"{self.num_steps} = {self.num_steps * recipe.train.global_batch_size / self._rows_per_epoch():.2f} epochs"
         )

@@ -138,11 +138,19 @@ class StepLoader:
         self.position = int(state["position"])
 
 
-def eval_batches(dataset: PackedDataset, *, microbatch_size: int, dp_rank: int = 0, dp_size: int = 1) -> list[Batch]:
+def eval_batches(
+    dataset: PackedDataset,
+    *,
+    microbatch_size: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    num_batches: int | None = None,
+) -> list[Batch]:
     """Every row once over all ranks, in order; padded with rows without labels so that all ranks get equally many
-    batches.
+    batches. `num_batches` takes only the first of each rank.
     """
     unit = microbatch_size * dp_size
     rows = np.full(-(-len(dataset) // unit) * unit, DUMMY_ROW)
     rows[: len(dataset)] = np.arange(len(dataset))
-    return [dataset.collate(part) for part in rows.reshape(-1, dp_size, microbatch_size)[:, dp_rank]]
+    mine = rows.reshape(-1, dp_size, microbatch_size)[:num_batches, dp_rank]
+    return [dataset.collate(part) for part in mine]
