@@ -176,9 +176,8 @@ class FSDP2Config(ParallelizerConfig):
 
     def check_mesh(self, mesh: MeshConfig) -> None:
         """Refuse what this strategy cannot do on this mesh."""
-        _refuse_axes("fsdp2", mesh, {"tp_size": "tensor", "cp_size": "context", "ep_size": "expert"})
         for name in ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"):
-            if getattr(self, name):
+            if getattr(self, name) and (mesh.tp_size or 1) == 1:
                 off = "null" if name == "tp_plan" else "false"
                 raise ConfigError(
                     f"{name} needs tensor parallelism, but mesh.tp_size={mesh.tp_size or 1}",

@@ -30,9 +30,22 @@ class Mesh:
     dp_shard_cp: DeviceMesh
     """Who holds shards of one copy of the parameters."""
     loss: DeviceMesh
-    """Whose losses add up: dp_cp, and pp because only the last stage has a loss."""
+    """Whose losses add up: dp, and pp because only the last stage has a loss. (Ranks of one cp group hold the log-probs
+    of whole rows, so each of them has the whole loss of its rows.)"""
     fsdp: DeviceMesh
     """What FSDP2 works on: (shard,), or (replicate, shard) for hybrid sharding."""
+    expert: DeviceMesh | None
+    """(pp, ep_shard, ep) over the same ranks, tp neighbours innermost; None where experts are not distributed."""
+
+    @property
+    def ep(self) -> DeviceMesh | None:
+        """Who holds the other experts of a layer."""
+        return None if self.expert is None else self.expert["ep"]
+
+    @property
+    def ep_shard(self) -> DeviceMesh | None:
+        """Who holds shards of the same experts."""
+        return None if self.expert is None else self.expert["ep_shard"]
 
     @property
     def pp(self) -> DeviceMesh:
@@ -75,9 +88,16 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         dp=root["dp_replicate", "dp_shard"]._flatten("dp"),
         dp_cp=root["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp"),
         dp_shard_cp=root["dp_shard", "cp"]._flatten("dp_shard_cp"),
-        loss=root["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss"),
+        loss=root["pp", "dp_replicate", "dp_shard"]._flatten("loss"),
         fsdp=fsdp_mesh(root),
+        expert=expert_mesh(layout, device_type) if layout.ep > 1 else None,
     )
+
+
+def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """(pp, ep_shard, ep): inside each pipeline stage, the ranks of dp, cp and tp taken `ep` neighbours at a time."""
+    sizes = (layout.pp, layout.ep_shard, layout.ep)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "ep_shard", "ep"))
 
 
 def fsdp_mesh(root: DeviceMesh) -> DeviceMesh:

@@ -1,9 +1,11 @@
 """From one part of a model to the same part on many ranks. The order of everything, on one screen:
 
-    activation checkpointing -> compile, layer by layer -> data parallel (FSDP2, hybrid sharding, DDP)
+    tensor parallel -> expert parallel -> context parallel -> activation checkpointing -> compile, layer by layer
+    -> data parallel (FSDP2, hybrid sharding, DDP)
 
-Compile must see the checkpointing inside the layer, and data parallelism owns the outermost parameters. Data
-parallelism is applied on one rank too: there it still installs mixed precision and keeps every parameter of one kind.
+Data parallelism shards what tensor and expert parallelism left on this rank, and owns the outermost parameters; compile
+must see the checkpointing inside the layer. Data parallelism is applied on one rank too: there it still installs mixed
+precision and keeps every parameter of one kind.
 """
 
 from __future__ import annotations
@@ -41,9 +43,28 @@ def parallelize(part: nn.Module, mesh: Mesh, config: ParallelizerConfig) -> nn.M
     if isinstance(config, DDPConfig):
         return ddp_parallelize(part, mesh, config)
     assert isinstance(config, FSDP2Config), f"no parallelizer for {type(config).__name__}"
+    if mesh.layout.tp > 1:
+        from automodel_cli.distributed.tensor_parallel import apply_tensor_parallel
+
+        apply_tensor_parallel(part, mesh.tp, config)
+    if mesh.ep is not None:
+        from automodel_cli.distributed.expert_parallel import apply_expert_parallel
+
+        apply_expert_parallel(part, mesh, config)
+    if mesh.layout.cp > 1:
+        from automodel_cli.distributed.context_parallel import apply_context_parallel
+
+        apply_context_parallel(part, mesh.cp, config)
     mp_policy, offload_policy = config.build_mp_policy(), config.build_offload_policy(mesh.device.type)
     return fsdp2_strategy_parallelize(
-        part, mesh.fsdp, mp_policy, config.tp_plan, offload_policy, config=config, pp_size=mesh.layout.pp
+        part,
+        mesh.fsdp,
+        mp_policy,
+        None,
+        offload_policy,
+        config=config,
+        pp_size=mesh.layout.pp,
+        expert_mesh=mesh.ep_shard,
     )
 
 
@@ -56,6 +77,7 @@ def fsdp2_strategy_parallelize(
     *,
     config: FSDP2Config | None = None,
     pp_size: int = 1,
+    expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Shard `model` in place: every layer is one FSDP2 unit, the rest (embedding, last norm, head) belongs to the root.
 
@@ -75,6 +97,10 @@ def fsdp2_strategy_parallelize(
     layer_policy = dataclasses.replace(policy, output_dtype=None)
     for i, layer in enumerate(layers):
         reshard = pp_size == 1 and i < len(layers) - 1
+        if expert_mesh is not None:
+            shard_experts(
+                layer, expert_mesh, mp_policy=layer_policy, offload_policy=shard["offload_policy"], reshard=reshard
+            )
         fully_shard(layer, mp_policy=layer_policy, reshard_after_forward=reshard, **shard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **shard)
     sum_gradients(model)
@@ -84,6 +110,23 @@ def fsdp2_strategy_parallelize(
         sync_every_microbatch(model)
     logger.info("fsdp2: %d layers over %s ranks, %s", len(layers), tuple(mesh.shape), policy)
     return model
+
+
+def shard_experts(
+    layer: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    reshard: bool,
+) -> None:
+    """Shard the layer's experts on their own mesh: other ranks hold other experts, so only `mesh` shards and sums."""
+    from automodel_cli.distributed.expert_parallel import experts_modules
+
+    for experts in experts_modules(layer):
+        fully_shard(
+            experts, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard
+        )
 
 
 def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> DistributedDataParallel:

@@ -54,7 +54,7 @@ def _pretended_rank_0_of_8(rank, world):
             mesh.fsdp.mesh_dim_names,
             mesh.dp.mesh.tolist(),
             mesh.fsdp.mesh.tolist(),
-            sizes_hold and mesh.loss.size() == layout.dp_cp * layout.pp and mesh.pp.size() == layout.pp,
+            sizes_hold and mesh.loss.size() == layout.dp * layout.pp and mesh.pp.size() == layout.pp,
         )
     dist.destroy_process_group()
     return rows
@@ -64,6 +64,35 @@ def test_axes_of_the_mesh_on_8_ranks():
     rows = launch(_pretended_rank_0_of_8, 1, process_group=False)
     for name, (_, fsdp_axes, dp_ranks, fsdp_ranks) in WORLD_8.items():
         assert rows[name] == (fsdp_axes, dp_ranks, fsdp_ranks, True), name
+
+
+# request -> experts' mesh (pp, ep_shard, ep), ranks with the other experts of rank 3, ranks that share its experts
+EXPERTS_OF_8 = {
+    "ep8": ({"ep_size": 8}, (1, 1, 8), [0, 1, 2, 3, 4, 5, 6, 7], [3]),
+    "ep2": ({"ep_size": 2}, (1, 4, 2), [2, 3], [1, 3, 5, 7]),
+    "tp2 ep4": ({"tp_size": 2, "ep_size": 4}, (1, 2, 4), [0, 1, 2, 3], [3, 7]),
+    "pp2 ep4": ({"pp_size": 2, "ep_size": 4}, (2, 1, 4), [0, 1, 2, 3], [3]),
+    "pp2 ep2 cp2": ({"pp_size": 2, "ep_size": 2, "cp_size": 2}, (2, 2, 2), [2, 3], [1, 3]),
+    "rep2 ep2": ({"dp_replicate_size": 2, "ep_size": 2}, (1, 4, 2), [2, 3], [1, 3, 5, 7]),
+}
+
+
+def _pretended_rank_3_of_8(rank, world):
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    rows = {}
+    for name, (sizes, *_) in EXPERTS_OF_8.items():
+        mesh = build_mesh(MeshConfig(**sizes).resolve(8), "cpu")
+        rows[name] = tuple(mesh.expert.shape), mesh.ep.mesh.tolist(), mesh.ep_shard.mesh.tolist()
+    none = build_mesh(MeshConfig(tp_size=2).resolve(8), "cpu")
+    assert none.expert is None and none.ep is None and none.ep_shard is None
+    dist.destroy_process_group()
+    return rows
+
+
+def test_expert_mesh_on_8_ranks():
+    rows = launch(_pretended_rank_3_of_8, 1, process_group=False)
+    for name, (_, *want) in EXPERTS_OF_8.items():
+        assert list(rows[name]) == want, name
 
 
 def _hybrid(rank, world):

@@ -81,9 +81,6 @@ def test_refused_values_name_the_field_and_a_fix(name):
 
 
 REFUSED_WITH_MESH = {
-    "fsdp2 tp2": (FSDP2Config(), {"tp_size": 2}, "tp_size=2 must be 1"),
-    "fsdp2 cp2": (FSDP2Config(), {"cp_size": 2}, "cp_size=2 must be 1"),
-    "fsdp2 ep2": (FSDP2Config(), {"ep_size": 2}, "ep_size=2 must be 1"),
     "sequence": (FSDP2Config(sequence_parallel=True), {}, "sequence_parallel needs tensor parallelism"),
     "async": (FSDP2Config(enable_async_tensor_parallel=True), {}, "needs tensor parallelism, but mesh.tp_size=1"),
     "plan": (FSDP2Config(tp_plan={"model.layers.*.q_proj": "colwise"}), {}, "tp_plan needs tensor parallelism"),
