@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import compat, lora, source
+from automodel_cli.models import compat, lora, quantized, source
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.seeds import seed_for
@@ -61,7 +60,7 @@ def load_weights(
             if weights.gguf is not None:
                 report = _load_gguf(part, config, weights.gguf, target)
             else:
-                report = _load_safetensors(skeleton, mapping, target, weights.files)
+                report = _load_safetensors(skeleton, mapping, target, weights)
             _init_buffers(skeleton, target)
     lora.init_adapters(part.model, seed)
     return report
@@ -163,19 +162,20 @@ class _CountedSlice:
 
 
 def _load_safetensors(
-    skeleton: PreTrainedModel, mapping: list[Any], target: _Target, files: Iterable[Path]
+    skeleton: PreTrainedModel, mapping: list[Any], target: _Target, weights: source.Weights
 ) -> LoadReport:
     from safetensors import safe_open
 
     counter = [0]
     units: dict[str, dict[str, Any]] = {}
-    for file in files:
+    for file in weights.files:
         handle = safe_open(str(file), "pt")
         for key in handle.keys():  # noqa: SIM118  # not a mapping
             units.setdefault(unit_of(key), {})[key] = _CountedSlice(handle.get_slice(key), counter)
     ignored: list[str] = []
     for tensors in units.values():
-        done = compat.convert_into(skeleton, tensors, mapping, skeleton.dtype)
+        plain = quantized.dequantised(tensors, weights.quantization)
+        done = compat.convert_into(skeleton, plain, mapping, skeleton.dtype)
         if done.mismatched:
             raise ConfigError(
                 f"the checkpoint does not fit the model: {'; '.join(done.mismatched[:3])}", keys=("pretrained",)

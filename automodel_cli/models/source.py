@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import quantized
 from automodel_cli.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -42,21 +43,18 @@ def hf_config(config: ModelConfig) -> PretrainedConfig:
         )
     except (OSError, ValueError, ImportError) as error:
         raise _unreachable(config, error) from error
-    if getattr(loaded, "quantization_config", None) is not None and not extra:
-        method = loaded.quantization_config.get("quant_method", "unknown")
-        raise ConfigError(
-            f"pretrained={config.pretrained!r} is stored quantised ({method}), which cannot be trained",
-            keys=("pretrained",),
-            fix="model.pretrained=<a bf16 version of the checkpoint>",
-        )
+    if not extra:
+        # Weights are dequantised as they are read, so nothing but the reader should know.
+        quantized.check(vars(loaded).pop("quantization_config", None), folder)
     return loaded
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Safetensors files of a checkpoint, or a GGUF file in a folder."""
+    """Safetensors files of a checkpoint and how they are quantised (its config's words), or a GGUF file in a folder."""
 
     files: tuple[Path, ...] = ()
+    quantization: dict[str, Any] | None = None
     gguf: tuple[str, str] | None = None
 
 
@@ -82,7 +80,8 @@ def weights(config: ModelConfig) -> Weights:
             fix="convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder), then "
             "model.pretrained=folder",
         )
-    return Weights(files=tuple(path / name for name in names))
+    quantization = json.loads((path / "config.json").read_text()).get("quantization_config")
+    return Weights(files=tuple(path / name for name in names), quantization=quantization)
 
 
 def _folder_and_gguf(config: ModelConfig) -> tuple[str, dict[str, str]]:

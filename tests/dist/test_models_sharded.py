@@ -16,6 +16,7 @@ from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.weights import iter_hf_weights
 from tests.dist.harness import launch, launch_all
+from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf, full, packed_batch, tiny_fields, token_row
 
 FAMILIES = ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"]
@@ -67,6 +68,16 @@ def test_each_rank_reads_its_own_bytes(family: str, tmp_path: Path):
     total = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     read = launch_all(_check_checkpoint, 2, str(tmp_path), False)
     assert all(abs(num_bytes / total - 0.5) < 0.05 for num_bytes in read)
+
+
+@pytest.mark.parametrize(("family", "quantize"), [("gpt_oss", to_mxfp4), ("deepseek_v3", to_fp8)])
+def test_each_rank_dequantises_its_own_part_of_a_quantised_checkpoint(family: str, quantize, tmp_path: Path):
+    """`_compare_with_alone` holds every shard against the same checkpoint read whole, which the unit test checks."""
+    build_hf(family).bfloat16().save_pretrained(tmp_path)
+    quantize(tmp_path)
+    total = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    read = launch_all(_check_checkpoint, 2, str(tmp_path), False)
+    assert all(num_bytes / total < 0.65 for num_bytes in read), (read, total)
 
 
 def test_adapters_on_a_sharded_base(tmp_path: Path):

@@ -223,9 +223,9 @@ def test_a_folder_that_is_none_and_an_unknown_attention_are_refused(tmp_path: Pa
         build_part(ModelConfig(config=tiny_fields("llama"), attention="flash_attention_9"))
 
 
-def test_a_quantised_checkpoint_is_refused(tmp_path: Path):
+def test_a_checkpoint_in_a_format_that_is_not_dequantised_is_refused(tmp_path: Path):
     build_hf("llama").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(ConfigError, match=r"stored quantised .mxfp4."):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ConfigError, match=r"stored quantised .awq."):
         build_part(ModelConfig(pretrained=str(tmp_path)))

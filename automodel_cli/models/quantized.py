@@ -1,0 +1,128 @@
+"""Checkpoints stored in 4 or 8 bits, read as if they were not: lazy tensors that dequantise the part that is asked for.
+
+They stand under the hub's plain names before the library's converter looks at them, so sharding, fusing of experts and
+pipeline stages work as for any checkpoint, and a rank reads and dequantises only its own part.
+
+mxfp4 (GPT-OSS): `X_blocks` uint8 `[E, R, G, 16]` holds two e2m1 values a byte, low nibble first, `X_scales` uint8
+`[E, R, G]` one exponent per 32 values; the value is `e2m1 * 2**(scale - 127)` (OCP Microscaling Formats 1.0), and the
+library's parameter `X` is its transpose `[E, 32 G, R]`.
+fp8 (DeepSeek-V3): `X.weight` float8_e4m3fn `[O, I]` times `X.weight_scale_inv` fp32 `[ceil(O/b0), ceil(I/b1)]`, one
+scale per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E8M0_BIAS = 127
+_GROUP = 32  # values per scale in mxfp4
+_BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
+
+
+def check(quantization: Mapping[str, Any] | None, source: str) -> None:
+    """Raises ConfigError for a checkpoint (`quantization` of its config.json) whose values cannot be restored here."""
+    if quantization is None:
+        return
+    method = quantization.get("quant_method", "unknown")
+    if method == "mxfp4" or (method == "fp8" and quantization.get("weight_block_size") is not None):
+        return
+    raise ConfigError(
+        f"pretrained={source!r} is stored quantised ({method}); only mxfp4 and block-scaled fp8 are dequantised on "
+        "loading",
+        keys=("pretrained",),
+        fix="model.pretrained=<a bf16 version of the checkpoint>",
+    )
+
+
+def dequantised(tensors: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The same lazy tensors (by hub key), each quantised one with its scales replaced by one plain lazy tensor."""
+    if quantization is None:
+        return dict(tensors)
+    plain: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        if key.endswith(_BLOCKS) and (scales := key.removesuffix(_BLOCKS) + _SCALES) in tensors:
+            plain[key.removesuffix(_BLOCKS)] = _MXFP4(tensor, tensors[scales])
+        elif key + _SCALE_INV in tensors:
+            plain[key] = _FP8(tensor, tensors[key + _SCALE_INV], quantization["weight_block_size"])
+        elif not _is_scale(key, tensors):
+            plain[key] = tensor
+    return plain
+
+
+def _is_scale(key: str, tensors: Mapping[str, Any]) -> bool:
+    return (key.endswith(_SCALES) and key.removesuffix(_SCALES) + _BLOCKS in tensors) or (
+        key.endswith(_SCALE_INV) and key.removesuffix(_SCALE_INV) in tensors
+    )
+
+
+class _Lazy:
+    """What the library's loader asks of a safetensors slice. `index` counts from 0 and has step 1 in every dim."""
+
+    shape: list[int]
+    dtype_name: str
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.dtype_name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        asked = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+        ranges = []
+        for size, part in zip(self.shape, (*asked, *[slice(None)] * len(self.shape))[: len(self.shape)], strict=True):
+            start, stop, step = part.indices(size)
+            assert step == 1, f"a quantised tensor was asked for every {step}th entry"
+            ranges.append((start, max(start, stop)))
+        return self._read(ranges)
+
+    def _read(self, ranges: list[tuple[int, int]]) -> Tensor:
+        raise NotImplementedError
+
+
+class _MXFP4(_Lazy):
+    """Values are exact in bfloat16: four significant bits at most, times a power of two."""
+
+    dtype_name = "BF16"
+
+    def __init__(self, blocks: Any, scales: Any):
+        self._blocks, self._scales = blocks, scales
+        experts, rows, groups, _ = blocks.get_shape()
+        self.shape = [experts, groups * _GROUP, rows]
+
+    def _read(self, ranges: list[tuple[int, int]]) -> Tensor:
+        (e0, e1), (c0, c1), (r0, r1) = ranges
+        g0, g1 = c0 // _GROUP, -(-c1 // _GROUP)
+        blocks_ERGB = self._blocks[e0:e1, r0:r1, g0:g1]
+        scales_ERG = self._scales[e0:e1, r0:r1, g0:g1]
+        table = torch.tensor(_E2M1, dtype=torch.bfloat16)
+        pairs = torch.stack([table[(blocks_ERGB & 0xF).int()], table[(blocks_ERGB >> 4).int()]], -1)
+        values = torch.ldexp(pairs.flatten(-2), scales_ERG.int()[..., None] - _E8M0_BIAS)
+        return values.flatten(-2)[..., c0 - g0 * _GROUP : c1 - g0 * _GROUP].transpose(1, 2).contiguous()
+
+
+class _FP8(_Lazy):
+    """The product in fp32, to be rounded once by whoever stores it. Blocks need not be aligned with the part."""
+
+    dtype_name = "F32"
+
+    def __init__(self, weight: Any, scale: Any, block: list[int]):
+        self._weight, self._scale, self._block = weight, scale, block
+        self.shape = weight.get_shape()
+
+    def _read(self, ranges: list[tuple[int, int]]) -> Tensor:
+        (o0, o1), (i0, i1) = ranges
+        scale = self._scale[self._blocks_of(0, o0, o1), self._blocks_of(1, i0, i1)].float()
+        rows = torch.arange(o0, o1) // self._block[0] - o0 // self._block[0]
+        columns = torch.arange(i0, i1) // self._block[1] - i0 // self._block[1]
+        return self._weight[o0:o1, i0:i1].float() * scale[rows[:, None], columns]
+
+    def _blocks_of(self, dim: int, start: int, stop: int) -> slice:
+        return slice(start // self._block[dim], -(-stop // self._block[dim]))
