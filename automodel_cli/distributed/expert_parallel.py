@@ -1,0 +1,130 @@
+"""Expert parallelism around any Hugging Face mixture of experts whose experts the library calls through its interface.
+
+The family's own experts module does the arithmetic, on the experts of this rank; what happens around it (which tokens
+reach it, from whom) is `token_dispatch`. Experts are DTensors, Shard(0) over the `ep` axis; FSDP2 then shards them over
+`ep_shard`. Expert gradients are summed over `ep_shard` only: dispatch has brought every rank of `ep` all its tokens.
+
+Where tensor parallelism keeps the same tokens on several ranks, each of them dispatches its share and all receive all
+results, so that no token is computed or counted twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.token_dispatch import AllToAll, TokenDispatcher, all_rows, share_of_rows
+
+
+def is_experts(module: nn.Module) -> bool:
+    """By what the library's decorator sets: then its forward is `(hidden_TD, index_TK, weight_TK) -> [T, D]`."""
+    return all(hasattr(module, name) for name in ("num_experts", "is_transposed", "has_gate"))
+
+
+def experts_modules(module: nn.Module) -> list[nn.Module]:
+    """The experts of every layer in `module`, in its order."""
+    return [child for child in module.modules() if is_experts(child)]
+
+
+def apply_expert_parallel(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> None:
+    """Distribute the experts of a part (its child `model` is the library's) over `mesh.ep`, in place.
+
+    Parameters may be on the meta device, filled afterwards, or hold the same values on every rank. A pipeline stage
+    without any experts is left alone. Raises ConfigError for a model without experts, for experts that the library
+    does not call through its interface, and for a number of experts that does not divide.
+    """
+    assert mesh.ep is not None, "this layout distributes no experts"
+    modules = experts_modules(part)
+    if not modules:
+        _check_whole_model(part, mesh)
+    for experts in modules:
+        _check(experts, mesh)
+        num_local = int(experts.num_experts) // mesh.ep.size()  # type: ignore[arg-type]
+        for name, param in experts.named_parameters(recurse=False):
+            shard = distribute_tensor(param.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
+            experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
+        experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
+        experts.forward = _dispatched(experts, make_dispatcher(config, num_local, mesh), mesh)
+
+
+def make_dispatcher(config: FSDP2Config, num_local_experts: int, mesh: Mesh) -> TokenDispatcher:
+    assert mesh.ep is not None
+    return AllToAll(num_local_experts, mesh.ep.get_group())
+
+
+def _dispatched(experts: nn.Module, dispatch: TokenDispatcher, mesh: Mesh) -> Callable[..., Tensor]:
+    """A forward with the contract of the family's own, for tokens whose experts are anywhere on `mesh.ep`."""
+    own_forward = experts.forward
+    tp_group = mesh.tp.get_group() if mesh.tp.size() > 1 else None
+
+    def local_experts(hidden_ND: Tensor, expert_N: Tensor) -> Tensor:
+        """Every row through one expert of this rank."""
+        with_dtensors = dict(experts._parameters)
+        try:
+            for name, param in with_dtensors.items():
+                if isinstance(param, DTensor):
+                    experts._parameters[name] = param.to_local()  # type: ignore[assignment]
+            result_ND: Tensor = own_forward(hidden_ND, expert_N[:, None], hidden_ND.new_ones(len(expert_N), 1))
+            return result_ND
+        finally:
+            experts._parameters.update(with_dtensors)
+
+    # Sizes are data, so no graph can hold this: the compiler leaves it alone, and compiles what is around it.
+    @torch.compiler.disable
+    def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        if tp_group is None:
+            return dispatch(hidden_TD, index_TK, weight_TK, local_experts)
+        shares = [share_of_rows(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK)]
+        return all_rows(dispatch(*shares, local_experts), len(hidden_TD), tp_group)
+
+    return forward
+
+
+def _check(experts: nn.Module, mesh: Mesh) -> None:
+    """What dispatch relies on: every parameter has the expert in its first dimension, and they divide."""
+    num_experts, ep = int(experts.num_experts), mesh.layout.ep  # type: ignore[arg-type]
+    for name, param in experts.named_parameters():
+        if param.shape[0] != num_experts:
+            raise ConfigError(
+                f"mesh.ep_size={ep}: {type(experts).__name__}.{name} has shape {tuple(param.shape)}, which all of its "
+                f"{num_experts} experts share",
+                keys=("mesh.ep_size",),
+                fix="mesh.ep_size=1",
+            )
+    if num_experts % ep:
+        ranks = mesh.layout.world_size // mesh.layout.pp
+        valid = [size for size in range(1, num_experts + 1) if num_experts % size == 0 and ranks % size == 0]
+        below, above = max(n for n in valid if n < ep), min((n for n in valid if n > ep), default=None)
+        raise ConfigError(
+            f"mesh.ep_size={ep} does not divide the {num_experts} experts of {type(experts).__name__}",
+            keys=("mesh.ep_size",),
+            fix=f"mesh.ep_size={below}" + (f", or mesh.ep_size={above}" if above else ""),
+        )
+
+
+def _check_whole_model(part: nn.Module, mesh: Mesh) -> None:
+    """Refuse a model that has nothing to distribute. A stage of a pipeline may have none of its model's experts."""
+    model: Any = part.model
+    with torch.device("meta"):
+        whole = type(model)(copy.deepcopy(model.config))
+    if experts_modules(whole):
+        return
+    ep, name = mesh.layout.ep, type(model).__name__
+    own = [
+        m for path, m in whole.named_modules() if path.rpartition(".")[2] == "experts" or "Experts" in type(m).__name__
+    ]
+    if own:
+        reason = f"{name} calls its experts ({type(own[0]).__name__}) without the library's experts interface"
+    else:
+        reason = f"{name} has no experts"
+    raise ConfigError(
+        f"mesh.ep_size={ep}: {reason}, so there is nothing to distribute", keys=("mesh.ep_size",), fix="mesh.ep_size=1"
+    )

@@ -1,0 +1,154 @@
+"""Experts over ranks against one process whose model is wholly eager, on loss, gradient norm and every gradient: packed
+rows, three microbatches with uneven label masks, alone and under every other parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models.part import ModelPart
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.training.stages import SingleStage, Stages
+from automodel_cli.training.step import train_step
+from tests import tiny
+from tests.dist.harness import launch
+from tests.dist.parity import FSDP2, Errors, microbatch, tiny_part
+
+TOLERANCE = 1e-6
+CLEARLY_WRONG = 1e-3
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+MICROBATCHES = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """`skewed`: routers that send every token to the first experts, so that most ranks receive none."""
+
+    family: str
+    mesh: MeshConfig
+    schedule: str | None = None
+    config: FSDP2Config = field(default=FSDP2)
+    skewed: bool = False
+
+    @property
+    def num_microbatches(self) -> int:
+        return MICROBATCHES if self.schedule is None else 4
+
+
+class Recorder(torch.optim.Optimizer):
+    """Keeps the gradients it was given, in full, and changes nothing."""
+
+    def __init__(self, parts: list[nn.Module]):
+        super().__init__([p for part in parts for p in part.parameters()], {})
+        self.parts = parts
+        self.gradients: dict[str, Tensor] = {}
+
+    def step(self, closure=None):
+        for part in self.parts:
+            self.gradients |= {ModelPart.hub_name(n): g for n, g in tiny.gradients(part).items()}
+
+
+def skew_routers(model: nn.Module) -> None:
+    """Every token to experts 0 and 1: routers see a constant feature that decides."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith(("router.bias",)):
+                param[:2] += 50.0
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer[:2] += 50.0
+
+
+def batches_of(rank: int, count: int) -> list[Batch]:
+    return [microbatch(rank * count + i, packed=True) for i in range(count)]
+
+
+@cache
+def reference(family: str, skewed: bool, num_microbatches: int) -> tuple[float, float, dict[str, Tensor]]:
+    """The whole model in one process, eager attention and eager experts, every document alone."""
+    model = tiny.build_hf(family)
+    model.set_experts_implementation("eager")
+    if skewed:
+        skew_routers(model)
+    batches = [microbatch(i, packed=True) for i in range(num_microbatches)]
+    weight = sum(int(batch.num_label_tokens) for batch in batches)
+    loss = torch.zeros(())
+    for batch in batches:
+        ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
+        for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+            logits_TV = model(input_ids=ids_N[None, start:end], use_cache=False).logits[0]
+            loss = loss - tiny.logprobs_of(logits_TV, labels_N[start:end]).sum() / weight
+    loss.backward()
+    gradients = tiny.gradients(model)
+    norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
+    return loss.item(), norm.item(), gradients
+
+
+def build_stages(case: Case, mesh: Mesh) -> Stages:
+    part = tiny_part(case.family)
+    if case.skewed:
+        skew_routers(part.model)
+    if case.schedule is None:
+        return SingleStage(parallelize(part, mesh, case.config))
+    pipeline = PipelineConfig(schedule=case.schedule)
+    return build_pipeline(part, mesh, pipeline, case.config, microbatch_size=2, num_microbatches=case.num_microbatches)
+
+
+def run_case(case: Case, mesh: Mesh) -> Errors:
+    stages = build_stages(case, mesh)
+    recorder = Recorder(stages.parts)
+    count = case.num_microbatches
+    result = train_step(stages, batches_of(mesh.dp_rank, count), SFT(), recorder, mesh, max_grad_norm=None)
+    of_stages: list[dict[str, Tensor]] = [{} for _ in range(mesh.layout.pp)]
+    dist.all_gather_object(of_stages, recorder.gradients, group=mesh.pp.get_group())
+    got = {name: grad for gradients in of_stages for name, grad in gradients.items()}
+    if dist.get_rank() > 0:
+        return Errors(0.0, 0.0, 0.0)
+    want_loss, want_norm, want = reference(case.family, case.skewed, count * mesh.dp_size)
+    return Errors(
+        loss=abs(result.loss.item() - want_loss) / abs(want_loss),
+        grad_norm=abs(result.grad_norm.item() - want_norm) / want_norm,
+        gradient=tiny.gradient_error(want, got),
+    )
+
+
+def compare(rank: int, world: int, cases: list[Case], sabotage=None) -> list[Errors]:
+    if sabotage is not None:
+        sabotage()
+    return [run_case(case, build_mesh(case.mesh.resolve(world), "cpu")) for case in cases]
+
+
+def check(world: int, cases: list[Case]) -> None:
+    for case, errors in zip(cases, launch(compare, world, cases), strict=True):
+        assert errors.within(TOLERANCE), f"{case}: {errors}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks(family):
+    recompute = replace(FSDP2, activation_checkpointing=True)
+    check(2, [Case(family, MeshConfig(ep_size=2)), Case(family, MeshConfig(ep_size=2), config=recompute)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_ranks(family):
+    """ep 2 x two shards of each expert, ep 4, hybrid sharding."""
+    check(
+        4,
+        [
+            Case(family, m)
+            for m in (MeshConfig(ep_size=2), MeshConfig(ep_size=4), MeshConfig(dp_replicate_size=2, ep_size=2))
+        ],
+    )
