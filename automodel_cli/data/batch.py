@@ -18,8 +18,8 @@ class Batch:
     shifted: `labels[b, t]` is the token that follows `input_ids[b, t]` in the same document, or `IGNORE_INDEX`.
     `cu_seqlens` is int32 `[documents + 1]` over the B*T tokens in row-major order; every row start is a boundary, and
     padding at the end of a row is a document of its own. `max_seqlen` (host int) is the longest document.
-    `row_ids_B` int64 names the rows for error messages. `extra` holds more per-token or per-segment columns of the
-    objective (advantages, old_logprobs, ref_logprobs, pair and sequence ids).
+    `row_ids_B` int64 names the rows for error messages. `extra` holds more columns of the objective, by token `[B, T]`,
+    document or pair (`objectives/base.py` lists them).
     """
 
     input_ids_BT: Tensor
@@ -40,6 +40,17 @@ class Batch:
     def num_label_tokens(self) -> Tensor:
         """Tokens that are trained on: int64 scalar on the batch's device."""
         return (self.labels_BT != IGNORE_INDEX).sum()
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of the batch, those of padding included; known on the host."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def document_ids_BT(self) -> Tensor:
+        """int64: which document of the batch each token belongs to, 0 to `num_documents - 1`."""
+        tokens = torch.arange(self.input_ids_BT.numel(), device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)
+        return (torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1).view(self.shape)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`; copies are asynchronous from pinned memory."""
@@ -82,3 +93,9 @@ def one_document(ids: list[int]) -> Batch:
         max_seqlen=len(ids),
         row_ids_B=torch.zeros(1, dtype=torch.int64),
     )
+
+
+def dual_chunks(cp_size: int) -> tuple[tuple[int, int], ...]:
+    """Which two of `2 * cp_size` equal chunks each rank of context parallelism holds: an early one and its mirror
+    image, so that causal attention costs every rank the same."""
+    return tuple((rank, 2 * cp_size - 1 - rank) for rank in range(cp_size))

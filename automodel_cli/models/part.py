@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.models.attention import PACKED
+from automodel_cli.models.context import Context, ContextGroup, local_length
 from automodel_cli.models.head import Head, HeadKind
 
 if TYPE_CHECKING:
@@ -67,6 +71,7 @@ class ModelPart(nn.Module):
         self.hub_dtype = hub_dtype or model.dtype
         self.source_config = source_config or copy.deepcopy(model.config)
         self._takes_keywords = takes_keywords(model)
+        self._context_group: ContextGroup | None = None
 
     def forward(
         self, hidden_BTD: Tensor | None = None, *, labels: Tensor, entropy: bool = False, **model_inputs: Any
@@ -76,9 +81,49 @@ class ModelPart(nn.Module):
         `model_inputs` is `Batch.model_inputs()`. `hidden_BTD` belongs to pipeline stages; a whole model takes None.
         """
         assert hidden_BTD is None, "a whole model reads input_ids, not hidden states"
-        outputs = self.model.base_model(**self.accepted(model_inputs), use_cache=False)
+        inputs = self.local_inputs(model_inputs)
+        outputs = self.model.base_model(**self.accepted(inputs), use_cache=False)
+        context: Context | None = inputs.get("context")
+        if context is not None:
+            labels = context.local(labels, IGNORE_INDEX)
         logprobs_BT, entropy_BT = self.head(outputs[0], labels, entropy=entropy)
+        if context is not None:
+            logprobs_BT = context.whole(logprobs_BT)
+            entropy_BT = None if entropy_BT is None else context.whole(entropy_BT)
         return logprobs_BT if entropy_BT is None else (logprobs_BT, entropy_BT)
+
+    def share_context(self, group: ContextGroup) -> None:
+        """Work on this rank's tokens of every row from now on. `forward` stays the same from outside, and becomes
+        collective over `group`.
+
+        Raises ConfigError where attention would not see the other ranks' tokens.
+        """
+        attention = self.model.config._attn_implementation
+        if attention != PACKED:
+            raise ConfigError(
+                f"attention={attention!r} knows nothing of tokens on other ranks, but mesh.cp_size={group.size} shares "
+                "rows between ranks",
+                keys=("model.attention", "mesh.cp_size"),
+                fix="model.attention=packed",
+            )
+        self._context_group = group
+
+    def local_inputs(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
+        """Under context parallelism this rank's share of `Batch.model_inputs()`, with a `context` for attention in
+        place of the document boundaries; else as they are."""
+        if self._context_group is None:
+            return model_inputs
+        ids_BT: Tensor = model_inputs["input_ids"]
+        rows, tokens = ids_BT.shape
+        context = Context(self._context_group, (rows, tokens), model_inputs["cu_seq_lens_q"], ids_BT.device)
+        positions_Bt = context.local_positions(model_inputs["position_ids"])
+        return {"input_ids": context.local(ids_BT, 0), "position_ids": positions_Bt, "context": context}
+
+    def boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:
+        """Rows and tokens of the hidden states of a microbatch on this rank, as pipeline stages exchange them."""
+        if self._context_group is None:
+            return rows, tokens
+        return rows, local_length(tokens, self._context_group.size)
 
     def accepted(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         """The keywords that this family's base model takes."""

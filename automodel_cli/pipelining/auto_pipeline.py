@@ -311,7 +311,7 @@ class AutoPipeline:
 
     def _run(self, runtime: AnyRuntime, batches: Sequence[Batch], on_last: LossFn) -> dict[int, Tensor]:
         keywords = [{"labels": batch.labels_BT, **batch.model_inputs()} for batch in batches]
-        shapes = [batch.shape for batch in batches]
+        shapes = [self._boundary_shape(*batch.shape) for batch in batches]
         return runtime.run(shapes, keywords, lambda logprobs_BT, index: on_last(logprobs_BT, batches[index]))
 
     def _runtime(self, num_microbatches: int, train: bool) -> AnyRuntime:
@@ -412,7 +412,14 @@ class AutoPipeline:
 
     def _describe(self, seq_len: int) -> None:
         for stage in self._built().stages or []:
-            stage.begin([(self._microbatch_size, seq_len)] * self._num_microbatches, train=True)
+            shape = self._boundary_shape(self._microbatch_size, seq_len)
+            stage.begin([shape] * self._num_microbatches, train=True)
+
+    def _boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:
+        """Of the hidden states between stages, the same for all of them."""
+        part = self.parts[0]
+        assert isinstance(part, StagePart)
+        return part.boundary_shape(rows, tokens)
 
     # Listings
 

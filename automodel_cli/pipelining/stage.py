@@ -117,7 +117,7 @@ class StagePart(ModelPart):
             result = super().forward(None, labels=labels, entropy=entropy, **model_inputs)
             self.boundary.hidden_BTD = None
             return result
-        self.model.base_model(**self.accepted(model_inputs), use_cache=False)
+        self.model.base_model(**self.accepted(self.local_inputs(model_inputs)), use_cache=False)
         return self.boundary.take()
 
 

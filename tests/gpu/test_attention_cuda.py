@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automodel_cli.models.attention import dense, packed_attention
+from automodel_cli.models.attention import packed_attention
+from automodel_cli.models.attention_kernels import dense, visible_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +41,8 @@ def test_flash_varlen_equals_dense(window: int | None, with_sink: bool, value_wi
         for tokens in (slice(0, first), slice(first, 256)):
             q = query[row : row + 1, :, tokens].float()
             k, v = (x[row : row + 1, :, tokens].float().repeat_interleave(4, 1) for x in (key, value))
-            parts.append(dense(q, k, v, sink, 0.125, window, None).transpose(1, 2))
+            mask = visible_mask(q.shape[2], q.shape[2], (0,), window, q.dtype, q.device)
+            parts.append(dense(q, k, v, mask, sink_H=sink, scale=0.125).transpose(1, 2))
         rows.append(torch.cat(parts, 1))
     expected = torch.cat(rows)
     want = torch.autograd.grad((expected * weights).sum(), leaves)

@@ -1,0 +1,231 @@
+"""What computes attention over groups of segments: CPU flash, CUDA variable-length flash, and the dense definition.
+
+A segment is a run of queries and the keys that they may see (`attention_segments.py`). Its query i sees key j when
+`i + ahead - window < j <= i + ahead`, where `ahead` is how far its first query lies behind its first key; a whole
+document has ahead 0.
+
+Sinks need no special kernel. With a flash output O and log-sum-exp L: L' = logaddexp(L, sink), O' = O * exp(L - L').
+The ordinary flash backward given (O', L') recomputes P = exp(S - L') and rowsum(dO * O'), so dq, dk and dv are exact,
+and dsink = -sum exp(sink - L') * rowsum(dO * O').
+
+The CUDA path has NEVER been run on a GPU: only its operator signatures were checked. Run tests/gpu before relying on
+it.
+
+Shapes: G segments of a group, H heads (kv heads repeated, except where K is written), S queries, U keys, D head width,
+V value width, N queries and M keys of a whole call.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FLASH_MAX_HEAD_DIM = 256  # of the CUDA kernel
+
+
+@functools.lru_cache(maxsize=32)
+def visible_mask(
+    num_queries: int,
+    num_keys: int,
+    ahead: tuple[int, ...],
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | None:
+    """Additive `[G, 1, S, U]` (`[S, U]` where all segments agree): 0 where a query sees the key, -inf elsewhere. None
+    where plain causal attention is the same. Cached: layers repeat few sizes.
+
+    Every query sees a key: padded ones see what the last real one sees, or more.
+    """
+    if not any(ahead) and num_queries == num_keys and (window is None or window >= num_queries):
+        return None
+    query, key = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
+    if len(set(ahead)) == 1:
+        distance = query[:, None] + ahead[0] - key
+    else:
+        distance = (query + torch.tensor(ahead, device=device)[:, None])[:, None, :, None] - key
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+        visible[..., -1] |= distance[..., -1] >= window  # padded queries beyond the window of every key
+    return torch.zeros(distance.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+
+
+def dense(
+    query_GHSD: Tensor,
+    key_GHUD: Tensor,
+    value_GHUV: Tensor,
+    mask: Tensor | None = None,
+    *,
+    sink_H: Tensor | None = None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """The definition, with O(S U) scores in fp32: `softmax([softcap(q k^T scale) + mask, sink]) v`. Causal where `mask`
+    is None."""
+    scores_GHSU = (query_GHSD @ key_GHUD.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores_GHSU = softcap * torch.tanh(scores_GHSU / softcap)
+    if mask is None:
+        above = torch.ones(scores_GHSU.shape[2:], dtype=torch.bool, device=scores_GHSU.device).triu_(1)
+        scores_GHSU = scores_GHSU.masked_fill(above, float("-inf"))
+    else:
+        scores_GHSU = scores_GHSU + mask
+    if sink_H is not None:
+        column = sink_H.float().view(1, -1, 1, 1).expand(*scores_GHSU.shape[:3], 1)
+        probs = torch.cat([scores_GHSU, column], -1).softmax(-1)[..., :-1]
+    else:
+        probs = scores_GHSU.softmax(-1)
+    return probs.to(value_GHUV.dtype) @ value_GHUV
+
+
+def _pad_to_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Flash kernels want one head width. Zeros in q and k add nothing to scores; padded value columns are cut off."""
+    width = max(query.shape[-1], value.shape[-1])
+
+    def pad(x: Tensor) -> Tensor:
+        return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+    return pad(query), pad(key), pad(value)
+
+
+def flash_cpu(
+    query_GHSD: Tensor,
+    key_GHUD: Tensor,
+    value_GHUV: Tensor,
+    mask: Tensor | None = None,
+    *,
+    sink_H: Tensor | None = None,
+    scale: float,
+) -> Tensor:
+    """torch's CPU flash kernel; causal where `mask` is None."""
+    q, k, v = _pad_to_one_width(query_GHSD, key_GHUD, value_GHUV)
+    out: Tensor = _SinkFlashCPU.apply(q, k, v, sink_H, mask, scale)
+    return out[..., : value_GHUV.shape[-1]]
+
+
+@functools.cache
+def _cpu_lse_is_heads_first() -> bool:
+    """Builds of torch return the log-sum-exp as [B, H, S] or [B, S, H]; asked once with H != S."""
+    x = torch.zeros(1, 2, 3, 8)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.0, True)[1].shape[1] == 2
+
+
+class _SinkFlashCPU(torch.autograd.Function):
+    """Flash attention with optional sinks on CPU; causal where `mask` is None."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sink_H, mask, scale):  # type: ignore[no-untyped-def]
+        causal = mask is None
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        if sink_H is not None:
+            heads_first = _cpu_lse_is_heads_first()
+            with_sink = torch.logaddexp(lse, _per_head(sink_H, heads_first))
+            factor = torch.exp(lse - with_sink)
+            out = (out * (factor if heads_first else factor.transpose(1, 2)).unsqueeze(-1)).to(q.dtype)
+            lse = with_sink
+        ctx.save_for_backward(q, k, v, out, lse, sink_H, mask)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
+        q, k, v, out, lse, sink_H, mask = ctx.saved_tensors
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+        )
+        grad_sink = None
+        if sink_H is not None:
+            heads_first = _cpu_lse_is_heads_first()
+            prob = torch.exp(_per_head(sink_H, heads_first) - lse)
+            prob_BHS = prob if heads_first else prob.transpose(1, 2)
+            grad_sink = -(prob_BHS * (grad_out.float() * out.float()).sum(-1)).sum((0, 2)).to(sink_H.dtype)
+        return dq, dk, dv, grad_sink, None, None
+
+
+def _per_head(sink_H: Tensor, heads_first: bool) -> Tensor:
+    return sink_H.float().view(1, -1, 1) if heads_first else sink_H.float().view(1, 1, -1)
+
+
+def flash_cuda_can_run(query: Tensor, value: Tensor) -> bool:
+    widest = max(query.shape[-1], value.shape[-1])
+    fits = widest <= _FLASH_MAX_HEAD_DIM and widest % 8 == 0
+    return query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and fits
+
+
+class VarlenPlan(NamedTuple):
+    """Segments for one variable-length call, causal and aligned at each segment's end. Queries as they lie; keys picked
+    by `key_index`, None: as they lie."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    key_index: Tensor | None
+
+
+def varlen_cuda(
+    query_NHD: Tensor,
+    key_MKD: Tensor,
+    value_MKV: Tensor,
+    plan: VarlenPlan,
+    sink_H: Tensor | None,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """All segments in one call: `[N, H, V]`. Never run on a GPU (see the module's docstring)."""
+    q, k, v = _pad_to_one_width(query_NHD, key_MKD, value_MKV)
+    if plan.key_index is not None:
+        k, v = k.index_select(0, plan.key_index), v.index_select(0, plan.key_index)
+    bounds = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k)
+    out_NHV: Tensor = _SinkVarlenCUDA.apply(q, k, v, sink_H, *bounds, scale, window)
+    return out_NHV[..., : value_MKV.shape[-1]]
+
+
+class _SinkVarlenCUDA(torch.autograd.Function):
+    """aten's variable-length flash attention with optional sinks.
+
+    q `[N, H, D]`, k and v `[M, K, D]`, cu int32 `[segments + 1]`, log-sum-exp fp32 `[H, N]`. Causal, aligned at the end
+    of each segment. A window of W keys is `window_size_left = W - 1, window_size_right = 0`.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sink_H, cu_q, cu_k, max_q, max_k, scale, window):  # type: ignore[no-untyped-def]
+        left, right = (None, None) if window is None else (window - 1, 0)
+        out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, window is None, False),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        if sink_H is not None:
+            with_sink = torch.logaddexp(lse, sink_H.float()[:, None])
+            out = (out * torch.exp(lse - with_sink).t().unsqueeze(-1)).to(q.dtype)
+            lse = with_sink
+        ctx.save_for_backward(q, k, v, out, lse, sink_H, cu_q, cu_k, rng_state)
+        ctx.args = (max_q, max_k, scale, left, right)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
+        q, k, v, out, lse, sink_H, cu_q, cu_k, rng_state = ctx.saved_tensors
+        max_q, max_k, scale, left, right = ctx.args
+        unused = torch.empty(0, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            *(grad_out.contiguous(), q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, left is None),
+            *(rng_state, unused),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        grad_sink = None
+        if sink_H is not None:
+            prob_HN = torch.exp(sink_H.float()[:, None] - lse)
+            grad_sink = -(prob_HN * (grad_out.float() * out.float()).sum(-1).t()).sum(1).to(sink_H.dtype)
+        return dq, dk, dv, grad_sink, None, None, None, None, None, None
