@@ -36,8 +36,9 @@ from automodel_cli.training.meter import Machine, Meter
 from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.profiling import StepProfiler
 from automodel_cli.training.step import NonFiniteError, StepResult, train_step
+from automodel_cli.training.tally import shown_metrics
 from recipes.model import Model
-from recipes.run_folder import new_run_folder, runs_called
+from recipes.run_folder import run_folder
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -94,6 +95,7 @@ class Session:
             self.stopped_by = self._agree_to_stop()
             if self.recipe.validation.due(step, self.num_steps) and not self.stopped_by:
                 self.validate(step)
+                self.stopped_by = self._agree_to_stop()  # it may have taken long, and a notice does not wait
             if self.recipe.checkpoint.due(step, self.num_steps) or self.stopped_by:
                 self.save(step)
             if self.stopped_by:
@@ -115,15 +117,19 @@ class Session:
             raise error.located(step, self.data.train.describe) from error
         lr = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
-        num_tokens = torch.tensor(sum(batch.input_ids_BT.numel() for batch in batches), device=self.mesh.device)
+        counts = [(batch.input_ids_BT.numel(), int(batch.num_label_tokens)) for batch in batches]
+        num_tokens, num_label_tokens = self.mesh.sum_over(self.mesh.dp, torch.tensor(counts).sum(0)).unbind()
+        shown = shown_metrics(self.recipe.objective)
         self.meter.step(
             step,
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=lr,
-            num_label_tokens=result.weight,
-            num_tokens=self.mesh.sum_over(self.mesh.dp, num_tokens),
+            num_label_tokens=num_label_tokens,
+            num_tokens=num_tokens,
             memory_gib=self._memory() if self.meter.due(step) else None,
+            unshown={name: value for name, value in result.metrics.items() if name not in shown},
+            **{name: value for name, value in result.metrics.items() if name in shown},
         )
         return result
 
@@ -139,9 +145,10 @@ class Session:
                 dp_size=self.mesh.dp_size,
                 num_batches=self.recipe.validation.num_batches,
             )
-            value = evaluate(self.model.stages, batches, self.recipe.objective, self.mesh).item()
-        self._metrics = {"val_loss": value}
-        self.meter.validation(step, val_loss=value)
+            result = evaluate(self.model.stages, batches, self.recipe.objective, self.mesh)
+            values = {f"val_{name}": value.item() for name, value in result.metrics.items()}
+        self._metrics = {"val_loss": result.loss.item(), **values}
+        self.meter.validation(step, val_loss=self._metrics["val_loss"], **values)
 
     def save(self, step: int) -> None:
         """Write a checkpoint of everything the next step depends on."""
@@ -237,7 +244,7 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
     device = process_group.start(recipe.parallelizer.backend)
     try:
         mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
-        session = Session(recipe, source, data, tokenizer, mesh, _run_folder(recipe, source))
+        session = Session(recipe, source, data, tokenizer, mesh, _shared_run_folder(recipe, source))
         succeeded = False
         try:
             yield session
@@ -248,13 +255,12 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
         process_group.stop()
 
 
-def _run_folder(recipe: Recipe, source: Composed) -> Path:
-    """The folder of this run, the same on all ranks; a new one holds the config with its origins. Collective."""
+def _shared_run_folder(recipe: Recipe, source: Composed) -> Path:
+    """The folder of this run, the same on all ranks. Collective."""
     chosen: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            chosen[0] = _choose_folder(recipe, source)
-            (chosen[0] / "config.yaml").write_text(source.to_yaml())
+            chosen[0] = run_folder(recipe, source)
         except RunError as error:
             chosen[1] = error
     dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
@@ -265,19 +271,9 @@ def _run_folder(recipe: Recipe, source: Composed) -> Path:
     return folder
 
 
-def _choose_folder(recipe: Recipe, source: Composed) -> Path:
-    if source.run_dir is not None:
-        return source.run_dir
-    output_dir, name = Path(recipe.output_dir), recipe.run_name or source.name
-    earlier = runs_called(output_dir, name)
-    if recipe.checkpoint.resume == "auto" and earlier:
-        return earlier[-1]
-    return new_run_folder(output_dir, name)
-
-
 def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
-    """`automodel resume RUN` goes on from the newest checkpoint, whatever the config of the run said at its start."""
-    if source.run_dir is None:
+    """A run with checkpoints of its own goes on from the newest, whatever its config said at its start."""
+    if source.run_dir is None or not list((source.run_dir / "checkpoints").glob("step-*")):
         return recipe.checkpoint
     return dataclasses.replace(recipe.checkpoint, resume="auto")
 

@@ -1,8 +1,23 @@
-"""What the step asks of an objective. An objective sees per-token log-probs, returns sums, and never divides."""
+"""What the step asks of an objective. An objective sees per-token log-probs, returns sums, and never divides.
+
+Columns of `Batch.extra` that objectives read, and recipes fill (a document of the batch is a sequence: a response with
+its prompt; tokens whose label is ignored are not read):
+
+- `pairs_P2` int64 (DPO): documents of the chosen and the rejected response of each pair
+- `desirable_S` int64 (KTO): per document 1 for a desirable response, 0 for an undesirable one, -1 for neither
+- `kl_baseline_1` fp32 (KTO): the reference point of the step, the same in all its microbatches
+- `ref_logprobs_BT` fp32 (DPO, KTO, GRPO): log-probs of the labels under the reference model
+- `advantages_BT` fp32 (GRPO): the advantage of each label token
+- `sampler_logprobs_BT` fp32 (GRPO): log-probs under the distribution that the tokens were drawn from
+- `old_logprobs_BT` fp32 (GRPO): log-probs under the trainer's weights at the time of the rollout
+- `rewards_BT` fp32 (GRPO with `positive_nll`): the reward of the token's document
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,5 +38,32 @@ class Objective(Protocol):
     def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
         """fp32 scalar with gradient: the batch's SUM, to be minimised. `logprobs_BT` is 0 where the label is
         ignored.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How the values of microbatches become one number of the step: combined over all microbatches and ranks, and
+    then, where `per` names another metric (a count), divided by that one's sum. `shown`: also on the step line.
+    """
+
+    per: str | None = None
+    combine: Literal["sum", "min", "max"] = "sum"
+    shown: bool = False
+
+
+@runtime_checkable
+class MeasuredObjective(Objective, Protocol):
+    """An objective that reports more than its loss."""
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Every name that `measure` returns, the same on all ranks, known before anything runs."""
+        ...
+
+    def measure(self, logprobs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """fp32 scalars of this batch, by the names in `metrics`: sums (never means), smallest or largest values.
+        Called without gradient.
         """
         ...

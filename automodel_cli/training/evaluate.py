@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,17 +12,36 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective
 from automodel_cli.training.stages import Stages
+from automodel_cli.training.tally import Tally
 
 
-def evaluate(stages: Stages, batches: Sequence[Batch], objective: Objective, mesh: Mesh) -> Tensor:
-    """The objective over all ranks' batches, per unit of weight: what `train_step` calls the loss, without a step.
+@dataclass(frozen=True)
+class Evaluation:
+    """Scalars, equal on every rank; `loss` is nan where nothing has a weight."""
 
-    Collective; every rank brings equally many batches. A scalar, equal on every rank; nan where nothing has a weight.
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def evaluate(stages: Stages, batches: Sequence[Batch], objective: Objective, mesh: Mesh) -> Evaluation:
+    """The objective over all ranks' batches, per unit of weight: what `train_step` calls the loss, without a step; and
+    what the objective measures besides.
+
+    Collective; every rank brings equally many batches.
     """
+    tally = Tally(objective, mesh.device)
     weight = torch.zeros((), dtype=torch.float64, device=mesh.device)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for batch in batches:  # one at a time: a validation set need not fit on the device
+
+    def reduce(logprobs_BT: Tensor, batch: Batch) -> Tensor:
+        return torch.cat([objective(logprobs_BT, batch)[None], tally.measure(logprobs_BT, batch)])
+
+    for number, batch in enumerate(batches):  # one at a time: a validation set need not fit on the device
         on_device = batch.to(mesh.device)
         weight += objective.weight(on_device)
-        total += stages.forward([on_device], objective)[0]
-    return mesh.sum_over(mesh.dp, total) / mesh.sum_over(mesh.dp, weight)
+        values = stages.forward([on_device], reduce)[0]
+        total += values[0]
+        tally.keep(number, values[1:])
+    # every rank of a pipeline holds these values, so they add up over dp only
+    totals = mesh.sum_over(mesh.dp, torch.cat([torch.stack([total, weight]), tally.sums().double()]))
+    return Evaluation(totals[0] / totals[1], tally.result(totals[2:].float(), mesh))

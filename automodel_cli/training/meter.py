@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -92,12 +93,14 @@ class Meter:
         num_label_tokens: Scalar,
         num_tokens: Scalar,
         memory_gib: float | None = None,
+        unshown: Mapping[str, Scalar] = MappingProxyType({}),
         **more: Scalar,
     ) -> None:
         """Record optimizer step `step` (1-based). Loss, norm and counts are those of all ranks together.
 
         `memory_gib` is the maximum over ranks; it may be None at steps that are not `due`. `more` are further columns
-        (reward, kl, ...). The time of a step runs from the end of the one before, less `pause`.
+        (reward, kl, ...); `unshown` those that are recorded but do not stand on the step line. The time of a step runs
+        from the end of the one before, less `pause`.
         """
         self._last_step = step
         values: dict[str, Scalar] = {
@@ -107,6 +110,7 @@ class Meter:
             "num_label_tokens": num_label_tokens,
             "num_tokens": num_tokens,
             **more,
+            **unshown,
         }
         if memory_gib is not None:
             values["memory_gib"] = memory_gib
@@ -114,7 +118,8 @@ class Meter:
         if self.due(step):
             self.flush()
             if self._is_main:
-                self._display.step(step, step_text(self._last, self._machine.num_ranks), self._time_left())
+                line = {key: value for key, value in self._last.items() if key not in unshown}
+                self._display.step(step, step_text(line, self._machine.num_ranks), self._time_left())
 
     def due(self, step: int) -> bool:
         """Is a line printed (and the device waited for) at this step? Always at the first and the last."""

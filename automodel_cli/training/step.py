@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from automodel_cli.distributed.gradients import clip_grad_norm_
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective
 from automodel_cli.training.stages import Stages
+from automodel_cli.training.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class StepResult:
     """float64, before clipping."""
     weight: Tensor
     """What the loss was divided by: label tokens, pairs or sequences."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """What the objective measures besides (see `MeasuredObjective`)."""
 
 
 class NonFiniteError(RunError):
@@ -60,27 +63,37 @@ def train_step(
     """One optimizer step over this rank's microbatches; every rank must bring equally many.
 
     The denominator of the loss is summed over ranks before the first forward, so each microbatch is divided once, by
-    the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss. One
-    host synchronisation, to refuse a non-finite step before it reaches the optimizer (NonFiniteError, on all ranks
-    alike).
+    the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss (with
+    the sums that the objective measures; one more where it also measures extrema). One host synchronisation, to refuse
+    a non-finite step before it reaches the optimizer (NonFiniteError, on all ranks alike).
     """
     batches = [batch.to(mesh.device) for batch in batches]
     weight = mesh.sum_over(mesh.dp, torch.stack([objective.weight(batch) for batch in batches]).sum())
-    local_loss = stages.forward_backward(batches, lambda logprobs_BT, batch: objective(logprobs_BT, batch) / weight)
+    tally = Tally(objective, mesh.device)
+
+    def loss_of(logprobs_BT: Tensor, batch: Batch) -> Tensor:
+        tally.add(logprobs_BT, batch)
+        return objective(logprobs_BT, batch) / weight
+
+    local_loss = stages.forward_backward(batches, loss_of)
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
-    loss, num_bad_norms = _sum_of_losses(local_loss, grad_norm, mesh)
+    loss, num_bad_norms, sums = _sum_of_losses(local_loss, grad_norm, tally.sums(), mesh)
     if not bool(loss.isfinite() & (num_bad_norms == 0)):
         _refuse(loss, grad_norm, weight, stages, batches)
     optimizer.step()
     optimizer.zero_grad()
-    return StepResult(loss=loss, grad_norm=grad_norm, weight=weight)
+    return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, metrics=tally.result(sums, mesh))
 
 
-def _sum_of_losses(local_loss: Tensor, grad_norm: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """The step's loss, and on how many ranks the gradient norm is not finite: one collective, so all ranks agree."""
+def _sum_of_losses(
+    local_loss: Tensor, grad_norm: Tensor, measured: Tensor, mesh: Mesh
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The step's loss, on how many ranks the gradient norm is not finite, and the objective's sums: one collective, so
+    all ranks agree.
+    """
     bad_norm = (~grad_norm.isfinite()).to(local_loss.dtype)
-    loss, num_bad_norms = mesh.sum_over(mesh.loss, torch.stack([local_loss, bad_norm])).unbind()
-    return loss, num_bad_norms
+    total = mesh.sum_over(mesh.loss, torch.cat([torch.stack([local_loss, bad_norm]), measured]))
+    return total[0], total[1], total[2:]
 
 
 def _refuse(loss: Tensor, grad_norm: Tensor, weight: Tensor, stages: Stages, batches: Sequence[Batch]) -> NoReturn:

@@ -1,0 +1,196 @@
+"""Preference pairs: make the chosen response likelier than the rejected one, measured against a reference model.
+
+Formulas as in the papers and in TRL's trainers of the same names; c and r are the chosen and the rejected response's
+sum of log-probs minus that of the reference (their means over tokens where `averages` says so). Torch-free to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.objectives.base import Metric
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from automodel_cli.data.batch import Batch
+    from automodel_cli.objectives.preference import Pairs
+
+Loss = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "ipo",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "simpo",
+    "orpo",
+]
+REFERENCE_FREE = ("simpo", "orpo")
+_AVERAGED = ("sigmoid_norm", "ipo", "simpo", "orpo")
+_SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")
+
+
+@dataclass(frozen=True)
+class DPO:
+    """Loss = mean over pairs of `preference_weight` x preference loss + `sft_weight` x NLL of the chosen response.
+
+    `loss`: which preference loss. `beta`: its temperature (for orpo the weight of the odds ratio). `label_smoothing`:
+    the share of pairs taken to be labelled the wrong way round (sigmoid, sigmoid_norm, simpo, robust, exo_pair).
+    `average_log_probs`: mean instead of sum over a response's tokens; None: as the loss is defined (ipo, simpo, orpo
+    and sigmoid_norm average). `average_sft`: the same for the NLL. `gamma`: the target margin of simpo, 0.5 if not
+    given. `tau`: the temperature of discopop's blend, 0.05 if not given.
+
+    Metrics are means over pairs of all ranks: `accuracy` (chosen above rejected; a tie is a miss), `rewards_chosen`,
+    `rewards_rejected` and their difference `rewards_margin`: c, r and c - r, NOT multiplied by beta.
+    """
+
+    loss: Loss = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    average_log_probs: bool | None = None
+    preference_weight: float = 1.0
+    sft_weight: float = 0.0
+    average_sft: bool = False
+    gamma: float | None = None
+    tau: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 0:
+            raise ConfigError(f"beta={self.beta} must be at least 0", keys=("beta",), fix="objective.beta=0.1")
+        if self.beta == 0 and self.loss in ("ipo", "sppo_hard", "discopop", "orpo"):
+            raise ConfigError(
+                f"beta=0 with loss={self.loss} has no meaning", keys=("beta", "loss"), fix="objective.beta=0.1"
+            )
+        self._check_smoothing()
+        for name, loss in (("gamma", "simpo"), ("tau", "discopop")):
+            if getattr(self, name) is not None and self.loss != loss:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is for loss={loss} and does nothing with loss={self.loss}",
+                    keys=(name, "loss"),
+                    fix=f"objective.loss={loss}, or remove objective.{name}",
+                )
+        if self.tau is not None and not self.tau > 0:
+            raise ConfigError(f"tau={self.tau} must be greater than 0", keys=("tau",), fix="objective.tau=0.05")
+        for name in ("preference_weight", "sft_weight"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0", keys=(name,))
+        if not self.preference_weight + self.sft_weight > 0:
+            raise ConfigError(
+                "preference_weight and sft_weight are both 0, so nothing is trained",
+                keys=("preference_weight", "sft_weight"),
+                fix="objective.preference_weight=1.0",
+            )
+        if self.loss == "orpo" and self.sft_weight == 0:
+            raise ConfigError(
+                "orpo is an SFT loss with an odds-ratio penalty, but sft_weight=0",
+                keys=("sft_weight", "loss"),
+                fix="objective.sft_weight=1.0 objective.average_sft=true",
+            )
+        if self.average_log_probs is False and self.loss in ("sigmoid_norm", "simpo", "orpo"):
+            raise ConfigError(
+                f"loss={self.loss} is defined on means over tokens, but average_log_probs=false",
+                keys=("average_log_probs", "loss"),
+                fix="remove objective.average_log_probs",
+            )
+        if self.average_sft and self.sft_weight == 0:
+            raise ConfigError(
+                "average_sft=true does nothing with sft_weight=0",
+                keys=("average_sft", "sft_weight"),
+                fix="objective.sft_weight=0.1",
+            )
+
+    def _check_smoothing(self) -> None:
+        share = self.label_smoothing
+        if not 0 <= share < 0.5:
+            raise ConfigError(
+                f"label_smoothing={share} must be at least 0 and below 0.5: it is the share of wrong labels",
+                keys=("label_smoothing",),
+                fix="objective.label_smoothing=0.1",
+            )
+        if share and self.loss not in _SMOOTHED:
+            raise ConfigError(
+                f"label_smoothing={share} does nothing with loss={self.loss}; it is for {', '.join(_SMOOTHED)}",
+                keys=("label_smoothing", "loss"),
+                fix="objective.label_smoothing=0.0",
+            )
+        if not share and self.loss == "exo_pair":
+            raise ConfigError(
+                "exo_pair needs label_smoothing above 0: it takes its logarithm",
+                keys=("label_smoothing", "loss"),
+                fix="objective.label_smoothing=0.001",
+            )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether batches must carry `ref_logprobs_BT`."""
+        return self.loss not in REFERENCE_FREE
+
+    @property
+    def averages(self) -> bool:
+        """Whether c and r are means over tokens."""
+        return self.loss in _AVERAGED if self.average_log_probs is None else self.average_log_probs
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """See `MeasuredObjective`."""
+        of_pairs = {
+            "preference_loss": Metric("num_pairs"),
+            "accuracy": Metric("num_pairs", shown=True),
+            "rewards_chosen": Metric("num_pairs"),
+            "rewards_rejected": Metric("num_pairs"),
+            "rewards_margin": Metric("num_pairs", shown=True),
+        }
+        if self.sft_weight:
+            of_pairs["sft_loss"] = Metric("num_pairs")
+        return {**of_pairs, "num_pairs": Metric()}
+
+    def weight(self, batch: Batch) -> Tensor:
+        """Pairs of which both responses have label tokens."""
+        from automodel_cli.objectives.preference import valid_pairs
+
+        return valid_pairs(batch).sum()
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+        pairs = self._pairs(logprobs_BT, batch)
+        loss = self.preference_weight * (self._losses(pairs) * pairs.valid_P).sum()
+        if self.sft_weight:
+            loss = loss + self.sft_weight * (self._nll(pairs) * pairs.valid_P).sum()
+        return loss
+
+    def measure(self, logprobs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """See `MeasuredObjective`."""
+        pairs = self._pairs(logprobs_BT, batch)
+        values = {
+            "preference_loss": self._losses(pairs),
+            "accuracy": (pairs.c_P > pairs.r_P).float(),
+            "rewards_chosen": pairs.c_P,
+            "rewards_rejected": pairs.r_P,
+            "rewards_margin": pairs.c_P - pairs.r_P,
+        }
+        if self.sft_weight:
+            values["sft_loss"] = self._nll(pairs)
+        sums = {name: (value_P * pairs.valid_P).sum() for name, value_P in values.items()}
+        return {**sums, "num_pairs": pairs.valid_P.sum()}
+
+    def _pairs(self, logprobs_BT: Tensor, batch: Batch) -> Pairs:
+        from automodel_cli.objectives.preference import gather_pairs
+
+        return gather_pairs(logprobs_BT, batch, reference=self.uses_reference, average=self.averages)
+
+    def _losses(self, pairs: Pairs) -> Tensor:
+        from automodel_cli.objectives.preference import LOSSES
+
+        return LOSSES[self.loss](pairs.c_P, pairs.r_P, self)
+
+    def _nll(self, pairs: Pairs) -> Tensor:
+        return -pairs.chosen_logprob_P / (pairs.chosen_tokens_P.clamp(min=1) if self.average_sft else 1)

@@ -1,0 +1,196 @@
+"""Clipped policy gradients on sampled responses: grpo, dapo, dr_grpo, gspo, cispo and reinforce are settings of one
+objective (`conf/objective/` has each under its name). Torch-free to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.objectives.base import Metric
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from automodel_cli.data.batch import Batch
+
+KLType = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class GRPO:
+    """Loss = mean of w x policy loss + `kl_coef` x KL + `positive_nll` x NLL, over label tokens or over sequences.
+
+    Policy loss of a token with advantage A and probability ratio q (now against the rollout's weights).
+    `surrogate`: `clip` is max(-A q, -A clamp(q)), `cispo` is -A clamp(q) log p with the clamp detached, `reinforce`
+    -A log p. `ratio`: `token`; `sequence` (the exponential of the mean log-ratio of the response, GSPO); `on_policy`
+    (1 with a gradient: right for one update per rollout, and needs no `old_logprobs_BT`). The clamp is
+    [1 - `clip_low`, 1 + `clip_high`]; `dual_clip` (above 1) also bounds the loss by -A x dual_clip where A < 0.
+
+    `aggregation`: `token` divides by the label tokens of the step; `sequence` takes means over each response, then over
+    responses; `max_tokens` divides sums by responses x `max_tokens`, a constant (dr_grpo).
+
+    KL to the reference: `kl_type` k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d, with d = reference - policy log-prob clamped
+    to +-`kl_input_clamp`, the result to +-`kl_output_clamp` (None: no clamp). `kl_in`: in the `loss`, or `reward`: the
+    recipe takes it off the rewards and the loss has none. `kl_importance` weighs it by policy / sampler probability.
+
+    Correction of the difference between sampler and trainer, w = e^(old - sampler) (for ratio=sequence of the whole
+    response): `none`; `plain`; `truncate` clamps w to [`correction_min` or 0, `correction_max`]; `icepop` sets w to 0
+    outside of them; `sequence_mask` drops responses whose mean ratio is outside.
+
+    `positive_nll` adds the NLL of responses with a reward above 0. Metrics: see `objectives/policy.py`.
+    """
+
+    surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
+    ratio: Literal["token", "sequence", "on_policy"] = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: Literal["token", "sequence", "max_tokens"] = "token"
+    max_tokens: int | None = None
+    kl_coef: float = 0.0
+    kl_type: KLType = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_importance: bool = False
+    kl_input_clamp: float | None = 20.0
+    kl_output_clamp: float | None = 10.0
+    correction: Literal["none", "plain", "truncate", "icepop", "sequence_mask"] = "none"
+    correction_max: float | None = None
+    correction_min: float | None = None
+    positive_nll: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check_surrogate()
+        self._check_aggregation()
+        self._check_kl()
+        self._check_correction()
+        if not self.positive_nll >= 0:
+            raise ConfigError(f"positive_nll={self.positive_nll} must be at least 0", keys=("positive_nll",))
+
+    def _refuse(self, what: str, *keys: str, fix: str) -> None:
+        said = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
+        raise ConfigError(f"{said}: {what}", keys=keys, fix=fix)
+
+    def _check_surrogate(self) -> None:
+        if not 0 <= self.clip_low <= 1:
+            self._refuse(
+                "the ratio is clamped to 1 - clip_low, so it is 0 to 1", "clip_low", fix="objective.clip_low=0.2"
+            )
+        if not self.clip_high >= 0:
+            self._refuse("must be at least 0", "clip_high", fix="objective.clip_high=0.2")
+        if self.dual_clip is not None:
+            if not self.dual_clip > 1:
+                self._refuse("must be above 1", "dual_clip", fix="objective.dual_clip=3.0")
+            if self.surrogate != "clip":
+                self._refuse(
+                    "dual clip bounds the clipped loss only", "dual_clip", "surrogate", fix="objective.dual_clip=null"
+                )
+            if self.ratio == "on_policy":
+                self._refuse(
+                    "the ratio is 1, so nothing is ever bounded", "dual_clip", "ratio", fix="objective.dual_clip=null"
+                )
+        if self.surrogate != "clip" and self.ratio == "sequence":
+            self._refuse("sequence ratios are for the clipped loss", "surrogate", "ratio", fix="objective.ratio=token")
+        if self.surrogate == "cispo" and self.ratio == "on_policy":
+            self._refuse(
+                "cispo weighs by the token ratio, which would be 1", "surrogate", "ratio", fix="objective.ratio=token"
+            )
+
+    def _check_aggregation(self) -> None:
+        if self.ratio == "sequence" and self.aggregation != "sequence":
+            self._refuse(
+                "a ratio of sequences needs means over sequences",
+                "ratio",
+                "aggregation",
+                fix="objective.aggregation=sequence",
+            )
+        if self.surrogate == "cispo" and self.aggregation == "sequence":
+            self._refuse("cispo is a sum over tokens", "surrogate", "aggregation", fix="objective.aggregation=token")
+        if (self.aggregation == "max_tokens") != (self.max_tokens is not None):
+            self._refuse(
+                "the two belong together",
+                "aggregation",
+                "max_tokens",
+                fix="objective.aggregation=max_tokens objective.max_tokens=1024",
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            self._refuse("must be at least 1", "max_tokens", fix="objective.max_tokens=1024")
+
+    def _check_kl(self) -> None:
+        if not self.kl_coef >= 0:
+            self._refuse("must be at least 0", "kl_coef", fix="objective.kl_coef=0.01")
+        for name in ("kl_input_clamp", "kl_output_clamp"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                self._refuse("must be above 0, or null for no clamp", name, fix=f"objective.{name}=null")
+        if self.kl_coef == 0 and self.kl_in == "reward":
+            self._refuse("no KL is taken off the rewards", "kl_in", "kl_coef", fix="objective.kl_coef=0.01")
+        if self.kl_importance and (self.kl_coef == 0 or self.kl_in == "reward"):
+            self._refuse(
+                "the loss has no KL to weigh", "kl_importance", "kl_coef", "kl_in", fix="objective.kl_importance=false"
+            )
+
+    def _check_correction(self) -> None:
+        low, high = self.correction_min, self.correction_max
+        bounded = self.correction in ("truncate", "icepop", "sequence_mask")
+        if not bounded and (low is not None or high is not None):
+            self._refuse(
+                "has no bounds", "correction", "correction_min", "correction_max", fix="objective.correction=truncate"
+            )
+        if not bounded:
+            return
+        if high is None or not high > 0:
+            self._refuse(
+                "needs an upper bound above 0", "correction", "correction_max", fix="objective.correction_max=2.0"
+            )
+        if low is None and self.correction != "truncate":
+            self._refuse("needs a lower bound", "correction", "correction_min", fix="objective.correction_min=0.5")
+        if low is not None and high is not None and low > high:
+            self._refuse(
+                "the lower bound is above the upper one",
+                "correction_min",
+                "correction_max",
+                fix=f"objective.correction_min={high}",
+            )
+        if self.correction == "sequence_mask" and self.ratio == "sequence":
+            self._refuse("masks by token ratios", "correction", "ratio", fix="objective.correction=truncate")
+
+    @property
+    def loss_kl_coef(self) -> float:
+        """The weight of the KL in the loss: 0 where it is taken off the rewards."""
+        return self.kl_coef if self.kl_in == "loss" else 0.0
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model is needed (in the loss as `ref_logprobs_BT`, or for the rewards)."""
+        return self.kl_coef > 0
+
+    @property
+    def uses_old_logprobs(self) -> bool:
+        """Whether batches must carry `old_logprobs_BT`, measured before the first update of a rollout."""
+        return self.ratio != "on_policy"
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """See `MeasuredObjective`."""
+        from automodel_cli.objectives.policy import metrics_of
+
+        return metrics_of(self)
+
+    def weight(self, batch: Batch) -> Tensor:
+        """Label tokens; for the other aggregations responses with label tokens."""
+        from automodel_cli.objectives.policy import num_sequences
+
+        return batch.num_label_tokens if self.aggregation == "token" else num_sequences(batch)
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+        from automodel_cli.objectives.policy import Update
+
+        return Update.of(self, logprobs_BT, batch).loss()
+
+    def measure(self, logprobs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """See `MeasuredObjective`."""
+        from automodel_cli.objectives.policy import Update
+
+        return Update.of(self, logprobs_BT, batch).metrics()

@@ -1,0 +1,96 @@
+"""Single responses judged good or bad, without pairs (Kahneman-Tversky optimisation)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.objectives.base import Metric
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from automodel_cli.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class KTO:
+    """Loss = mean over responses of w (1 - sigmoid(beta (x - z))) for desirable ones, of w (1 - sigmoid(beta (z - x)))
+    for undesirable ones; x is the response's sum of log-probs minus that of the reference.
+
+    `reference_point`: z. `kl` is the divergence from the reference on prompts with another prompt's response, which
+    each step measures in one more forward pass over all its rows, so that z is the same in every microbatch; `zero`
+    costs nothing. Weights make up for unequal numbers of the two kinds. Metrics as in `DPO`, by kind of response.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    reference_point: Literal["kl", "zero"] = "kl"
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "desirable_weight", "undesirable_weight"):
+            if not getattr(self, name) > 0:
+                value = getattr(self, name)
+                raise ConfigError(
+                    f"{name}={value} must be greater than 0",
+                    keys=(name,),
+                    fix=f"objective.{name}={0.1 if name == 'beta' else 1.0}",
+                )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether batches must carry `ref_logprobs_BT`."""
+        return True
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """See `MeasuredObjective`."""
+        return {
+            "rewards_chosen": Metric("num_desirable", shown=True),
+            "rewards_rejected": Metric("num_undesirable", shown=True),
+            "num_desirable": Metric(),
+            "num_undesirable": Metric(),
+        }
+
+    def weight(self, batch: Batch) -> Tensor:
+        """Responses that are judged and have label tokens."""
+        good_S, bad_S = self._kinds(batch)
+        return (good_S + bad_S).sum()
+
+    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+        good_S, bad_S = self._kinds(batch)
+        gain_S = log_ratios(logprobs_BT, batch)
+        if self.reference_point == "kl":
+            gain_S = gain_S - batch.extra["kl_baseline_1"]
+        losses_S = self.desirable_weight * good_S * (1 - (self.beta * gain_S).sigmoid())
+        losses_S = losses_S + self.undesirable_weight * bad_S * (1 - (-self.beta * gain_S).sigmoid())
+        return losses_S.sum()
+
+    def measure(self, logprobs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """See `MeasuredObjective`."""
+        good_S, bad_S = self._kinds(batch)
+        ratios_S = log_ratios(logprobs_BT, batch)
+        return {
+            "rewards_chosen": (ratios_S * good_S).sum(),
+            "rewards_rejected": (ratios_S * bad_S).sum(),
+            "num_desirable": good_S.sum(),
+            "num_undesirable": bad_S.sum(),
+        }
+
+    def _kinds(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """fp32 [documents] twice: 1 for desirable, and 1 for undesirable responses that have a label token."""
+        from automodel_cli.objectives.documents import labels_by_document
+
+        judged_S, spoken_S = batch.extra["desirable_S"], labels_by_document(batch) > 0
+        return ((judged_S == 1) & spoken_S).float(), ((judged_S == 0) & spoken_S).float()
+
+
+def log_ratios(logprobs_BT: Tensor, batch: Batch) -> Tensor:
+    """By document: sum of log-probs minus that of the reference."""
+    from automodel_cli.objectives.documents import sum_by_document
+    from automodel_cli.objectives.preference import against_reference
+
+    return sum_by_document(against_reference(logprobs_BT, batch), batch)

@@ -1,0 +1,233 @@
+"""The arithmetic of `GRPO`: ratios, weights, KL and their sums over the label tokens of a batch.
+
+Metrics are means over label tokens unless said otherwise. `token_mult_prob_error` e^|sampler - old| (1 when the sampler
+and the trainer agree); `gen_kl_error`, `policy_kl_error` (k3 both ways) and `js_divergence_error` between the two;
+`sampling_importance_ratio` the correction's weight (ratio=sequence: mean over responses); `approx_entropy`;
+`probs_ratio`, `probs_ratio_clamped` with `_min` and `_max`; `clip_fraction` tokens whose ratio the clamp changes;
+`kl_penalty` the KL as the loss aggregates it, without its coefficient; `is_oob_ratio` what the correction's bounds
+touch (tokens; sequence_mask: responses); `num_valid_samples` responses with a label token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.objectives.base import Metric
+from automodel_cli.objectives.documents import label_mask, labels_by_document, sum_by_document, to_tokens
+from automodel_cli.objectives.grpo import GRPO, KLType
+
+_TOKENS, _SEQUENCES = "num_response_tokens", "num_valid_samples"
+
+
+def num_sequences(batch: Batch) -> Tensor:
+    """Documents with a label token: int64 scalar."""
+    return (labels_by_document(batch) > 0).sum()
+
+
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kl_type: KLType,
+    *,
+    input_clamp: float | None = 20.0,
+    output_clamp: float | None = 10.0,
+    importance: Tensor | None = None,
+) -> Tensor:
+    """Estimate of KL(policy || reference) by token, with the gradient of the sampled estimate: of the value and of the
+    policy's own probability.
+
+    `importance` weighs each token (policy / sampler probability); by default a 1 that keeps that gradient.
+    """
+    difference = ref_logprobs - logprobs
+    weight = (logprobs - logprobs.detach()).exp() if importance is None else importance
+    if input_clamp is not None:
+        weight = torch.where(difference.abs() > input_clamp, weight.detach(), weight)
+        difference = difference.clamp(-input_clamp, input_clamp)
+    value = {
+        "k1": lambda d: -d,
+        "k2": lambda d: d.square() / 2,
+        "k3": lambda d: d.exp() - 1 - d,
+    }[kl_type](difference) * weight
+    return value if output_clamp is None else value.clamp(-output_clamp, output_clamp)
+
+
+def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
+    """What `Update.metrics` returns under these settings."""
+    by_tokens = (
+        "token_mult_prob_error",
+        "gen_kl_error",
+        "policy_kl_error",
+        "js_divergence_error",
+        "approx_entropy",
+        "probs_ratio",
+        "probs_ratio_clamped",
+        "clip_fraction",
+    )
+    found = {name: Metric(_TOKENS, shown=name in ("gen_kl_error", "clip_fraction")) for name in by_tokens}
+    for name in ("probs_ratio", "probs_ratio_clamped"):
+        found |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
+    found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.ratio == "sequence" else _TOKENS)
+    if objective.loss_kl_coef:
+        found["kl_penalty"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES, shown=True)
+    if objective.correction_max is not None:
+        found["is_oob_ratio"] = Metric(_SEQUENCES if objective.correction == "sequence_mask" else _TOKENS)
+    if objective.positive_nll:
+        found["positive_nll_loss"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES)
+    return {**found, _TOKENS: Metric(), _SEQUENCES: Metric()}
+
+
+@dataclass(frozen=True)
+class Update:
+    """One microbatch under one objective. Columns hold 0 where the label is ignored."""
+
+    objective: GRPO
+    batch: Batch
+    mask_BT: Tensor
+    now_BT: Tensor
+    old_BT: Tensor
+    sampler_BT: Tensor
+    advantages_BT: Tensor
+
+    @classmethod
+    def of(cls, objective: GRPO, logprobs_BT: Tensor, batch: Batch) -> Update:
+        """Columns out of `batch.extra`; a KeyError names one that the recipe has not filled."""
+        mask_BT = label_mask(batch)
+
+        def column(name: str) -> Tensor:
+            return batch.extra[name].masked_fill(~mask_BT, 0.0)
+
+        now_BT = logprobs_BT.masked_fill(~mask_BT, 0.0)
+        old_BT = column("old_logprobs_BT") if objective.uses_old_logprobs else now_BT.detach()
+        return cls(objective, batch, mask_BT, now_BT, old_BT, column("sampler_logprobs_BT"), column("advantages_BT"))
+
+    def loss(self) -> Tensor:
+        """The SUM that `GRPO.weight` divides."""
+        objective = self.objective
+        losses_BT = self._policy_losses()
+        if objective.correction != "none":
+            losses_BT = losses_BT * self._correction[0]
+        if objective.loss_kl_coef:
+            losses_BT = losses_BT + objective.loss_kl_coef * self._kl()
+        if objective.positive_nll:
+            losses_BT = losses_BT + objective.positive_nll * self._positive_nll()
+        return self._aggregate(losses_BT)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """See the module's docstring; sums and extrema."""
+        objective, mask_BT = self.objective, self.mask_BT
+        gap_BT = self.old_BT - self.sampler_BT
+        q_BT, clamped_BT = self._ratio, self._clamped()
+        middle_BT = torch.logaddexp(self.old_BT, self.sampler_BT) - torch.log(torch.tensor(2.0))
+        by_token = {
+            "token_mult_prob_error": gap_BT.abs().exp(),
+            "gen_kl_error": _k3(gap_BT),
+            "policy_kl_error": _k3(-gap_BT),
+            "js_divergence_error": (_k3(self.old_BT - middle_BT) + _k3(self.sampler_BT - middle_BT)) / 2,
+            "approx_entropy": -(self.now_BT - self.sampler_BT).exp() * self.now_BT,
+            "probs_ratio": q_BT,
+            "probs_ratio_clamped": clamped_BT,
+            "clip_fraction": (q_BT != clamped_BT).float(),
+        }
+        found = {name: self._sum(value_BT) for name, value_BT in by_token.items()}
+        for name, value_BT in (("probs_ratio", q_BT), ("probs_ratio_clamped", clamped_BT)):
+            found[f"{name}_min"] = value_BT.masked_fill(~mask_BT, float("inf")).min()
+            found[f"{name}_max"] = value_BT.masked_fill(~mask_BT, float("-inf")).max()
+        weight_BT, outside = self._correction
+        by_sequence = objective.ratio == "sequence"
+        found["sampling_importance_ratio"] = self._by_sequence(weight_BT) if by_sequence else self._sum(weight_BT)
+        if objective.loss_kl_coef:
+            found["kl_penalty"] = self._aggregate(self._kl())
+        if outside is not None:
+            found["is_oob_ratio"] = outside
+        if objective.positive_nll:
+            found["positive_nll_loss"] = self._aggregate(self._positive_nll())
+        return {**found, _TOKENS: mask_BT.sum().float(), _SEQUENCES: num_sequences(self.batch).float()}
+
+    @cached_property
+    def _ratio(self) -> Tensor:
+        """q at every token."""
+        change_BT = self.now_BT - self.old_BT
+        return (self._mean_by_sequence(change_BT) if self.objective.ratio == "sequence" else change_BT).exp()
+
+    def _clamped(self) -> Tensor:
+        return self._ratio.clamp(1 - self.objective.clip_low, 1 + self.objective.clip_high)
+
+    def _policy_losses(self) -> Tensor:
+        objective, a_BT = self.objective, self.advantages_BT
+        if objective.surrogate == "reinforce":
+            return -a_BT * self.now_BT
+        if objective.surrogate == "cispo":
+            return -a_BT * self._clamped().detach() * self.now_BT
+        losses_BT = torch.maximum(-a_BT * self._ratio, -a_BT * self._clamped())
+        if objective.dual_clip is None:
+            return losses_BT
+        return torch.where(a_BT < 0, torch.minimum(losses_BT, -a_BT * objective.dual_clip), losses_BT)
+
+    @cached_property
+    def _correction(self) -> tuple[Tensor, Tensor | None]:
+        """The weight at every token (0 where it is not finite), and the sum of what its bounds touch."""
+        objective = self.objective
+        gap_BT = self.old_BT - self.sampler_BT
+        log_BT = to_tokens(sum_by_document(gap_BT, self.batch), self.batch) if objective.ratio == "sequence" else gap_BT
+        weight_BT = log_BT.exp()
+        low, high = objective.correction_min or 0.0, objective.correction_max
+        if high is None:
+            return _finite(weight_BT), None
+        if objective.correction == "sequence_mask":
+            mean_BT = self._mean_by_sequence(gap_BT).exp()
+            out_BT = ~((mean_BT >= low) & (mean_BT <= high))
+            return _finite(weight_BT.masked_fill(out_BT, 0.0)), self._by_sequence(out_BT.float())
+        out_BT = ~((weight_BT >= low) & (weight_BT <= high))
+        outside = self._sum(out_BT.float())
+        if objective.correction == "icepop":
+            return _finite(weight_BT.masked_fill(out_BT, 0.0)), outside
+        return torch.where(weight_BT.isfinite(), weight_BT.clamp(low, high), 0.0).detach(), outside
+
+    def _kl(self) -> Tensor:
+        objective = self.objective
+        ref_BT = self.batch.extra["ref_logprobs_BT"].masked_fill(~self.mask_BT, 0.0)
+        return kl_penalty(
+            self.now_BT,
+            ref_BT,
+            objective.kl_type,
+            input_clamp=objective.kl_input_clamp,
+            output_clamp=objective.kl_output_clamp,
+            importance=(self.now_BT - self.sampler_BT).exp() if objective.kl_importance else None,
+        )
+
+    def _positive_nll(self) -> Tensor:
+        return -self.now_BT * (self.batch.extra["rewards_BT"] > 0)
+
+    def _sum(self, values_BT: Tensor) -> Tensor:
+        return values_BT.masked_fill(~self.mask_BT, 0.0).sum()
+
+    def _aggregate(self, values_BT: Tensor) -> Tensor:
+        if self.objective.aggregation == "sequence":
+            return self._by_sequence(values_BT)
+        total = self._sum(values_BT)
+        return total if self.objective.max_tokens is None else total / self.objective.max_tokens
+
+    def _by_sequence(self, values_BT: Tensor) -> Tensor:
+        """Sum over responses of the mean over their label tokens."""
+        sums_S = sum_by_document(values_BT.masked_fill(~self.mask_BT, 0.0), self.batch)
+        return (sums_S / labels_by_document(self.batch).clamp(min=1)).sum()
+
+    def _mean_by_sequence(self, values_BT: Tensor) -> Tensor:
+        """The mean over a response's label tokens, at each of its tokens."""
+        means_S = sum_by_document(values_BT, self.batch) / labels_by_document(self.batch).clamp(min=1)
+        return to_tokens(means_S, self.batch)
+
+
+def _k3(x: Tensor) -> Tensor:
+    return x.exp() - 1 - x
+
+
+def _finite(weight_BT: Tensor) -> Tensor:
+    """Without gradient, and 0 where it is not finite: one impossible token must not end the run."""
+    return torch.where(weight_BT.isfinite(), weight_BT, 0.0).detach()

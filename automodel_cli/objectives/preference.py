@@ -1,0 +1,131 @@
+"""The preference losses of a pair, and the sums they take: c and r by pair, out of per-token log-probs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.objectives.documents import label_mask, labels_by_document, sum_by_document
+
+if TYPE_CHECKING:
+    from automodel_cli.objectives.dpo import DPO
+
+_CERTAIN = -1e-6
+"""Log-prob above which a response counts as certain: its log-odds would be infinite."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """One value per pair, fp32: the two log-ratios, whether the pair counts (0 or 1), and what the SFT term needs."""
+
+    c_P: Tensor
+    r_P: Tensor
+    valid_P: Tensor
+    chosen_logprob_P: Tensor
+    chosen_tokens_P: Tensor
+
+
+def valid_pairs(batch: Batch) -> Tensor:
+    """bool [P]: both responses of the pair have a label token."""
+    return (labels_by_document(batch)[batch.extra["pairs_P2"]] > 0).all(1)
+
+
+def gather_pairs(logprobs_BT: Tensor, batch: Batch, *, reference: bool, average: bool) -> Pairs:
+    """Sums (or means) over each response's label tokens, against the reference or without one."""
+    pairs_P2 = batch.extra["pairs_P2"]
+    tokens_P2 = labels_by_document(batch)[pairs_P2]
+    logprobs_P2 = sum_by_document(logprobs_BT, batch)[pairs_P2]
+    # difference by token before the sum: a reference equal to the policy then gives 0 exactly
+    ratios_P2 = sum_by_document(against_reference(logprobs_BT, batch), batch)[pairs_P2] if reference else logprobs_P2
+    if average:
+        ratios_P2 = ratios_P2 / tokens_P2.clamp(min=1)
+    return Pairs(
+        c_P=ratios_P2[:, 0],
+        r_P=ratios_P2[:, 1],
+        valid_P=(tokens_P2 > 0).all(1).float(),
+        chosen_logprob_P=logprobs_P2[:, 0],
+        chosen_tokens_P=tokens_P2[:, 0],
+    )
+
+
+def against_reference(logprobs_BT: Tensor, batch: Batch) -> Tensor:
+    """By token: log-prob minus that of the reference, 0 where the label is ignored."""
+    return (logprobs_BT - batch.extra["ref_logprobs_BT"]).masked_fill(~label_mask(batch), 0.0)
+
+
+def _sigmoid(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+    logits = o.beta * (c - r)
+    e = o.label_smoothing
+    return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
+
+
+def _robust(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+    logits = o.beta * (c - r)
+    e = o.label_smoothing
+    return (-(1 - e) * logsigmoid(logits) + e * logsigmoid(-logits)) / (1 - 2 * e)
+
+
+def _exo_pair(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+    logits = o.beta * (c - r)
+    e = o.label_smoothing
+    right = logits.sigmoid() * (logsigmoid(logits) - math.log(1 - e))
+    return right + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(e))
+
+
+def _nca_pair(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+    return -logsigmoid(o.beta * c) - 0.5 * logsigmoid(-o.beta * c) - 0.5 * logsigmoid(-o.beta * r)
+
+
+def _apo_zero(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+    return 1 - (o.beta * c).sigmoid() + (o.beta * r).sigmoid()
+
+
+def _apo_down(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+    return (o.beta * c).sigmoid() + 1 - (o.beta * (c - r)).sigmoid()
+
+
+def _discopop(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+    logits = o.beta * (c - r)
+    blend = (logits / (0.05 if o.tau is None else o.tau)).sigmoid()
+    return -logsigmoid(logits) * (1 - blend) + (-logits).exp() * blend
+
+
+def _simpo(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+    logits = o.beta * (c - r) - (0.5 if o.gamma is None else o.gamma)
+    e = o.label_smoothing
+    return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
+
+
+def _orpo(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+    return -o.beta * logsigmoid(_log_odds(c) - _log_odds(r))
+
+
+def _log_odds(logprob: Tensor) -> Tensor:
+    below = logprob.clamp(max=_CERTAIN)
+    return below - torch.log(-torch.expm1(below))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, DPO], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "sigmoid_norm": _sigmoid,
+    "ipo": lambda c, r, o: (c - r - 1 / (2 * o.beta)).square(),
+    "hinge": lambda c, r, o: torch.relu(1 - o.beta * (c - r)),
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": lambda c, r, o: -logsigmoid(o.beta * c) - logsigmoid(-o.beta * r),
+    "sppo_hard": lambda c, r, o: (c - 0.5 / o.beta).square() + (r + 0.5 / o.beta).square(),
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "simpo": _simpo,
+    "orpo": _orpo,
+}
+"""(c, r, objective) -> loss of each pair. sigmoid_norm is sigmoid on means over tokens."""
