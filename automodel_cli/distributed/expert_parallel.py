@@ -82,8 +82,8 @@ def _dispatched(experts: nn.Module, dispatch: TokenDispatcher, mesh: Mesh) -> Ca
     def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if tp_group is None:
             return dispatch(hidden_TD, index_TK, weight_TK, local_experts)
-        shares = [share_of_rows(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK)]
-        return all_rows(dispatch(*shares, local_experts), len(hidden_TD), tp_group)
+        hidden_SD, index_SK, weight_SK = (share_of_rows(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
+        return all_rows(dispatch(hidden_SD, index_SK, weight_SK, local_experts), len(hidden_TD), tp_group)
 
     return forward
 

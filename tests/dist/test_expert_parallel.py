@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
@@ -35,7 +37,7 @@ MICROBATCHES = 3
 
 @dataclass(frozen=True)
 class Case:
-    """`skewed`: routers that send every token to the first experts, so that most ranks receive none."""
+    """`skewed`: routers whose choice is always experts 0 and 1, so that most ranks receive no token."""
 
     family: str
     mesh: MeshConfig
@@ -62,14 +64,18 @@ class Recorder(torch.optim.Optimizer):
 
 
 def skew_routers(model: nn.Module) -> None:
-    """Every token to experts 0 and 1: routers see a constant feature that decides."""
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if name.endswith(("router.bias",)):
-                param[:2] += 50.0
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer[:2] += 50.0
+    """Every token to experts 0 and 1, with the weights of those that the router would have chosen."""
+    for module in model.modules():
+        for child in module.children():
+            if is_experts(child):
+                router = module.gate if hasattr(module, "gate") else module.router
+                forward = router.forward
+
+                def first_two(hidden, *args, _forward=forward):
+                    logits, weights, index = _forward(hidden, *args)
+                    return logits, weights, torch.arange(2).expand_as(index)
+
+                router.forward = first_two
 
 
 def batches_of(rank: int, count: int) -> list[Batch]:
@@ -136,19 +142,61 @@ def check(world: int, cases: list[Case]) -> None:
         assert errors.within(TOLERANCE), f"{case}: {errors}"
 
 
+RECOMPUTE = replace(FSDP2, activation_checkpointing=True)
+EP2, EP4 = MeshConfig(ep_size=2), MeshConfig(ep_size=4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks(family):
-    recompute = replace(FSDP2, activation_checkpointing=True)
-    check(2, [Case(family, MeshConfig(ep_size=2)), Case(family, MeshConfig(ep_size=2), config=recompute)])
+    check(2, [Case(family, EP2), Case(family, EP2, config=RECOMPUTE)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks(family):
     """ep 2 x two shards of each expert, ep 4, hybrid sharding."""
-    check(
-        4,
-        [
-            Case(family, m)
-            for m in (MeshConfig(ep_size=2), MeshConfig(ep_size=4), MeshConfig(dp_replicate_size=2, ep_size=2))
-        ],
-    )
+    check(4, [Case(family, EP2), Case(family, EP4), Case(family, MeshConfig(dp_replicate_size=2, ep_size=2))])
+
+
+PIPELINES = [
+    Case(family, MeshConfig(pp_size=2, ep_size=2), schedule)
+    for schedule in ("1f1b", "zb_h1", "zbv")
+    for family in FAMILIES
+]
+
+
+def test_under_a_pipeline():
+    """Each schedule with some family; `test_every_family_under_every_schedule` has the others."""
+    recompute = Case("gpt_oss", MeshConfig(pp_size=2, ep_size=2), "1f1b", config=RECOMPUTE)
+    check(4, [PIPELINES[0], PIPELINES[6], PIPELINES[11], recompute])
+
+
+@pytest.mark.slow
+def test_every_family_under_every_schedule():
+    check(4, PIPELINES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_that_receive_nothing(family):
+    """All tokens go to two experts, so three of the four ranks never see one, and their experts get zero gradients."""
+    check(4, [Case(family, EP4, skewed=True), Case(family, EP4, config=RECOMPUTE, skewed=True)])
+
+
+def sum_experts_over_ep_too():
+    """The mistake of treating experts like every other parameter."""
+    original = Recorder.step
+
+    def step(self, closure=None):
+        mesh = build_mesh(EP2.resolve(dist.get_world_size()), "cpu")
+        for part in self.parts:
+            for name, param in part.named_parameters():
+                if ".experts." in name:
+                    dist.all_reduce(param.grad.to_local(), group=mesh.ep.get_group())
+        original(self)
+
+    patch.object(Recorder, "step", step).start()
+
+
+@pytest.mark.parametrize("sabotage", [sum_experts_over_ep_too])
+def test_sabotage_is_noticed(sabotage):
+    (errors,) = launch(compare, 4, [Case("qwen3_moe", EP2)], sabotage)
+    assert errors.gradient > CLEARLY_WRONG
