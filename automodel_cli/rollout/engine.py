@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,10 +71,17 @@ class Completion:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do, so that a recipe refuses at the start what would fail at the first rollout."""
+    """What an engine can do, so that a recipe refuses at the start what would fail at the first rollout.
+
+    `logprobs`: those of the distribution sampled from. `token_ids`: the very ids that the model read and wrote; without
+    them a completion's tokens are its text tokenised again, fit for evaluation, not for training. `weight_updates`:
+    `update_weights` works. `seeds`: a sample depends on its own seed alone, not on what else is in the call.
+    """
 
     logprobs: bool
     weight_updates: bool
+    token_ids: bool = True
+    seeds: bool = True
 
 
 class Engine(Protocol):
@@ -81,8 +90,45 @@ class Engine(Protocol):
     capabilities: Capabilities
     weight_version: int
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
-        """One completion for each prompt (token ids, not empty), in the order of the prompts."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """One completion for each prompt (token ids, not empty), in the order of the prompts.
+
+        `seeds`, one for each prompt (`sample_seed`), make a sample the same whatever else is in the call, on whichever
+        rank and in whichever batch it is drawn; None derives them from `params.seed` and the place in the call. Ranks
+        that share a pipeline, a tensor-parallel or a context-parallel group must pass the same call.
+        """
 
     def update_weights(self, stream: WeightStream) -> None:
-        """Replace every weight, then count the version up. The stream is consumed once; nothing of it is kept."""
+        """Replace every weight, then count the version up. The stream is consumed once; nothing of it is kept.
+
+        An engine that reads the trained weights themselves only counts: it leaves the stream untouched on every rank.
+        """
+
+
+def sample_seed(seed: int, *path: int) -> int:
+    """The seed of one sample: a 63-bit hash of the run's seed and where the sample is (step, prompt, sample)."""
+    digest = hashlib.blake2b(json.dumps([seed, *path]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def resolve_seeds(prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None) -> list[int]:
+    """One seed for each prompt: those given, else from `params.seed`, else from the caller's torch random state.
+
+    Raises RunError for an empty prompt, and where the numbers of prompts and seeds differ.
+    """
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise RunError(f"prompt {i} of {len(prompts)} has no token")
+    if seeds is not None:
+        if len(seeds) != len(prompts):
+            raise RunError(f"{len(prompts)} prompts came with {len(seeds)} seeds")
+        return list(seeds)
+    if params.seed is None and not params.greedy:
+        import torch
+
+        base = int(torch.randint(2**62, ()))
+    else:
+        base = params.seed or 0
+    return [sample_seed(base, i) for i in range(len(prompts))]

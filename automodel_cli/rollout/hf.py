@@ -5,7 +5,6 @@ Shape letters: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,8 @@ from transformers.generation.logits_process import (
 )
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream
+from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream, resolve_seeds
+from automodel_cli.rollout.sampling import draw, uniforms
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -71,16 +71,15 @@ class HFEngine:
             )
         return cls(model.to(device), **options)
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
         """One completion for each prompt, in the order of the prompts. Raises RunError for an empty prompt."""
-        for i, prompt in enumerate(prompts):
-            if not prompt:
-                raise RunError(f"prompt {i} of {len(prompts)} has no token")
+        seeds = resolve_seeds(prompts, params, seeds)
         completions: dict[int, Completion] = {}
-        with self._random_state(params.seed):
-            for batch in self._batches(prompts, params.max_new_tokens):
-                done = self._generate_batch([prompts[i] for i in batch], params)
-                completions.update(zip(batch, done, strict=True))
+        for batch in self._batches(prompts, params.max_new_tokens):
+            done = self._generate_batch([prompts[i] for i in batch], params, [seeds[i] for i in batch])
+            completions.update(zip(batch, done, strict=True))
         return [completions[i] for i in range(len(prompts))]
 
     @torch.no_grad()
@@ -110,16 +109,6 @@ class HFEngine:
             raise RunError(f"weight update left out {len(missing)} parameters: {', '.join(sorted(missing)[:3])}, ...")
         self.weight_version += 1
 
-    @contextlib.contextmanager
-    def _random_state(self, seed: int | None) -> Iterator[None]:
-        if seed is None:
-            yield
-            return
-        device = self.model.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            yield
-
     def _batches(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[list[int]]:
         """Indices of prompts that go through the model together: neighbours in length, so that little is padding."""
         batch: list[int] = []
@@ -132,30 +121,29 @@ class HFEngine:
         if batch:
             yield batch
 
-    def _generate_batch(self, prompts: list[Sequence[int]], params: SamplingParams) -> list[Completion]:
+    def _generate_batch(
+        self, prompts: list[Sequence[int]], params: SamplingParams, seeds: list[int]
+    ) -> list[Completion]:
         width = max(len(prompt) for prompt in prompts)
         input_ids_BT = torch.full((len(prompts), width), self.pad_token_id)
         mask_BT = torch.zeros_like(input_ids_BT)
         for row, prompt in enumerate(prompts):
             input_ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
             mask_BT[row, width - len(prompt) :] = 1
-        recorder = _LogprobRecorder()
         device = self.model.device
+        chooser = _Chooser(params, seeds, device)
         output_BT = self.model.generate(
             input_ids=input_ids_BT.to(device),
             attention_mask=mask_BT.to(device),
-            logits_processor=LogitsProcessorList([*_warpers(params), recorder]),
+            logits_processor=LogitsProcessorList([*_warpers(params), chooser]),
             generation_config=GenerationConfig(
-                do_sample=not params.greedy,
-                # `_warpers` shapes the distribution, before the recorder sees it; the library's own come after it.
-                # (top_k is on by default when sampling, and complained about when greedy.)
-                top_k=None if params.greedy else 0,
+                do_sample=False,  # the chooser has drawn: it leaves one token to take
                 max_new_tokens=params.max_new_tokens,
                 eos_token_id=self.stop_token_ids,
                 pad_token_id=self.pad_token_id,
             ),
         )
-        logprobs_BT = recorder.finish(output_BT).cpu().tolist()
+        logprobs_BT = chooser.logprobs_BT().cpu().tolist()
         tokens_BT = output_BT[:, width:].cpu().tolist()
         return [self._completion(tokens, logprobs) for tokens, logprobs in zip(tokens_BT, logprobs_BT, strict=True)]
 
@@ -178,26 +166,28 @@ def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
     return warpers
 
 
-class _LogprobRecorder(LogitsProcessor):
-    """Log-probs of the drawn tokens in `[B, T]` memory, where `output_scores=True` would keep `[T, B, V]`.
+class _Chooser(LogitsProcessor):
+    """Draws each row's token from that row's own random stream, and leaves `generate` nothing else to choose.
 
-    It is called with the scores of the next token before that is drawn; the call after it shows which one it was.
+    `generate` itself draws from one stream for the whole batch, so a sample would depend on its neighbours. Keeps the
+    log-probs of the drawn tokens in `[B, T]` memory, where `output_scores=True` would keep `[T, B, V]`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, params: SamplingParams, seeds: list[int], device: torch.device):
         self._columns: list[Tensor] = []
-        self._pending_BV: Tensor | None = None
+        self._greedy = params.greedy
+        count = 0 if params.greedy else params.max_new_tokens
+        self._uniform_BT = torch.stack([uniforms(seed, count) for seed in seeds]).to(device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._take(input_ids)
-        self._pending_BV = torch.log_softmax(scores.float(), dim=-1)
-        return scores
+        logprobs_BV = torch.log_softmax(scores.float(), dim=-1)
+        if self._greedy:
+            token_B = logprobs_BV.argmax(-1)
+        else:
+            token_B = draw(logprobs_BV, self._uniform_BT[:, len(self._columns)])
+        self._columns.append(logprobs_BV.gather(1, token_B[:, None]).squeeze(1))
+        return torch.full_like(scores, -torch.inf).scatter_(1, token_B[:, None], 0.0)
 
-    def finish(self, output_BT: Tensor) -> Tensor:
+    def logprobs_BT(self) -> Tensor:
         """`[B, new tokens]`, float32."""
-        self._take(output_BT)
         return torch.stack(self._columns, dim=1)
-
-    def _take(self, ids_BT: Tensor) -> None:
-        if self._pending_BV is not None:
-            self._columns.append(self._pending_BV.gather(1, ids_BT[:, -1:]).squeeze(1))

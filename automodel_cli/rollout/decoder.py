@@ -1,0 +1,186 @@
+"""How the sampler reaches a model that is being trained: whole or cut into stages, sharded or not.
+
+A decoder runs one forward and gives the logits of the wanted positions to the rank that draws tokens. Everything it
+needs comes duck-typed from the recipe: parts (callables of the form of `ModelPart`), groups, and a context that keeps
+gathered weights in place.
+
+Shapes: B rows, T tokens, D hidden, V vocabulary, S wanted positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from automodel_cli.rollout.kv_cache import NAME
+
+
+class Part(Protocol):
+    """What is used of a `ModelPart`: called like in training, its head swapped for one that gives logits."""
+
+    model: Any
+    head: Any
+
+    def __call__(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline: `part` is None on the ranks that do not own it; `owner` is a rank of the group."""
+
+    owner: int
+    part: Any
+
+
+class Decoder:
+    """The parts of one model replica, in the order of the pipeline.
+
+    `stages` of a whole model is one stage owned by 0. `pp_group`: its ranks run each forward together, stage after
+    stage, the hidden states sent from owner to owner; they must see the same calls. `lockstep_group`: ranks whose
+    forwards meet in collectives (expert or resharding data parallelism); a rank without work then runs dummy forwards.
+    `gathered()` is entered around a whole phase of generation and keeps gathered weights in place. `hidden_dtype`: of
+    what stages send.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        device: torch.device,
+        *,
+        pp_group: dist.ProcessGroup | None = None,
+        lockstep_group: dist.ProcessGroup | None = None,
+        gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
+        hidden_dtype: torch.dtype | None = None,
+    ):
+        self.stages, self.device = list(stages), device
+        self.pp_group, self.lockstep_group = pp_group, lockstep_group
+        self._gathered, self._hidden_dtype = gathered, hidden_dtype
+        self.parts = [stage.part for stage in self.stages if stage.part is not None]
+        self._rank = 0 if pp_group is None else dist.get_rank(pp_group)
+
+    @classmethod
+    def whole(cls, part: Any, device: torch.device | str = "cpu", **options: Any) -> Decoder:
+        """One part that is the whole model."""
+        return cls([Stage(0, part)], torch.device(device), **options)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Evaluation mode and the cache's attention inside; everything as before afterwards."""
+        modules = [module for part in self.parts for module in part.modules()]
+        training = [module.training for module in modules]
+        before = [part.model.config._attn_implementation for part in self.parts]
+        try:
+            for part in self.parts:
+                part.eval()
+                part.model.set_attn_implementation(NAME)
+            # Shapes change with every step: compiled layers would be compiled over and over.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._gathered():
+                yield
+        finally:
+            for part, name in zip(self.parts, before, strict=True):
+                part.model.set_attn_implementation(name)
+            for module, mode in zip(modules, training, strict=True):
+                module.training = mode
+
+    def logits(self, input_ids_BT: Tensor, position_ids_BT: Tensor, wanted_S: Tensor) -> Tensor | None:
+        """fp32 `[S, V]` of the flat positions `wanted_S`, on the rank of the last stage; None elsewhere."""
+        inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
+        hidden: Tensor | None = None
+        for index, stage in enumerate(self.stages):
+            if stage.part is not None:
+                last = index == len(self.stages) - 1
+                with _logits_head(stage.part, wanted_S) if last else nullcontext():
+                    output = stage.part(hidden if index else None, labels=input_ids_BT, **inputs)
+                if last:
+                    return output
+                hidden = self._hand_on(output, index)
+            elif index + 1 < len(self.stages) and self.stages[index + 1].owner == self._rank:
+                hidden = self._receive(input_ids_BT, index)
+        return None
+
+    def agree(self, drawn_2S: Tensor | None, count: int) -> Tensor:
+        """What the last stage's rank drew (tokens and log-probs as float64 `[2, S]`), on every rank of the pipeline."""
+        if self.pp_group is None:
+            assert drawn_2S is not None
+            return drawn_2S
+        if drawn_2S is None:
+            drawn_2S = torch.empty(2, count, dtype=torch.float64, device=self.device)
+        source = dist.get_global_rank(self.pp_group, self.stages[-1].owner)
+        dist.broadcast(drawn_2S, src=source, group=self.pp_group)
+        return drawn_2S
+
+    def anyone(self, busy: bool) -> bool:
+        """Whether a rank in lock-step with this one still has work. Collective over `lockstep_group`."""
+        if self.lockstep_group is None:
+            return busy
+        flag = torch.tensor(int(busy), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.lockstep_group)
+        return bool(flag.item())
+
+    def _hand_on(self, hidden_BTD: Tensor, index: int) -> Tensor | None:
+        """To the owner of the next stage, which may be this rank."""
+        target = self.stages[index + 1].owner
+        if target == self._rank:
+            return hidden_BTD
+        assert self.pp_group is not None
+        if self._hidden_dtype is not None:
+            hidden_BTD = hidden_BTD.to(self._hidden_dtype)
+        dist.send(hidden_BTD.contiguous(), group=self.pp_group, group_dst=target)
+        return None
+
+    def _receive(self, input_ids_BT: Tensor, index: int) -> Tensor:
+        config = self.parts[0].model.config.get_text_config()
+        dtype = self._hidden_dtype or self.parts[0].model.dtype
+        hidden_BTD = torch.empty(*input_ids_BT.shape, config.hidden_size, dtype=dtype, device=self.device)
+        assert self.pp_group is not None
+        dist.recv(hidden_BTD, group=self.pp_group, group_src=self.stages[index].owner)
+        return hidden_BTD
+
+
+@contextmanager
+def _logits_head(part: Part, wanted_S: Tensor) -> Iterator[None]:
+    """The part's forward gives logits instead of log-probs: all it does around the head stays (gathering, autocast)."""
+    head = part.head
+
+    def logits(hidden_BTD: Tensor, labels_BT: Tensor, *, entropy: bool = False) -> tuple[Tensor, None]:
+        return head.logits(hidden_BTD.flatten(0, 1)[wanted_S]), None
+
+    part.head = logits
+    try:
+        yield
+    finally:
+        part.head = head
+
+
+def fsdp_gathered(
+    parts: Sequence[nn.Module], reshards_after_forward: Callable[[Any], bool]
+) -> Callable[[], AbstractContextManager[None]]:
+    """Keep FSDP2 parameters gathered through a phase: ranks may then run different numbers of forwards.
+
+    The first forward gathers (a common one: the sampler runs a dummy where a rank has no prompt), the end frees.
+    `reshards_after_forward(module)` tells what to restore. Needs room for the whole part on every rank.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]
+
+    @contextmanager
+    def gathered() -> Iterator[None]:
+        resharding = [module for module in modules if reshards_after_forward(module)]
+        for module in resharding:
+            module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.reshard()
+            for module in resharding:
+                module.set_reshard_after_forward(True, recurse=False)
+
+    return gathered

@@ -1,0 +1,209 @@
+"""A key/value cache of slots, one sequence each, and the attention that reads it.
+
+The cache is an attention function: it is registered in the library's attention registry, stores the keys and values
+that each attention module hands over, and attends to what is stored. So an unmodified model decodes with it as it is,
+`use_cache=False`, and a part of a model (a pipeline stage) caches its own layers only. No mask is built by the library:
+what a token sees follows from its position. Grouped heads, windows, soft caps, sinks, latent attention work.
+
+Two kinds of forward. `Prefill`: whole prompts side by side in one row; each may fill several slots (samples of one
+prompt). `Decode`: one token for each of the first B slots.
+
+Shapes: B slots in use, T tokens of a packed row, H query heads, K kv heads, G = H/K, D head width, V value width, L
+cached tokens of the longest sequence, M copied tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+
+NAME = "slots"
+
+
+class WholeAttention(Protocol):
+    """Attention over whole sequences in the registry's form; takes `cu_seq_lens_q` and `max_length_q`."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query_BHTD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTV: Tensor,
+        attention_mask: Tensor | None,
+        /,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]: ...
+
+
+class Prefill:
+    """Prompts of `lengths`, one after the other in a row; prompt i goes into each of `slots[i]`."""
+
+    def __init__(self, lengths: Sequence[int], slots: Sequence[Sequence[int]], device: torch.device):
+        bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        self.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.max_length = max(lengths)
+        spans = [torch.arange(length) for length in lengths]
+        copies = [(i, slot) for i, of_prompt in enumerate(slots) for slot in of_prompt]
+        self.source_M = torch.cat([spans[i] + bounds[i] for i, _ in copies]).to(device)
+        self.slot_M = torch.cat([torch.full_like(spans[i], slot) for i, slot in copies]).to(device)
+        self.position_M = torch.cat([spans[i] for i, _ in copies]).to(device)
+
+
+class Decode:
+    """One token for each of the slots 0..B-1, at `position_B` of its sequence; `longest` tokens are then cached."""
+
+    def __init__(self, position_B: Tensor, longest: int):
+        self.position_B, self.longest = position_B, longest
+        self.slot_B = torch.arange(len(position_B), device=position_B.device)
+        self._visible: dict[int | None, Tensor] = {}
+
+    def visible_BL(self, window: int | None) -> Tensor:
+        """Bool: which cached tokens each slot's new token sees. All layers of one window share it."""
+        if window not in self._visible:
+            distance_BL = self.position_B[:, None] - torch.arange(self.longest, device=self.position_B.device)
+            visible_BL = distance_BL >= 0
+            self._visible[window] = visible_BL if window is None else visible_BL & (distance_BL < window)
+        return self._visible[window]
+
+
+class KVCache:
+    """Keys `[slots, K, capacity, D]` and values of every attention module that used it, grown as sequences do."""
+
+    def __init__(self, num_slots: int, whole_attention: WholeAttention):
+        self.num_slots = num_slots
+        self._whole_attention = whole_attention
+        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._forward: Prefill | Decode | None = None
+        self.register()
+
+    def register(self) -> None:
+        """Make this cache what the library calls `slots`. The registry is global: the last one to register has it."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, self._attend)
+
+    @contextmanager
+    def during(self, forward: Prefill | Decode) -> Iterator[None]:
+        """Attention inside belongs to this forward."""
+        self._forward = forward
+        try:
+            yield
+        finally:
+            self._forward = None
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a slot's first `length` tokens over another slot."""
+        for keys, values in self._layers.values():
+            keys[target, :, :length] = keys[source, :, :length]
+            values[target, :, :length] = values[source, :, :length]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._layers.clear()
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query_BHTD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTV: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The registry's contract: returns `(out_BTHV, None)`."""
+        forward = self._forward
+        assert forward is not None, "attention through the cache belongs inside KVCache.during"
+        if attention_mask is not None:
+            raise ConfigError(
+                f"the sampler cannot decode with {type(module).__name__}: it brings an attention mask of its own",
+                fix="the hf engine, on a replica",
+            )
+        scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+        key_BKTD, query_BHTD = key_BKTD.to(value_BKTV.dtype), query_BHTD.to(value_BKTV.dtype)
+        options = {"scaling": scale, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        if isinstance(forward, Prefill):
+            self._store_prompts(module, key_BKTD, value_BKTV, forward)
+            options |= {"cu_seq_lens_q": forward.cu_seqlens, "max_length_q": forward.max_length}
+            return self._whole_attention(module, query_BHTD, key_BKTD, value_BKTV, None, **options)
+        keys, values = self._store_tokens(module, key_BKTD, value_BKTV, forward)
+        visible_BL = forward.visible_BL(sliding_window)
+        return _decode(query_BHTD, keys, values, visible_BL, scale=scale, softcap=softcap, sink_H=s_aux), None
+
+    def _store_prompts(self, module: nn.Module, key_1KTD: Tensor, value_1KTV: Tensor, forward: Prefill) -> None:
+        keys, values = self._room(module, key_1KTD, value_1KTV, forward.max_length)
+        target = (forward.slot_M, slice(None), forward.position_M)
+        keys[target] = key_1KTD[0].transpose(0, 1)[forward.source_M]
+        values[target] = value_1KTV[0].transpose(0, 1)[forward.source_M]
+
+    def _store_tokens(
+        self, module: nn.Module, key_BK1D: Tensor, value_BK1V: Tensor, forward: Decode
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._room(module, key_BK1D, value_BK1V, forward.longest)
+        target = (forward.slot_B, slice(None), forward.position_B)
+        keys[target] = key_BK1D[:, :, 0]
+        values[target] = value_BK1V[:, :, 0]
+        used = slice(0, len(forward.slot_B))
+        return keys[used, :, : forward.longest], values[used, :, : forward.longest]
+
+    def _room(self, module: nn.Module, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """This module's storage with room for `length` tokens a slot; doubled when it is short."""
+        stored = self._layers.get(module)
+        if stored is None:
+            # Zeros: what has never been written is masked, but 0 * nan would not be.
+            stored = (self._zeros(key, length), self._zeros(value, length))
+        elif stored[0].shape[2] < length:
+            capacity = max(length, 2 * stored[0].shape[2])
+            stored = (_grown(stored[0], capacity), _grown(stored[1], capacity))
+        self._layers[module] = stored
+        return stored
+
+    def _zeros(self, like_BKTD: Tensor, length: int) -> Tensor:
+        return like_BKTD.new_zeros(self.num_slots, like_BKTD.shape[1], length, like_BKTD.shape[3])
+
+
+def _grown(old: Tensor, capacity: int) -> Tensor:
+    new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
+    new[:, :, : old.shape[2]] = old
+    return new
+
+
+def _decode(
+    query_BH1D: Tensor,
+    key_BKLD: Tensor,
+    value_BKLV: Tensor,
+    visible_BL: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sink_H: Tensor | None,
+) -> Tensor:
+    """`out_B1HV`. The G query heads of one kv head stand where a kernel expects G query tokens: nothing is repeated."""
+    batch, heads, _, width = query_BH1D.shape
+    groups = heads // key_BKLD.shape[1]
+    query_BKGD = query_BH1D.view(batch, -1, groups, width)
+    visible_B11L = visible_BL[:, None, None]
+    if softcap is None and sink_H is None:
+        out_BKGV = F.scaled_dot_product_attention(query_BKGD, key_BKLD, value_BKLV, attn_mask=visible_B11L, scale=scale)
+    else:
+        scores_BKGL = (query_BKGD.float() @ key_BKLD.transpose(2, 3).float()) * scale
+        if softcap is not None:
+            scores_BKGL = softcap * torch.tanh(scores_BKGL / softcap)
+        scores_BKGL = scores_BKGL.masked_fill(~visible_B11L, -torch.inf)
+        if sink_H is not None:
+            sink_BKG1 = sink_H.float().view(1, -1, groups, 1).expand(batch, -1, -1, 1)
+            scores_BKGL = torch.cat([scores_BKGL, sink_BKG1], -1)
+        probs_BKGL = scores_BKGL.softmax(-1)[..., : key_BKLD.shape[2]]
+        out_BKGV = probs_BKGL.to(value_BKLV.dtype) @ value_BKLV
+    return out_BKGV.reshape(batch, 1, heads, -1)

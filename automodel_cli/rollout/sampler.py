@@ -1,0 +1,189 @@
+"""Our own generation: batched decoding on the model that is being trained, no copy of it anywhere.
+
+Continuous batching: a sequence that ends gives its slot to the next prompt. Several samples of one prompt that start
+together share its prefill. Log-probs come from the very forward, weights and head that the trainer scores with, so the
+two agree to rounding. Runs whatever `Decoder` runs: whole, FSDP-, expert- or pipeline-sharded models, CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.decoder import Decoder
+from automodel_cli.rollout.engine import (
+    Capabilities,
+    Completion,
+    FinishReason,
+    SamplingParams,
+    WeightStream,
+    resolve_seeds,
+)
+from automodel_cli.rollout.kv_cache import Decode, KVCache, Prefill, WholeAttention
+from automodel_cli.rollout.sampling import choose, uniforms
+
+
+@dataclass
+class _Sequence:
+    """One sample on its way: `index` in the call, what it drew so far, and its random stream."""
+
+    index: int
+    prompt: Sequence[int]
+    uniform_T: Tensor
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys are stored: all but the newest, which the next forward reads."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def uniform(self) -> Tensor:
+        return self.uniform_T[len(self.tokens)]
+
+
+class Sampler:
+    """Completions from the trained weights as they are.
+
+    `whole_attention` computes prompts (`models.attention.packed_attention`, which the trainer uses too). `num_slots`
+    sequences decode together; the cache has `num_slots` times the longest of them, so memory bounds this number.
+    `prefill_tokens` bounds the prompts of one forward (one prompt at least). `refill_share` of the slots must be free
+    before new prompts start: one forward for several prompts costs little more than for one.
+    """
+
+    capabilities = Capabilities(logprobs=True, weight_updates=True)
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        whole_attention: WholeAttention,
+        *,
+        stop_token_ids: Sequence[int],
+        num_slots: int = 32,
+        prefill_tokens: int = 8192,
+        refill_share: float = 0.125,
+    ):
+        for name, holds, rule in (
+            ("num_slots", num_slots >= 1, "must be at least 1"),
+            ("prefill_tokens", prefill_tokens >= 1, "must be at least 1"),
+            ("refill_share", 0 <= refill_share <= 1, "must be from 0 to 1"),
+        ):
+            if not holds:
+                raise ConfigError(f"{name}={locals()[name]} {rule}", keys=(name,))
+        self.decoder = decoder
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
+        self.weight_version = 0
+        self._refill = max(1, int(num_slots * refill_share))
+        self._cache = KVCache(num_slots, whole_attention)
+
+    def update_weights(self, stream: WeightStream) -> None:
+        """The weights are the trainer's own: only the version changes, and nothing of the stream is read."""
+        self.weight_version += 1
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """See `Engine.generate`. Collective over the decoder's groups: all ranks call, those without prompts too."""
+        seeds = resolve_seeds(prompts, params, seeds)
+        waiting = deque(
+            _Sequence(i, prompt, uniforms(seed, 0 if params.greedy else params.max_new_tokens))
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        )
+        active: list[_Sequence] = []
+        finished: dict[int, Completion] = {}
+        self._cache.register()
+        try:
+            with self.decoder.generating():
+                while self.decoder.anyone(bool(waiting or active)):
+                    if waiting and (not active or self.num_slots - len(active) >= self._refill):
+                        self._start(waiting, active, params)
+                    elif active:
+                        self._continue(active, params)
+                    else:
+                        self._dummy()
+                    self._retire(active, finished, params)
+        finally:
+            self._cache.clear()
+        return [finished[i] for i in range(len(prompts))]
+
+    def _start(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> None:
+        """Prefill the next prompts into free slots and draw their first tokens."""
+        new: list[_Sequence] = []
+        num_tokens = 0
+        while waiting and len(active) + len(new) < self.num_slots:
+            shared = bool(new) and waiting[0].prompt == new[-1].prompt
+            num_tokens += 0 if shared else len(waiting[0].prompt)
+            if new and num_tokens > self.prefill_tokens:
+                break
+            new.append(waiting.popleft())
+        slots = range(len(active), len(active) + len(new))
+        groups = [list(group) for _, group in groupby(zip(slots, new, strict=True), key=lambda pair: pair[1].prompt)]
+        prompts = [group[0][1].prompt for group in groups]
+        forward = Prefill([len(p) for p in prompts], [[slot for slot, _ in g] for g in groups], self.decoder.device)
+        input_ids_1T = self._tensor([token for prompt in prompts for token in prompt])[None]
+        position_ids_1T = self._tensor([i for prompt in prompts for i in range(len(prompt))])[None]
+        wanted_S = torch.cat([(end - 1).expand(len(g)) for end, g in zip(forward.cu_seqlens[1:], groups, strict=True)])
+        active += new
+        self._forward(forward, input_ids_1T, position_ids_1T, wanted_S.long(), new, params)
+
+    def _continue(self, active: list[_Sequence], params: SamplingParams) -> None:
+        """One more token for every sequence."""
+        forward = Decode(self._tensor([s.cached for s in active]), max(s.cached for s in active) + 1)
+        input_ids_B1 = self._tensor([s.tokens[-1] for s in active])[:, None]
+        self._forward(forward, input_ids_B1, forward.position_B[:, None], forward.slot_B, active, params)
+
+    def _dummy(self) -> None:
+        """A forward for the others' collectives: this rank has no sequence, so slot 0 is free."""
+        zero_11 = self._tensor([0])[None]
+        forward = Prefill([1], [[0]], self.decoder.device)
+        self._forward(forward, zero_11, zero_11, zero_11[0], [], SamplingParams(temperature=0.0))
+
+    def _forward(
+        self,
+        forward: Prefill | Decode,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        wanted_S: Tensor,
+        sequences: Sequence[_Sequence],
+        params: SamplingParams,
+    ) -> None:
+        with self._cache.during(forward):
+            logits_SV = self.decoder.logits(input_ids_BT, position_ids_BT, wanted_S)
+        if not sequences:
+            return
+        drawn_2S = None
+        if logits_SV is not None:
+            uniform_S = wanted_S.double()
+            if not params.greedy:
+                uniform_S = torch.stack([s.uniform for s in sequences]).to(self.decoder.device)
+            tokens_S, logprobs_S = choose(logits_SV, params, uniform_S)
+            drawn_2S = torch.stack([tokens_S.double(), logprobs_S.double()])
+        tokens, logprobs = self.decoder.agree(drawn_2S, len(sequences)).tolist()
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            sequence.tokens.append(int(token))
+            sequence.logprobs.append(logprob)
+
+    def _retire(self, active: list[_Sequence], finished: dict[int, Completion], params: SamplingParams) -> None:
+        """Take out what has ended; the last sequence moves into a freed slot, so that the first B are in use."""
+        for slot in reversed(range(len(active))):
+            sequence = active[slot]
+            stopped = sequence.tokens[-1] in self.stop_token_ids
+            if not stopped and len(sequence.tokens) < params.max_new_tokens:
+                continue
+            reason: FinishReason = "stop" if stopped else "length"
+            finished[sequence.index] = Completion(sequence.tokens, sequence.logprobs, reason, self.weight_version)
+            last = active.pop()
+            if last is not sequence:
+                active[slot] = last
+                self._cache.move(len(active), slot, last.cached)
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.decoder.device)
