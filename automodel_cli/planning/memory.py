@@ -16,6 +16,7 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
+from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.planning.units import Unit
 from automodel_cli.training.optim import AdamW, AdamW8bit, Muon
@@ -49,6 +50,25 @@ class Accounting:
     layout: Layout
     optimizer: Any
     num_microbatches: int
+    over_tp: frozenset[nn.Module] = frozenset()
+    """Modules whose parameters tensor parallelism cuts."""
+
+    def held_numel(self, item: TrainableParam) -> int:
+        """Elements that a rank computes with: its experts, its tensor shard, or all; FSDP2 gathers as many."""
+        return item.param.numel() // self._model_shards(item)
+
+    def stored_numel(self, item: TrainableParam) -> int:
+        """Elements that a rank keeps between steps. Experts of one rank of `ep` are sharded over `ep_shard`."""
+        distributed = self.layout.ep > 1 and is_experts(item.owner)
+        fsdp_shards = self.layout.ep_shard if distributed else self.layout.dp_shard_cp
+        rows = item.param.shape[0] if item.param.ndim else 1
+        own_rows = -(-rows // self._model_shards(item))
+        return sharded_rows(own_rows, fsdp_shards) * (item.param.numel() // rows) if rows else 0
+
+    def _model_shards(self, item: TrainableParam) -> int:
+        if self.layout.ep > 1 and is_experts(item.owner):
+            return self.layout.ep
+        return self.layout.tp if item.owner in self.over_tp else 1
 
     def rank_memory(self, stages: Sequence[Sequence[Unit]], num_outside: int = 1) -> Memory:
         """Of a rank that holds these stages. Without a pipeline, the first `num_outside` units are the root group."""
@@ -68,17 +88,16 @@ class Accounting:
         Under a pipeline a stage stays gathered for the whole step; otherwise the root group and the last layer do, and
         two more layers are in flight. Gradients that are reduced once per step add up unsharded until then.
         """
-        shards, policy = self.layout.dp_shard_cp, config.build_mp_policy()
+        policy = config.build_mp_policy()
 
         def gathered(chosen: Sequence[Unit], dtype: torch.dtype | None, *, trained: bool = False) -> float:
             items = [item for unit in chosen for item in unit.params if item.param.requires_grad or not trained]
-            return sum(item.param.numel() * (dtype or item.param.dtype).itemsize for item in items)
+            return sum(self.held_numel(item) * (dtype or item.param.dtype).itemsize for item in items)
 
-        sharded = sum(_sharded_bytes(item, shards) for unit in units for item in unit.params)
-        grads = sum(_sharded_bytes(i, shards) for unit in units for i in unit.params if i.param.requires_grad)
-        states = sum(
-            optimizer_bytes(self.optimizer, i, sharded_numel(i.param, shards)) for unit in units for i in unit.params
-        )
+        items = [item for unit in units for item in unit.params]
+        sharded = sum(self.stored_numel(item) * item.param.dtype.itemsize for item in items)
+        grads = sum(self.stored_numel(i) * i.param.dtype.itemsize for i in items if i.param.requires_grad)
+        states = sum(optimizer_bytes(self.optimizer, item, self.stored_numel(item)) for item in items)
         outside, layers = units[:num_outside], units[num_outside:]
         by_size = sorted((gathered([unit], policy.param_dtype) for unit in layers[:-1]), reverse=True)
         if self.layout.pp > 1:
@@ -95,11 +114,9 @@ class Accounting:
         return Memory(sharded + whole, max(unsharded, grads), states)
 
 
-def sharded_numel(param: nn.Parameter, shards: int) -> int:
-    """Elements on the first rank, which has the most: FSDP2 cuts the first dim into equal chunks, rounded up."""
-    if param.ndim == 0 or param.numel() == 0:
-        return param.numel()
-    return -(-param.shape[0] // shards) * (param.numel() // param.shape[0])
+def sharded_rows(rows: int, shards: int) -> int:
+    """Rows on the first rank, which has the most: FSDP2 cuts the first dim into equal chunks, rounded up."""
+    return -(-rows // shards)
 
 
 def optimizer_bytes(node: Any, item: TrainableParam, numel: int) -> float:
@@ -132,7 +149,3 @@ def _measured_state(partial: functools.partial[torch.optim.Optimizer]) -> float:
 
 def _bytes(item: TrainableParam) -> int:
     return item.param.numel() * item.param.dtype.itemsize
-
-
-def _sharded_bytes(item: TrainableParam, shards: int) -> int:
-    return sharded_numel(item.param, shards) * item.param.dtype.itemsize

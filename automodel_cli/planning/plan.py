@@ -104,9 +104,8 @@ def make_plan(request: Request) -> Plan:
     anatomy = check_split(part.model) if request.pipeline is not None else None
     units = read_units(part, anatomy)
     checkpointing = request.parallelizer.activation_checkpointing
-    activations = trace_activations(
-        part, request.compute_dtype, checkpointing, rows=request.rows, seq_len=request.seq_len
-    )
+    tokens = -(-request.seq_len // request.layout.cp)  # of a row on one rank; keys and values of others not counted
+    activations = trace_activations(part, request.compute_dtype, checkpointing, rows=request.rows, seq_len=tokens)
     estimate = _Estimate(request, units, activations)
     whole = {id(p): p for p in part.parameters()}.values()
     plan = Plan(

@@ -1,0 +1,43 @@
+"""What a plan says a rank holds, against the shards that a rank of the same layout really has."""
+
+from __future__ import annotations
+
+import pytest
+
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.planning.memory import Accounting
+from automodel_cli.planning.units import read_units
+from automodel_cli.training.optim import AdamW
+from tests.dist.harness import launch
+from tests.tiny import tiny_fields
+
+LAYOUTS = {
+    "fsdp2 x4": MeshConfig(),
+    "ep2 x shard2": MeshConfig(ep_size=2),
+    "ep4": MeshConfig(ep_size=4),
+    "cp2 x ep2": MeshConfig(cp_size=2, ep_size=2),
+}
+
+
+def _real_and_planned(rank: int, world: int, family: str, sizes: MeshConfig) -> tuple[int, int]:
+    """Elements of the first rank, which has the most."""
+    layout, config = sizes.resolve(world), FSDP2Config()
+    model = ModelConfig(config=tiny_fields(family))
+    accounting = Accounting(config, layout, AdamW(lr=1e-3), 1)
+    units = read_units(build_part(model), None)
+    planned = sum(accounting.stored_numel(item) for unit in (units.before, *units.layers) for item in unit.params)
+    part = build_part(model)
+    parallelize(part, build_mesh(layout, "cpu"), config)
+    return sum(p.to_local().numel() for p in part.parameters()), planned
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_planned_shards_are_the_real_ones(layout: str, family: str) -> None:
+    real, planned = launch(_real_and_planned, 4, family, LAYOUTS[layout])
+    assert real == planned
