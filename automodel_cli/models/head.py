@@ -6,6 +6,9 @@ logits in backward; for heads that are a matrix product, optionally scaled (Gran
 every other head. Which one is decided by measurement on a small random copy of the user's own config (`detect_head`),
 never by family name.
 
+Under tensor parallelism the fused head has a shard of the vocabulary: logits stay local, and ranks exchange three
+numbers per token. Log-probs and entropies come out whole on every rank.
+
 Positions whose label is IGNORE_INDEX are skipped, not masked: prompts cost nothing here. (On CUDA finding them is one
 host sync per microbatch.)
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.models import compat
+from automodel_cli.models.vocabulary import WHOLE, Vocabulary, entropy_of, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -43,8 +47,24 @@ class HeadKind:
     value: float = 1.0
 
 
+class Shaping(Protocol):
+    """How sampling turned logits into the distribution it drew from (`rollout.sampling.Shaping`)."""
+
+    temperature: float
+
+    @property
+    def filters(self) -> bool:
+        """Does a token's fate depend on the logits of the others?"""
+
+    def __call__(self, logits_SV: Tensor, drawn_S: Tensor, /) -> Tensor:
+        """fp32 logits, filtered tokens at -inf and the drawn one never."""
+
+
 class Head:
     """Log-probs of one model. Holds the model without owning its parameters (the part's `model` child does).
+
+    `shaping` makes them those of the distribution that completions were drawn from (temperature, top-k, top-p); None
+    is the plain softmax. Set it around the passes that score or train on completions.
 
     Its weight is read inside forward, so whoever shards the part must have gathered it by then: keep the output
     embeddings in the part's root group, never wrapped on their own.
@@ -52,6 +72,7 @@ class Head:
 
     def __init__(self, model: PreTrainedModel, kind: HeadKind, chunk_size: int | None = None):
         self.model, self.kind, self.chunk_size = model, kind, chunk_size
+        self.shaping: Shaping | None = None
 
     def __call__(self, hidden_BTD: Tensor, labels_BT: Tensor, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """fp32 `(logprobs_BT, entropy_BT)`, both 0 where the label is ignored.
@@ -64,14 +85,31 @@ class Head:
         if self.kind.name == "generic" or not _is_plain_linear(linear):
             logprobs_S, entropy_S = self._generic(hidden_BTD, index_S, labels_S, entropy)
         else:
-            weight_VD = linear.weight
+            weight_VD, vocabulary = vocabulary_of(linear.weight)
             hidden_SD = hidden_BTD.flatten(0, 1)[index_S]
             chunk = self.chunk_size or default_chunk_size(weight_VD.shape[0], hidden_SD.device)
-            logprobs_S, entropy_S = fused_logprobs(hidden_SD, weight_VD, labels_S, self.kind, chunk, entropy=entropy)
+            logprobs_S, entropy_S = fused_logprobs(
+                hidden_SD,
+                weight_VD,
+                labels_S,
+                self.kind,
+                chunk,
+                entropy=entropy,
+                shaping=self.shaping,
+                vocabulary=vocabulary,
+            )
         zeros_BT = torch.zeros(labels_BT.shape, dtype=torch.float32, device=hidden_BTD.device)
         supervised = torch.unravel_index(index_S, labels_BT.shape)  # no view of a flat tensor: FSDP2 warns about views
         logprobs_BT = zeros_BT.index_put(supervised, logprobs_S)
         return logprobs_BT, None if entropy_S is None else zeros_BT.index_put(supervised, entropy_S)
+
+    def logits(self, hidden_SD: Tensor) -> Tensor:
+        """fp32 `[S, V]`, as the model gives them and not shaped: to draw from, never for a whole batch."""
+        linear = self.model.get_output_embeddings()
+        if self.kind.name == "generic" or not _is_plain_linear(linear):
+            return head_logits(self.model, hidden_SD[None])[0].float()
+        weight_VD, vocabulary = vocabulary_of(linear.weight)
+        return vocabulary.gather(_logits(hidden_SD, weight_VD, self.kind))
 
     def _generic(
         self, hidden_BTD: Tensor, index_S: Tensor, labels_S: Tensor, entropy: bool
@@ -80,8 +118,9 @@ class Head:
         chunk = self.chunk_size or default_chunk_size(vocab, hidden_BTD.device)
 
         def part(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-            logprobs_SV = head_logits(self.model, hidden[None])[0].float().log_softmax(-1)
-            spread = _entropy(logprobs_SV.detach()) if entropy else None
+            logits_SV = head_logits(self.model, hidden[None])[0].float()
+            logprobs_SV = _shaped(logits_SV, labels, self.shaping).log_softmax(-1)
+            spread = entropy_of(logprobs_SV.detach()) if entropy else None
             return logprobs_SV.gather(-1, labels[:, None])[:, 0], spread
 
         if len(labels_S) == 0:  # run one token for nothing: every rank must give the head's parameters a gradient
@@ -106,25 +145,42 @@ def _is_plain_linear(module: nn.Module | None) -> bool:
     return type(module) is nn.Linear and module.bias is None
 
 
-def _entropy(logprobs_SV: Tensor) -> Tensor:
-    return -(logprobs_SV.exp() * logprobs_SV).sum(-1)
+def _shaped(logits_SV: Tensor, labels_S: Tensor, shaping: Shaping | None, vocabulary: Vocabulary = WHOLE) -> Tensor:
+    if shaping is None:
+        return logits_SV
+    if not shaping.filters:
+        return shaping(logits_SV, labels_S)
+    return vocabulary.own(shaping(vocabulary.gather(logits_SV), labels_S))
 
 
 def fused_logprobs(
-    hidden_SD: Tensor, weight_VD: Tensor, labels_S: Tensor, kind: HeadKind, chunk: int, *, entropy: bool = False
+    hidden_SD: Tensor,
+    weight_VD: Tensor,
+    labels_S: Tensor,
+    kind: HeadKind,
+    chunk: int,
+    *,
+    entropy: bool = False,
+    shaping: Shaping | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
-    """fp32 log-probs of the labels (none may be IGNORE_INDEX) and, if asked for, entropies."""
+    """fp32 log-probs of the labels (none may be IGNORE_INDEX) and, if asked for, entropies.
+
+    `weight_VD` has the rows of this rank's `vocabulary`; everything else is the same on all ranks that share it.
+    """
     # Early gradients hold one fp32 copy of the weight's gradient through the whole backward: a fair price for a third
     # of the head's time on CPU, not on a GPU, where the head is cheap and memory is not.
     early = torch.is_grad_enabled() and hidden_SD.device.type == "cpu"
-    logprobs_S, entropy_S = _FusedLogProbs.apply(hidden_SD, weight_VD, labels_S, kind, chunk, entropy, early)
+    logprobs_S, entropy_S = _FusedLogProbs.apply(
+        hidden_SD, weight_VD, labels_S, kind, chunk, entropy, early, shaping, vocabulary
+    )
     return logprobs_S, entropy_S
 
 
 class _FusedLogProbs(torch.autograd.Function):
     """(S, D) hidden, (V, D) weight, (S,) labels -> (S,) fp32 log-probs and entropies.
 
-    d log p = onehot(y) - softmax(z), through the scale or the soft cap. Backward normally recomputes each chunk's
+    d log p = onehot(y) - softmax(z), through temperature, soft cap and scale. Backward normally recomputes each chunk's
     logits: four products where plain cross-entropy has three. With `early`, forward already takes the gradients for
     an incoming gradient of 1 while the logits are at hand. They hold for any incoming gradient that is equal for all
     tokens, as every token-mean loss has; backward recomputes when it is not. The weight's gradient is accumulated
@@ -132,21 +188,22 @@ class _FusedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, kind, chunk, with_entropy, early):  # type: ignore[no-untyped-def]
-        ctx.kind, ctx.chunk = kind, chunk
+    def forward(ctx, hidden, weight, labels, kind, chunk, with_entropy, early, shaping, vocabulary):  # type: ignore[no-untyped-def]
+        ctx.kind, ctx.chunk, ctx.shaping, ctx.vocabulary = kind, chunk, shaping, vocabulary
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if with_entropy else None
-        grads = _Gradients(hidden, weight, kind, *ctx.needs_input_grad[:2]) if early else None
+        grads = _Gradients(hidden, weight, kind, shaping, vocabulary, *ctx.needs_input_grad[:2]) if early else None
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
             z = _logits(hidden[part], weight, kind)
-            lse[part] = torch.logsumexp(z, -1)
-            logprobs[part] = z.gather(-1, labels[part, None])[:, 0] - lse[part]
+            drawn_from = _shaped(z, labels[part], shaping, vocabulary)
+            lse[part], picked, spread = vocabulary.statistics(drawn_from, labels[part], with_entropy)
+            logprobs[part] = picked - lse[part]
             if entropy is not None:
-                entropy[part] = _entropy(z - lse[part, None])
+                entropy[part] = spread
             if grads is not None:
-                grads.add(part, z, lse[part], labels[part], torch.ones_like(lse[part]))
+                grads.add(part, z, drawn_from, lse[part], labels[part], torch.ones_like(lse[part]))
         kept = (grads.hidden, grads.weight) if grads is not None else (None, None)
         ctx.save_for_backward(hidden, weight, labels, lse, *kept)
         if entropy is not None:
@@ -161,33 +218,53 @@ class _FusedLogProbs(torch.autograd.Function):
             grad_hidden = None if grad_hidden is None else grad_hidden * grad[0]
             grad_weight = None if grad_weight is None else grad_weight * grad[0]
         else:
-            grads = _Gradients(hidden, weight, ctx.kind, *ctx.needs_input_grad[:2])
+            grads = _Gradients(hidden, weight, ctx.kind, ctx.shaping, ctx.vocabulary, *ctx.needs_input_grad[:2])
             for start in range(0, len(labels), ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                grads.add(part, _logits(hidden[part], weight, ctx.kind), lse[part], labels[part], grad[part])
+                z = _logits(hidden[part], weight, ctx.kind)
+                drawn_from = _shaped(z, labels[part], ctx.shaping, ctx.vocabulary)
+                grads.add(part, z, drawn_from, lse[part], labels[part], grad[part])
             grad_hidden, grad_weight = grads.hidden, grads.weight
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        if grad_hidden is not None:
+            grad_hidden = ctx.vocabulary.sum(grad_hidden)
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 class _Gradients:
-    """Gradients of hidden and weight (fp32), filled chunk by chunk; None where not needed."""
+    """Gradients of hidden (what this rank's vocabulary adds to it) and weight (fp32), filled chunk by chunk; None where
+    not needed.
+    """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, kind: HeadKind, need_hidden: bool, need_weight: bool):
-        self._hidden, self._weight, self._kind = hidden, weight, kind
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        kind: HeadKind,
+        shaping: Shaping | None,
+        vocabulary: Vocabulary,
+        need_hidden: bool,
+        need_weight: bool,
+    ):
+        self._hidden, self._weight, self._kind, self._vocabulary = hidden, weight, kind, vocabulary
+        self._slope = 1.0 if shaping is None else 1 / shaping.temperature
         self.hidden = torch.empty_like(hidden) if need_hidden else None
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
 
-    def add(self, part: slice, z: Tensor, lse: Tensor, labels: Tensor, grad: Tensor) -> None:
-        """One chunk: final logits z (overwritten), their log-sum-exp, labels and incoming gradient per token."""
+    def add(self, part: slice, z: Tensor, drawn_from: Tensor, lse: Tensor, labels: Tensor, grad: Tensor) -> None:
+        """One chunk: logits z, the shaped ones (overwritten; may be z) with their log-sum-exp, labels and incoming
+        gradient per token."""
         slope = 1 - (z / self._kind.value).square_() if self._kind.name == "softcap" else None
-        dz = z.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
-        dz.scatter_add_(-1, labels[:, None], grad[:, None])
+        dz = drawn_from.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
+        index, is_own = self._vocabulary.local(labels)
+        dz.scatter_add_(-1, index[:, None], torch.where(is_own, grad, 0)[:, None])
         if slope is not None:
             dz.mul_(slope)
         elif self._kind.name == "scale":
             dz.mul_(self._kind.value)
+        if self._slope != 1:
+            dz.mul_(self._slope)
         dz = dz.to(self._hidden.dtype)
         if self.hidden is not None:
             torch.mm(dz, self._weight, out=self.hidden[part])
