@@ -55,9 +55,22 @@ class Recipe:
         if pp_size == 1 and self.pipeline is not None:
             raise ConfigError("pipeline is set, but mesh.pp_size=1", keys=("pipeline",), fix="mesh.pp_size=2")
         if self.mesh.dp_size is not None:
-            num_microbatches = self.train.num_microbatches(self.mesh.dp_size)
-            if self.pipeline is not None:
-                self.pipeline.check(pp_size, num_microbatches)
+            self._check_batch(self.mesh.dp_size)
+
+    def _check_batch(self, dp_size: int) -> None:
+        num_microbatches = self.train.num_microbatches(dp_size)
+        if self.pipeline is not None:
+            self.pipeline.check(self.mesh.pp_size or 1, num_microbatches)
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Whether mesh and batch fit so many ranks, on however many hosts. Raises ConfigError."""
+        self._check_batch(self.mesh.resolve(num_ranks).dp)
+
+    def run_folder(self, source: Composed, *, make: bool) -> Path:
+        """The folder that a run begun from `source` writes into; made, with its config, if `make`."""
+        from recipes.run_folder import run_folder
+
+        return run_folder(self, source, make=make)
 
     def num_ranks(self, num_gpus: int) -> int:
         """Processes to start on this machine when nobody (torchrun, srun) has started them."""

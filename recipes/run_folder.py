@@ -4,8 +4,31 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+    from recipes.base import Recipe
+
+
+def run_folder(recipe: Recipe, source: Composed, *, make: bool = True) -> Path:
+    """The folder of a run: the one it goes on in, the earlier one of its name (`checkpoint.resume=auto`), or a new one.
+
+    With `make` it exists afterwards and holds `config.yaml`, the config with its origins. Raises RunError.
+    """
+    output_dir, name = Path(recipe.output_dir), recipe.run_name or source.name
+    earlier = runs_called(output_dir, name) if recipe.checkpoint.resume == "auto" else []
+    if source.run_dir is not None:
+        folder = source.run_dir
+    elif earlier:
+        folder = earlier[-1]
+    else:
+        folder = new_run_folder(output_dir, name, make=make)
+    if make:
+        (folder / "config.yaml").write_text(source.to_yaml())
+    return folder
 
 
 def runs_called(output_dir: Path, name: str) -> list[Path]:
@@ -19,13 +42,16 @@ def runs_called(output_dir: Path, name: str) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
-def new_run_folder(output_dir: Path, name: str) -> Path:
+def new_run_folder(output_dir: Path, name: str, *, make: bool = True) -> Path:
     """Make `output_dir/name`, or the first free `name-N`: a run never writes into another's folder."""
     number = 1
     while True:
         path = output_dir / (name if number == 1 else f"{name}-{number}")
         try:
-            path.mkdir(parents=True)
+            if make:
+                path.mkdir(parents=True)
+            elif path.exists():
+                raise FileExistsError
             return path
         except FileExistsError:
             number += 1

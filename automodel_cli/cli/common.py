@@ -28,6 +28,14 @@ class Recipe(Protocol):
         """How many ranks to start on a host with so many GPUs."""
         ...
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Whether a run on so many ranks, of one host or several, is possible. Raises ConfigError."""
+        ...
+
+    def run_folder(self, composed: Composed, *, make: bool) -> Path:
+        """Where a run that begins later will write; with `make` the folder exists then, with its config."""
+        ...
+
     def run(self, composed: Composed) -> int:
         """Train, as one rank; returns the exit code. `composed.run_dir` is set when a run goes on in place."""
         ...
@@ -91,7 +99,8 @@ def load(
         raise
     if not isinstance(recipe, Recipe):
         raise ConfigError(
-            f"{type(recipe).__name__} is no recipe: it lacks run, num_ranks, inspect_data, plan or export",
+            f"{type(recipe).__name__} is no recipe: it lacks run, num_ranks, check_ranks, run_folder, inspect_data, plan "
+            "or export",
             origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
         )
     return composed, recipe

@@ -1,6 +1,7 @@
 """The `automodel` command: lazy sub-commands, and how whatever goes wrong becomes text and an exit code.
 
-Exit codes: 0 ok, 1 the run failed, 2 usage or config, 3 data, 4 out of memory, 75 preempted (SIGTERM), 130 Ctrl-C.
+Exit codes: 0 ok, 1 the run failed, 2 usage or config, 3 data, 4 out of memory, 75 preempted (SIGTERM, SIGUSR1),
+130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _CLICK = str(Path(click.__file__).parent)
 COMMANDS = {
     "finetune": ("automodel_cli.cli.finetune", "finetune"),
     "resume": ("automodel_cli.cli.finetune", "resume"),
+    "submit": ("automodel_cli.cli.submit", "submit"),
     "check": ("automodel_cli.cli.check", "check"),
     "plan": ("automodel_cli.cli.plan", "plan"),
     "data": ("automodel_cli.cli.data", "data"),

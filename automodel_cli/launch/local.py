@@ -55,7 +55,7 @@ def run(arguments: Sequence[str], *, num_ranks: int, log_dir: Path | None = None
     exit_codes: dict[int, int] = {}
     with _Relay(status, num_ranks) as relay:
         try:
-            elastic_launch(config, sys.executable)("-u", *_safe_path(), "-m", "automodel_cli", *arguments)
+            elastic_launch(config, sys.executable)("-u", *safe_path(), "-m", "automodel_cli", *arguments)
         except ChildFailedError as error:
             exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except SignalException:
@@ -79,7 +79,7 @@ def _outcome(status: Path, relay: _Relay, exit_codes: Mapping[int, int]) -> int:
     return _left_by(status, first) or _FAILED
 
 
-def _safe_path() -> list[str]:
+def safe_path() -> list[str]:
     """-P keeps a `recipes` folder of the working directory from shadowing ours, unless this process depends on that
     folder.
     """

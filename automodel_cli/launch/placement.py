@@ -25,7 +25,8 @@ def detect(environ: MutableMapping[str, str] | None = None) -> Placement:
     """Read the placement from the environment (os.environ).
 
     Under srun with more than one task the variables that torch.distributed reads (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are filled in. One srun task (an interactive shell) counts as local.
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are filled in. LOCAL_RANK is the number of this rank's GPU: 0 where
+    Slurm shows each task only its own. One srun task (an interactive shell) counts as local.
     Raises ConfigError when the variables of a rank are there in part.
     """
     env = os.environ if environ is None else environ
@@ -39,7 +40,8 @@ def detect(environ: MutableMapping[str, str] | None = None) -> Placement:
     num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
     if "SLURM_STEP_ID" not in env or num_tasks == 1:
         return Placement("local")
-    placement = Placement("srun", int(env["SLURM_PROCID"]), num_tasks, int(env["SLURM_LOCALID"]))
+    one_gpu_each = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
+    placement = Placement("srun", int(env["SLURM_PROCID"]), num_tasks, 0 if one_gpu_each else int(env["SLURM_LOCALID"]))
     env.update(
         RANK=str(placement.rank),
         WORLD_SIZE=str(placement.world_size),
@@ -60,8 +62,10 @@ def first_host(nodes: str) -> str:
 
 
 def _port(env: Mapping[str, str]) -> int:
-    """A rendezvous port that two steps on one host do not share: fixed ports collide."""
-    return 20_000 + (int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env["SLURM_STEP_ID"])) % 20_000
+    """A rendezvous port that two steps on one host do not share: fixed ports collide. Below the ports that Linux
+    gives to clients.
+    """
+    return 20_000 + (int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env["SLURM_STEP_ID"])) % 12_000
 
 
 def _local_world_size(env: Mapping[str, str]) -> int:

@@ -1,4 +1,6 @@
-"""Run to completion: SIGINT and SIGTERM ask a run to stop at the next step boundary, with a checkpoint.
+"""Run to completion: SIGINT, SIGTERM and SIGUSR1 ask a run to stop at the next step boundary, with a checkpoint.
+
+SIGUSR1 is the notice that schedulers send before they end a job (`sbatch --signal`).
 
 `install()` is called before a recipe runs. The recipe asks `requested()` once a step (its ranks must agree: the answer
 rides a collective), saves, and returns `exit_code()`. A second signal ends the process at once.
@@ -11,7 +13,7 @@ import signal
 import sys
 from types import FrameType
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGUSR1: 75}
 """What a run that stopped on request returns: 130 for Ctrl-C, 75 (EX_TEMPFAIL) for preempted."""
 
 _received: signal.Signals | None = None
@@ -19,10 +21,10 @@ _launched = False
 
 
 def install(*, launched: bool = False) -> None:
-    """Take over SIGINT, SIGTERM and SIGHUP.
+    """Take over SIGINT, SIGTERM, SIGHUP and SIGUSR1.
 
-    `launched` is for a rank of `launch.local`, which speaks and kills for its ranks: a scheduler that signals every
-    process of a job must not look like a second request here.
+    `launched` is for a rank whose launcher speaks and kills for its ranks (`launch.local`, our batch script): a
+    scheduler that signals every process of a job must not look like a second request here.
     """
     global _launched
     _launched = launched
@@ -49,7 +51,7 @@ def reset() -> None:
     global _received
     _received = None
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in EXIT_CODES.keys() - {signal.SIGINT}:
         signal.signal(signum, signal.SIG_DFL)
 
 

@@ -1,7 +1,8 @@
-"""The worker's side of a local start: who I am, where my output goes, and how I ended.
+"""The worker's side of a start by `launch.local` or by our Slurm script: who I am, where my output goes, how I ended.
 
-torch's elastic launcher reports a flattened exit code and kills the peers of any worker that exits non-zero. So a rank
-leaves its exit code in a file of the launcher's status folder, and a clean stop (75, 130) leaves the process as 0.
+torch's elastic launcher and `srun --kill-on-bad-exit` report one flattened exit code and kill the peers of any worker
+that exits non-zero. So a rank leaves its exit code in a file of the launcher's status folder, and a clean stop
+(75, 130) leaves the process as 0.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
-from automodel_cli.launch import stop
+from automodel_cli.launch import placement, stop
 
 STATUS_DIR = "AUTOMODEL_STATUS_DIR"
-"""Set by the launcher for its workers, never by a user."""
+"""Set by the launcher or the batch script for its workers, never by a user."""
 LOG_DIR = "AUTOMODEL_LOG_DIR"
 """A user may set it: ranks other than 0 write `rank-N.log` there, under torchrun and srun too."""
 
@@ -33,14 +34,15 @@ def begin() -> None:
     if STATUS_DIR not in os.environ:
         return
     _status = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
+    if placement.detect().kind != "srun":  # Slurm ends what belongs to a step by itself
+        _die_with_parent()
     redirect_output()
-    _die_with_parent()
     stop.install(launched=True)
-    _write(_status / f"rank-{os.environ['RANK']}.pid", str(os.getpid()))
+    _write(_status / f"rank-{_rank()}.pid", str(os.getpid()))
 
 
 def is_ours() -> bool:
-    """Whether this process is a rank that `launch.local` started."""
+    """Whether this process is a rank that `launch.local` or our Slurm script started."""
     return _status is not None
 
 
@@ -50,7 +52,7 @@ def redirect_output(log_dir: Path | None = None) -> None:
     Without a folder, AUTOMODEL_LOG_DIR decides, and nothing happens where it is unset. Works on file descriptors, so
     that the output of C++ (NCCL) goes along. A recipe calls it once the run folder is known.
     """
-    rank = os.environ.get("RANK", "0")
+    rank = _rank()
     folder = log_dir or (Path(os.environ[LOG_DIR]) if LOG_DIR in os.environ else None)
     if rank == "0" or folder is None:
         return
@@ -70,8 +72,12 @@ def finish(code: int) -> int:
     """Leave `code` for the launcher; returns what the process itself should exit with."""
     if _status is None:
         return code
-    _write(_status / f"rank-{os.environ['RANK']}.exit", str(code))
+    _write(_status / f"rank-{_rank()}.exit", str(code))
     return 0 if code in _CLEAN_STOPS else code
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
 
 
 def _die_with_parent() -> None:

@@ -119,6 +119,17 @@ class Recipe:
     def num_ranks(self, num_gpus: int) -> int:
         return self.mesh.dp_size * self.mesh.tp_size
 
+    def check_ranks(self, num_ranks: int) -> None:
+        if num_ranks != self.num_ranks(0):
+            raise ConfigError(f"mesh needs {self.num_ranks(0)} ranks, but there are {num_ranks}", keys=("dp_size",))
+
+    def run_folder(self, composed: Composed, *, make: bool) -> Path:
+        folder = composed.run_dir or Path(self.output_dir) / (self.run_name or composed.name)
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(composed.to_yaml())
+        return folder
+
     def run(self, composed: Composed) -> int:
         rank = int(os.environ.get("RANK", "0"))
         folder = composed.run_dir or Path(self.output_dir) / (self.run_name or composed.name)

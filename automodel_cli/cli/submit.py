@@ -1,0 +1,131 @@
+"""`submit -c CONF --nodes N --gpus-per-node G`: check a run and hand it to Slurm. Imports no torch."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from automodel_cli.cli import common
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.launch import slurm
+from automodel_cli.launch.local import safe_path
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+
+_CPUS_PER_GPU = 4
+"""Unless the user says otherwise: Slurm's own default of one starves a rank that also reads data and drives NCCL."""
+
+
+@click.command(short_help="Run on a Slurm cluster; goes on by itself after preemption.")
+@click.option("--nodes", required=True, type=click.IntRange(min=1), metavar="N", help="Nodes of the job.")
+@click.option(
+    "--gpus-per-node", required=True, type=click.IntRange(min=0), metavar="G", help="One rank each; 0 for CPU ranks."
+)
+@click.option("--ranks-per-node", type=click.IntRange(min=1), metavar="R", help="CPU ranks, with --gpus-per-node 0.")
+@click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="C", help="Cores of a rank.  [with GPUs: 4]")
+@click.option("--partition", metavar="NAME")
+@click.option("--account", metavar="NAME")
+@click.option("--time", metavar="LIMIT", help="Minutes, H:MM:SS or D-HH:MM:SS.")
+@click.option("--job-name", metavar="NAME", help="Default: the name of the run.")
+@click.option(
+    "--notice",
+    default=300,
+    show_default=True,
+    type=click.IntRange(1, 65535),
+    metavar="SECONDS",
+    help="Time to save in, before the limit.",
+)
+@click.option(
+    "--max-requeues",
+    default=20,
+    show_default=True,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="How often a stopped run goes on by itself.",
+)
+@click.option("--setup", multiple=True, metavar="LINE", help="Shell line before the ranks start; repeatable.")
+@click.option(
+    "--sbatch",
+    "options",
+    multiple=True,
+    metavar="OPTION",
+    help="A further #SBATCH option, such as --qos=high; repeatable.",
+)
+@click.option("--image", help="Start the ranks in this container image (needs Slurm's pyxis plugin).")
+@click.option("--dry-run", is_flag=True, help="Print the batch script; write and submit nothing.")
+@common.config_options
+def submit(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], dry_run: bool, **options: Any) -> None:
+    """Check a config and run it on a Slurm cluster, one rank per GPU.
+
+    The batch script and the logs of every rank are in the run folder. Before the time limit the ranks save at the end
+    of a step, the job is requeued, and the run goes on where it stopped. The run folder and this Python must be on a
+    file system that all nodes see.
+    """
+    ranks_per_node = _ranks_per_node(options["gpus_per_node"], options.pop("ranks_per_node"))
+    composed, recipe = common.load(conf, overrides, trust)
+    _check_ranks(composed, recipe, options["nodes"], ranks_per_node)
+    sbatch = "" if dry_run else slurm.find_sbatch()
+    if options["cpus_per_task"] is None and options["gpus_per_node"]:
+        options["cpus_per_task"] = _CPUS_PER_GPU
+    name = options.pop("job_name")
+
+    def job(folder: Path) -> slurm.Job:
+        where = {"run_dir": folder, "name": name or folder.name, "chdir": Path.cwd()}
+        what = {"conf": conf, "overrides": overrides, "trust": trust, "ranks_per_node": ranks_per_node}
+        how = {"python": (sys.executable, *safe_path()), **options}
+        return slurm.Job(**where, **what, **how)
+
+    script = job(recipe.run_folder(composed, make=False)).script()  # refuses before a folder is made
+    if dry_run:
+        click.echo(script, nl=False)
+        return
+    begun = recipe.run_folder(composed, make=False).exists()
+    folder = recipe.run_folder(composed, make=True)
+    _send(sbatch, job(folder), remove=not begun)
+
+
+def _send(sbatch: str, job: slurm.Job, *, remove: bool) -> None:
+    folder = job.run_dir
+    (folder / "logs").mkdir(exist_ok=True)  # Slurm would not make it, and the job would end without a word
+    script = folder / slurm.SCRIPT
+    script.write_text(job.script())
+    try:
+        number = slurm.send(sbatch, script)
+    except RunError:
+        if remove:
+            shutil.rmtree(folder)
+        raise
+    for label, text in (
+        ("submitted", f"job {number}: {job.size}"),
+        ("script", script),
+        ("logs", f"tail -f {folder}/logs/rank-0.log   (of every rank: {folder}/logs/rank-N.log)"),
+        ("state", f"squeue -j {number}"),
+        ("cancel", f"scancel {number}   (saves first)"),
+    ):
+        click.echo(f"{click.style(label.ljust(9), bold=True)}  {text}")
+
+
+def _ranks_per_node(num_gpus: int, num_ranks: int | None) -> int:
+    if num_gpus and num_ranks not in (None, num_gpus):
+        raise ConfigError(
+            f"--ranks-per-node {num_ranks} with --gpus-per-node {num_gpus}: a GPU takes one rank",
+            fix=f"--gpus-per-node {num_gpus} without --ranks-per-node",
+        )
+    return num_gpus or num_ranks or 1
+
+
+def _check_ranks(composed: Composed, recipe: common.Recipe, nodes: int, ranks_per_node: int) -> None:
+    """The mesh against the ranks of all nodes; the error names the options and the keys with their origins."""
+    try:
+        recipe.check_ranks(nodes * ranks_per_node)
+    except ConfigError as error:
+        paths = [f"{section}.{key}" for key in error.keys for section in composed.tree]
+        known = {path: composed.origin(path) for path in (*error.keys, *paths)}
+        keys = [f"{path} ({origin})" for path, origin in known.items() if origin != "default"]
+        asked = f"--nodes {nodes} x {ranks_per_node} rank(s) a node"
+        raise ConfigError(error.message, keys=error.keys, origin="; ".join([*keys, asked]), fix=error.fix) from error

@@ -1,0 +1,243 @@
+"""A run as a Slurm job: the batch script, and the call that hands it in. Torch-free.
+
+One Slurm task is one rank, started by `srun`: Slurm itself then delivers signals to every rank of every node, ends all
+of them when one dies and names it. torchrun between the two would die of USR1 itself, flatten exit codes to 1 and end
+its ranks 30 s after a TERM.
+
+The batch script keeps three promises. A notice (USR1) reaches the ranks only once all of them listen. A clean stop is
+told by the file that rank 0 leaves, since any task that exits non-zero makes srun kill the others. And only a stop that
+a notice asked for is requeued: `scancel` ends a job for good, and a job that fails does not loop.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_cli.config.errors import ConfigError, RunError
+
+SCRIPT = "job.sbatch"
+"""Its name in the run folder."""
+
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
+
+_BODY = """\
+set -uo pipefail
+
+RUN={run}
+LOG=$RUN/logs/rank-0.log        # this script and rank 0; the others write rank-N.log
+MAX_REQUEUES={max_requeues}
+ATTEMPT=${{SLURM_RESTART_COUNT:-0}}
+STATUS=$RUN/logs/job-$SLURM_JOB_ID-$ATTEMPT        # each rank leaves its pid and its exit code here
+{setup}
+mkdir -p "$STATUS" && rm -f "$STATUS"/*
+BEGIN=$(($(wc -c <"$LOG") + 1))
+say() {{ echo "$(date +%FT%T) job $SLURM_JOB_ID: $*"; }}
+say "attempt $((ATTEMPT + 1)) (requeued $ATTEMPT of at most $MAX_REQUEUES times) on $SLURM_JOB_NODELIST"
+
+# A run keeps the config it began with, and this script, whatever is edited later.
+[ -e "$RUN/job.sbatch" ] || cp "$0" "$RUN/job.sbatch"
+if [ ! -e "$RUN/config.yaml" ]; then
+    {check} >"$STATUS/config.yaml" || exit 2
+    mv "$STATUS/config.yaml" "$RUN/config.yaml"
+fi
+
+# Where the ranks meet: the first node of the job, on a port that no other job and no earlier attempt uses.
+export MASTER_ADDR MASTER_PORT
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+MASTER_PORT=$((20000 + (SLURM_JOB_ID * 31 + ATTEMPT) % 12000))
+export AUTOMODEL_LOG_DIR=$RUN/logs OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}
+{export}
+# A notice (USR1, to this shell alone) is handed on once every rank listens. scancel (TERM) has told the ranks itself.
+listening() {{ [ "$(find "$STATUS" -name 'rank-*.pid' | wc -l)" -ge "$SLURM_NTASKS" ]; }}
+notice() {{
+    NOTICE=1
+    say "notice: the ranks finish their step and save"
+    until listening || ! kill -0 "$STEP" 2>/dev/null; do sleep 0.2; done
+    kill -USR1 "$STEP" 2>/dev/null
+}}
+NOTICE=0
+trap 'NOTICE=1' USR1
+trap 'say "Slurm ends this job: the ranks save"' TERM
+
+AUTOMODEL_STATUS_DIR=$STATUS srun --kill-on-bad-exit=1{container} \\
+    {python} -u -m automodel_cli resume "$RUN"{trust} &
+STEP=$!
+trap notice USR1
+[ "$NOTICE" -eq 1 ] && notice
+while kill -0 "$STEP" 2>/dev/null; do wait "$STEP"; done        # a trap ends `wait` early
+wait "$STEP"
+CODE=$?
+[ "$CODE" -eq 0 ] && CODE=$(cat "$STATUS/rank-0.exit")          # 75 and 130: stopped on request, and saved
+
+case $CODE in
+0) say "done" ;;
+75 | 130)
+    if [ "$NOTICE" -eq 0 ]; then
+        say "stopped, and saved; go on with: sbatch $RUN/job.sbatch"
+    elif [ "$ATTEMPT" -ge "$MAX_REQUEUES" ]; then
+        say "stopped, and saved; requeued $ATTEMPT times already; go on with: sbatch $RUN/job.sbatch"
+    else
+        say "saved; requeued"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+    ;;
+*)
+    FIRST=$(tail -c "+$BEGIN" "$LOG" | grep -m 1 -E '^srun: error: [^ ]+: tasks? ')        # srun ended the others
+    CODE=1
+    [[ $FIRST =~ "exit code "([0-9]+)$ ]] && CODE=${{BASH_REMATCH[1]}}
+    SAVED=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1)
+    say "failed with exit code $CODE${{FIRST:+; the first rank (task) to end: ${{FIRST#srun: error: }}}}"
+    say "nothing is lost but the steps since ${{SAVED:-the start}}; go on with: sbatch $RUN/job.sbatch"
+    ;;
+esac
+exit "$CODE"
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the batch script says. Paths are as the script will see them: relative ones hold below `chdir`."""
+
+    name: str
+    run_dir: Path
+    nodes: int
+    ranks_per_node: int
+    conf: str
+    overrides: tuple[str, ...] = ()
+    trust: tuple[str, ...] = ()
+    gpus_per_node: int = 0
+    cpus_per_task: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    notice: int = 300
+    max_requeues: int = 20
+    setup: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    image: str | None = None
+    chdir: Path | None = None
+    python: tuple[str, ...] = ("python", "-P")
+
+    def __post_init__(self) -> None:
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise ConfigError(
+                f"--time {self.time} is no time limit of Slurm: minutes, H:MM:SS or D-HH:MM:SS", fix="--time 24:00:00"
+            )
+        for option in self.options:
+            if not option.startswith("-"):
+                raise ConfigError(f"--sbatch {option}: a whole option is expected", fix=f"--sbatch=--{option}")
+        for line in (self.name, *self.setup, *self.options):
+            if "\n" in line:
+                raise ConfigError(f"{line!r} is more than one line of a batch script")
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def size(self) -> str:
+        """For people."""
+        nodes, ranks = (
+            f"{n} {noun}{'s' * (n > 1)}" for n, noun in ((self.nodes, "node"), (self.ranks_per_node, "rank"))
+        )
+        return f"{nodes} x {ranks}"
+
+    def script(self) -> str:
+        """The whole batch script."""
+        trust = shlex.join(word for name in self.trust for word in ("--trust-package", name))
+        python = shlex.join(("python3", "-P") if self.image is not None else self.python)
+        container = self._container()
+        check = f"{python} -m automodel_cli check -c {shlex.join((self.conf, *self.overrides))} --resolved{_and(trust)}"
+        cpus = self.cpus_per_task
+        body = _BODY.format(
+            run=shlex.quote(str(self.run_dir)),
+            max_requeues=self.max_requeues,
+            setup="".join(f"{line}\n" for line in self.setup),
+            check=f"srun --nodes=1 --ntasks=1{container} {check}" if container else check,
+            threads=cpus or 1,
+            export=f"export SRUN_CPUS_PER_TASK={cpus}        # srun does not ask sbatch for it\n" if cpus else "",
+            container=container,
+            python=python,
+            trust=_and(trust),
+        )
+        return "\n".join([*self._head(), *self._directives()]) + "\n" + body
+
+    def _container(self) -> str:
+        """Options of srun (pyxis) that start every rank in the image, in the directory of the job."""
+        if self.image is None:
+            return ""
+        here = self.chdir or Path.cwd()
+        options = (
+            f"--container-image={self.image}",
+            f"--container-mounts={here}:{here}",
+            f"--container-workdir={here}",
+        )
+        return _and(shlex.join(options))
+
+    def _head(self) -> Iterator[str]:
+        logs = shlex.quote(str(self.run_dir / "logs"))
+        yield "#!/usr/bin/env bash"
+        yield f"# {self.name}: {self.size}. On notice (before the time limit, or a preemption) the ranks"
+        yield "# save at the end of a step, the job is requeued, and the run goes on exactly where it stopped."
+        yield f"#   submit  mkdir -p {logs} && sbatch THIS_FILE"
+        yield f"#   follow  tail -f {logs}/rank-0.log"
+        yield "#   cancel  scancel JOB   (the ranks save first)"
+
+    def _directives(self) -> Iterator[str]:
+        yield _directive("job-name", self.name)
+        yield _directive("nodes", self.nodes)
+        yield _directive("ntasks-per-node", self.ranks_per_node)
+        if self.gpus_per_node and not any(o.startswith(("--gres=gpu", "--gpus")) for o in self.options):
+            yield _directive("gpus-per-node", self.gpus_per_node)
+        for name, value in (
+            ("cpus-per-task", self.cpus_per_task),
+            ("partition", self.partition),
+            ("account", self.account),
+            ("time", self.time),
+            ("chdir", self.chdir),
+        ):
+            if value is not None:
+                yield _directive(name, value)
+        yield from (f"#SBATCH {option}" for option in self.options)
+        yield "#SBATCH --requeue --open-mode=append"
+        yield f"#SBATCH --signal=B:USR1@{self.notice}"
+        yield _directive("output", str(self.run_dir / "logs" / "rank-0.log").replace("%", "%%"))
+
+
+def _and(words: str) -> str:
+    return f" {words}" if words else ""
+
+
+def _directive(name: str, value: object) -> str:
+    return f"#SBATCH --{name}={shlex.quote(str(value))}"
+
+
+def find_sbatch() -> str:
+    """The path of `sbatch`. Raises ConfigError where there is none."""
+    path = shutil.which("sbatch")
+    if path is None:
+        raise ConfigError(
+            "sbatch is not on PATH: this host does not submit to Slurm",
+            fix="add --dry-run, copy the script to a login node of the cluster and run sbatch there",
+        )
+    return path
+
+
+def send(sbatch: str, script: Path) -> str:
+    """Hand the script in; returns the job's id. Raises RunError with Slurm's own words."""
+    answer = subprocess.run([sbatch, "--parsable", str(script)], capture_output=True, text=True)
+    if answer.returncode:
+        raise RunError(f"Slurm refused the job: {_words(answer.stderr)}")
+    return answer.stdout.strip().partition(";")[0]
+
+
+def _words(text: str) -> str:
+    lines: Sequence[str] = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines()]
+    return "; ".join(line for line in lines if line) or "no reason given"
