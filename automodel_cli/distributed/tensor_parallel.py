@@ -1,0 +1,167 @@
+"""Tensor parallelism: one part's layers over the ranks of tp, from the plan its model publishes.
+
+Every tp rank sees the same tokens. Column-parallel layers take them whole and make this rank's features or heads;
+row-parallel layers take those and sum over tp. With sequence parallelism the residual between the two is sharded over
+tokens (`sequence_parallel.py`). The head computes log-probs from vocabulary shards by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.expert_parallel import is_experts
+from automodel_cli.distributed.tp_plan import Plan, custom_plan, get_hf_tp_shard_plan, name_of, wildcard
+from automodel_cli.distributed.tp_styles import (
+    ExpertsOverTP,
+    LocalParameters,
+    MLAKeyProjection,
+    PackedColwise,
+    shard_parameter,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_QUERY = ("q_proj", "q_b_proj", "query_key_value", "qkv_proj")
+_KEY = ("k_proj", "kv_b_proj", "query_key_value", "qkv_proj")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+
+
+def apply_tensor_parallel(
+    part: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config, *, shard_experts: bool = True
+) -> None:
+    """Shard the part's model (its child `model`) over `tp_mesh`, in place; parameters may still be on meta.
+
+    `shard_experts` False leaves experts whole, for expert parallelism. What the plan does not name stays whole on
+    every rank, with the same gradient everywhere. Raises ConfigError for a model without a plan, and for heads,
+    features or a plan that do not fit.
+    """
+    model: PreTrainedModel = part.model  # type: ignore[assignment]
+    plan = get_hf_tp_shard_plan(model) if config.tp_plan is None else custom_plan(config.tp_plan, model)
+    check_heads(model.config, plan, tp_mesh.size())
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head is not None and embedding is not None and getattr(head, "weight", 0) is embedding.weight
+    attentions: set[nn.Module] = set()
+    for module in (embedding, head):
+        _keep_odd_vocabulary_whole(model, module, plan, tp_mesh.size())
+    for name, module in list(model.named_modules()):
+        style = _style_of(plan, name)
+        if style is None or not any(True for _ in module.parameters()) or (is_experts(module) and not shard_experts):
+            continue
+        _apply_style(model, name, module, style, tp_mesh)
+        if isinstance(style, LocalParameters):
+            _shard_own_parameters(name, module, plan, tp_mesh)
+        if _is_local_colwise(style) and name.rpartition(".")[2] in (*_QUERY, *_KEY):
+            attentions.add(model.get_submodule(name.rpartition(".")[0]))
+    if is_tied:
+        head.weight = embedding.weight
+    for attention in attentions:
+        _count_local_heads(attention, tp_mesh.size())
+    whole = sorted(set(_whole_modules(model)))
+    logger.info("tensor parallel over %d ranks; whole on each: %s", tp_mesh.size(), ", ".join(whole) or "nothing")
+
+
+def check_heads(config: PretrainedConfig, plan: Plan, tp_size: int) -> None:
+    """Refuse a tp size that does not divide the heads that the plan shards."""
+    text = config.get_text_config()
+    counts = {}
+    for field, projections in (("num_key_value_heads", _KEY), ("num_attention_heads", _QUERY)):
+        count = getattr(text, field, None)  # not every family has key-value heads of its own
+        if isinstance(count, int) and any(
+            name.rpartition(".")[2] in projections and _is_local_colwise(style) for name, style in plan.items()
+        ):
+            counts[field] = count
+    for field, count in counts.items():
+        if count % tp_size:
+            sizes = [size for size in range(1, count + 1) if math.gcd(*counts.values()) % size == 0]
+            nearest = max((size for size in sizes if size < tp_size), default=1)
+            raise ConfigError(
+                f"tensor parallelism shards heads: {field}={count} is not a multiple of tp_size={tp_size}; this model "
+                f"takes {', '.join(map(str, sizes))}",
+                keys=("mesh.tp_size",),
+                fix=f"mesh.tp_size={nearest}",
+            )
+
+
+def _is_local_colwise(style: ParallelStyle) -> bool:
+    return isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),)
+
+
+def _style_of(plan: Plan, name: str) -> ParallelStyle | None:
+    return plan.get(name) or plan.get(wildcard(name))
+
+
+def _keep_odd_vocabulary_whole(model: nn.Module, module: nn.Module | None, plan: Plan, tp_size: int) -> None:
+    """A table whose rows do not divide stays whole on every rank: uneven shards do not combine with FSDP2."""
+    weight = getattr(module, "weight", None)  # a pipeline stage may have neither table nor head
+    name = name_of(model, module)
+    if weight is not None and name in plan and weight.shape[0] % tp_size:
+        logger.info("%s stays whole: its %d rows do not divide over tp_size=%d", name, weight.shape[0], tp_size)
+        del plan[name]
+
+
+def _apply_style(model: PreTrainedModel, name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    if isinstance(style, MLAKeyProjection):
+        style = MLAKeyProjection(model.config.get_text_config().qk_rope_head_dim)
+    if isinstance(style, ExpertsOverTP):
+        returns_input = any(isinstance(child, nn.Identity) for child in module.children())
+        if not is_experts(module) or returns_input or module.num_experts % mesh.size():  # type: ignore[operator]
+            return  # whole on every rank, like every module without a style
+    else:
+        _check_features(name, module, style, mesh.size())
+    parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _check_features(name: str, module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
+    if not isinstance(module, nn.Linear):
+        return
+    for kind, field in ((ColwiseParallel | PackedColwise, "out_features"), (RowwiseParallel, "in_features")):
+        if isinstance(style, kind) and getattr(module, field) % tp_size:
+            raise ConfigError(
+                f"{name} has {field}={getattr(module, field)}, which tp_size={tp_size} does not divide",
+                keys=("mesh.tp_size",),
+                fix=f"mesh.tp_size={math.gcd(getattr(module, field), tp_size)}",
+            )
+
+
+def _shard_own_parameters(name: str, module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Parameters that the plan names themselves: by output features or heads (colwise), or input features (rowwise)."""
+    for leaf, param in list(module._parameters.items()):
+        style = _style_of(plan, f"{name}.{leaf}")
+        if param is None or style is None:
+            continue
+        dim = max(param.ndim - 2, 0) if isinstance(style, ColwiseParallel) else param.ndim - 1
+        if param.shape[dim] % mesh.size():
+            raise ConfigError(
+                f"{name}.{leaf} has {param.shape[dim]} entries, which tp_size={mesh.size()} does not divide",
+                keys=("mesh.tp_size",),
+                fix=f"mesh.tp_size={math.gcd(param.shape[dim], mesh.size())}",
+            )
+        shard_parameter(module, leaf, mesh, Shard(dim))
+
+
+def _count_local_heads(attention: nn.Module, tp_size: int) -> None:
+    """Families that keep numbers of heads on the module split features by them: they must be this rank's."""
+    for name in _HEAD_COUNTS:
+        count = vars(attention).get(name)
+        if isinstance(count, int):
+            setattr(attention, name, count // tp_size)
+
+
+def _whole_modules(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own and not any(isinstance(param, DTensor) for param in own):
+            yield wildcard(name)

@@ -1,0 +1,195 @@
+"""Tensor-parallel styles that torch lacks: what Hugging Face plans ask for beyond column- and row-parallel layers.
+
+All of them work inside autograd: a gradient is summed over tp where it arises, once per backward. So they are right
+with several microbatches, with recomputation, and under FSDP2, which swaps parameters behind a module's back. (The
+library's own hook all-reduces the accumulated `.grad` after each backward: wrong from the second one on.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+
+from automodel_cli.config.errors import ConfigError
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand the same tensor to others
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _SumValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):  # type: ignore[no-untyped-def]
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad, None
+
+
+def sum_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The same value; its gradient is summed over the mesh. For what every rank has and uses differently."""
+    return _SumGradient.apply(tensor, mesh.get_group())  # type: ignore[no-any-return]
+
+
+def sum_value(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the mesh; each rank's part gets the whole gradient. For parts of one result."""
+    return _SumValue.apply(tensor, mesh.get_group())  # type: ignore[no-any-return]
+
+
+def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter by this rank's shard of it, a DTensor. Every rank must hold the same whole; no collective."""
+    param = module._parameters[name]
+    assert param is not None
+    sharded = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
+    module._parameters[name] = nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def swap_parameters(module: nn.Module, swap: Callable[[Tensor], Tensor]) -> None:
+    """Run the module's forward on `swap(parameter)` in place of each of its own parameters."""
+    forward = module.forward
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        own = {name: param for name, param in module._parameters.items() if param is not None}
+        try:
+            for name, param in own.items():
+                module._parameters[name] = swap(param)  # type: ignore[assignment]  # a tensor of this graph
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = swapped  # type: ignore[method-assign]
+
+
+def to_local(param: Tensor) -> Tensor:
+    """This rank's shard, inside autograd; a plain tensor is its own."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+class SumParameterGradients(ParallelStyle):
+    """Whole parameters that each rank applies to its own heads or tokens: their gradients are summed over tp."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        swap_parameters(module, lambda param: sum_gradient(param, device_mesh))
+        return module
+
+
+class LocalParameters(ParallelStyle):
+    """Hand the module its own sharded parameters as plain local tensors: attention sinks, one value per head."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        swap_parameters(module, to_local)
+        return module
+
+
+class MLAKeyProjection(ParallelStyle):
+    """The joint projection of latent attention stays whole. Its compressed part feeds a column-parallel layer, which
+    already sums the gradient of its input; its last `rope_dim` features are a key that all heads share, so their
+    gradient is summed here.
+    """
+
+    def __init__(self, rope_dim: int | None = None):
+        super().__init__()
+        self.rope_dim = rope_dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        rope_dim = self.rope_dim
+        assert rope_dim is not None, "the width of the shared key comes from the model's config"
+
+        def sum_rope(module: nn.Module, args: Any, out_BTF: Tensor) -> Tensor:
+            compressed, rope = out_BTF.split([out_BTF.shape[-1] - rope_dim, rope_dim], dim=-1)
+            return torch.cat([compressed, sum_gradient(rope, device_mesh)], dim=-1)
+
+        module.register_forward_hook(sum_rope)
+        return module
+
+
+class PackedColwise(ParallelStyle):
+    """A linear layer whose output features are `num_packed` blocks (gate and up): each rank gets its part of each.
+
+    The weight is stored in contiguous shards, which checkpoints can describe, so the whole output is gathered first.
+    """
+
+    def __init__(self, num_packed: int = 2):
+        super().__init__()
+        self.num_packed = num_packed
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = ColwiseParallel(output_layouts=Replicate())._apply(module, device_mesh)
+        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+
+        def own_part(module: nn.Module, args: Any, out_BTF: Tensor) -> Tensor:
+            whole = sum_gradient(out_BTF, device_mesh)
+            return torch.cat([block.chunk(size, -1)[rank] for block in whole.chunk(self.num_packed, -1)], dim=-1)
+
+        module.register_forward_hook(own_part)
+        return module
+
+
+class SumOutput(ParallelStyle):
+    """The module's output is a part of a sum over tp."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda module, args, out: sum_value(out, device_mesh))
+        return module
+
+
+class ExpertsOverTP(ParallelStyle):
+    """Each tp rank owns some experts whole and computes only those, for the tokens that all tp ranks have.
+
+    Plans cut every expert's features instead; whole experts give the same sums, keep shards contiguous (so that
+    checkpoints can describe them), and need no case for transposed, interleaved or biased experts.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        num_local = module.num_experts // device_mesh.size()  # type: ignore[operator]
+        first = num_local * device_mesh.get_local_rank()
+        for name in list(module._parameters):
+            shard_parameter(module, name, device_mesh, Shard(0))
+        module.num_experts = num_local  # type: ignore[assignment]  # what its forward counts with
+        swap_parameters(module, to_local)
+        forward = module.forward
+
+        def own_experts(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
+            weights_NK = sum_gradient(weights_NK, device_mesh)
+            is_own_NK = (index_NK >= first) & (index_NK < first + num_local)
+            token_P, choice_P = is_own_NK.nonzero(as_tuple=True)
+            index_P, weights_P = index_NK[token_P, choice_P] - first, weights_NK[token_P, choice_P]
+            if len(token_P) == 0:  # one token for nothing: every rank must give its experts a gradient
+                token_P, index_P, weights_P = token_P.new_zeros(1), index_P.new_zeros(1), weights_NK[:1, 0] * 0
+            tokens_PD = sum_gradient(hidden_ND, device_mesh)[token_P]
+            out_PD = forward(tokens_PD, index_P[:, None], weights_P[:, None])
+            out_ND = torch.zeros_like(hidden_ND).index_add(0, token_P, out_PD.to(hidden_ND.dtype))
+            return sum_value(out_ND, device_mesh)
+
+        module.forward = own_experts  # type: ignore[method-assign]
+        return module
+
+
+class PackedRowwise(ParallelStyle):
+    """For experts whose packed features come last; `ExpertsOverTP` shards those whole. No linear layer has it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise ConfigError(
+            f"packed_rowwise is for the parameters of an experts module, not for {type(module).__name__}",
+            keys=("tp_plan",),
+            fix="rowwise, or rowwise_split_input",
+        )
