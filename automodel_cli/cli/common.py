@@ -99,8 +99,8 @@ def load(
         raise
     if not isinstance(recipe, Recipe):
         raise ConfigError(
-            f"{type(recipe).__name__} is no recipe: it lacks run, num_ranks, check_ranks, run_folder, inspect_data, plan "
-            "or export",
+            f"{type(recipe).__name__} is no recipe: it lacks run, num_ranks, check_ranks, run_folder, inspect_data, "
+            "plan or export",
             origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
         )
     return composed, recipe

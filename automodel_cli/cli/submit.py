@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +51,7 @@ _CPUS_PER_GPU = 4
 )
 @click.option("--setup", multiple=True, metavar="LINE", help="Shell line before the ranks start; repeatable.")
 @click.option(
-    "--sbatch",
-    "options",
-    multiple=True,
-    metavar="OPTION",
-    help="A further #SBATCH option, such as --qos=high; repeatable.",
+    "--sbatch", "options", multiple=True, metavar="OPTION", help="A further #SBATCH option (--qos=high); repeatable."
 )
 @click.option("--image", help="Start the ranks in this container image (needs Slurm's pyxis plugin).")
 @click.option("--dry-run", is_flag=True, help="Print the batch script; write and submit nothing.")
@@ -72,21 +69,25 @@ def submit(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], dry_ru
     sbatch = "" if dry_run else slurm.find_sbatch()
     if options["cpus_per_task"] is None and options["gpus_per_node"]:
         options["cpus_per_task"] = _CPUS_PER_GPU
-    name = options.pop("job_name")
-
-    def job(folder: Path) -> slurm.Job:
-        where = {"run_dir": folder, "name": name or folder.name, "chdir": Path.cwd()}
-        what = {"conf": conf, "overrides": overrides, "trust": trust, "ranks_per_node": ranks_per_node}
-        how = {"python": (sys.executable, *safe_path()), **options}
-        return slurm.Job(**where, **what, **how)
-
-    script = job(recipe.run_folder(composed, make=False)).script()  # refuses before a folder is made
+    job_name = options.pop("job_name")
+    folder = recipe.run_folder(composed, make=False)
+    job = slurm.Job(
+        name=job_name or folder.name,
+        run_dir=folder,
+        ranks_per_node=ranks_per_node,
+        conf=conf,
+        overrides=overrides,
+        trust=trust,
+        chdir=Path.cwd(),
+        python=(sys.executable, *safe_path()),
+        **options,
+    )
     if dry_run:
-        click.echo(script, nl=False)
+        click.echo(job.script(), nl=False)
         return
-    begun = recipe.run_folder(composed, make=False).exists()
-    folder = recipe.run_folder(composed, make=True)
-    _send(sbatch, job(folder), remove=not begun)
+    is_new = not folder.exists()
+    folder = recipe.run_folder(composed, make=True)  # another one, if somebody was quicker
+    _send(sbatch, replace(job, run_dir=folder, name=job_name or folder.name), remove=is_new)
 
 
 def _send(sbatch: str, job: slurm.Job, *, remove: bool) -> None:

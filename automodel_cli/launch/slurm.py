@@ -144,10 +144,8 @@ class Job:
     @property
     def size(self) -> str:
         """For people."""
-        nodes, ranks = (
-            f"{n} {noun}{'s' * (n > 1)}" for n, noun in ((self.nodes, "node"), (self.ranks_per_node, "rank"))
-        )
-        return f"{nodes} x {ranks}"
+        numbers = {"node": self.nodes, "rank": self.ranks_per_node}
+        return " x ".join(f"{number} {noun}{'s' * (number > 1)}" for noun, number in numbers.items())
 
     def script(self) -> str:
         """The whole batch script."""
@@ -174,12 +172,8 @@ class Job:
         if self.image is None:
             return ""
         here = self.chdir or Path.cwd()
-        options = (
-            f"--container-image={self.image}",
-            f"--container-mounts={here}:{here}",
-            f"--container-workdir={here}",
-        )
-        return _and(shlex.join(options))
+        values = {"image": self.image, "mounts": f"{here}:{here}", "workdir": here}
+        return _and(shlex.join(f"--container-{name}={value}" for name, value in values.items()))
 
     def _head(self) -> Iterator[str]:
         logs = shlex.quote(str(self.run_dir / "logs"))
