@@ -17,7 +17,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from automodel_cli.distributed.config import FSDP2Config
+    from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig
 
 
 class SharesContext(Protocol):
@@ -28,7 +28,7 @@ class SharesContext(Protocol):
         ...
 
 
-def apply_context_parallel(part: nn.Module, cp_mesh: DeviceMesh, config: FSDP2Config) -> None:
+def apply_context_parallel(part: nn.Module, cp_mesh: DeviceMesh, config: FSDP2Config | MegatronFSDPConfig) -> None:
     """Let `part` share its rows over the axis, in place. Raises ConfigError for attention other than packed."""
     cast(SharesContext, part).share_context(RankGroup(cp_mesh.get_group()))
 

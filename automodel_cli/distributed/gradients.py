@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.megatron_fsdp import MegatronPart
 from automodel_cli.distributed.mesh import Mesh
 
 _CLIP_EPSILON = 1e-6  # torch's own in clip_grad_norm_
@@ -49,6 +50,10 @@ def gradient_sync(module: nn.Module, is_last: bool) -> Iterator[None]:
 
     A module without data parallelism passes through. Collective when `is_last`.
     """
+    if isinstance(module, MegatronPart):
+        with module.microbatch(is_last):
+            yield
+        return
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last or module in _syncs_every_microbatch)
         module.set_is_last_backward(is_last)
@@ -71,8 +76,10 @@ def gradient_sync(module: nn.Module, is_last: bool) -> Iterator[None]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered FSDP2 parameters. Needed after a forward that has no backward: until then the module shows gathered
+    """Free gathered parameters. Needed after a forward that has no backward: until then the module shows gathered
     plain tensors where optimizer, checkpoint and export expect shards, and they go stale when the shards change."""
+    if isinstance(module, MegatronPart):
+        module.reshard()
     for submodule in fsdp_modules(module):
         submodule.reshard()
 
@@ -82,7 +89,9 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The part inside a DDP wrapper; anything else is a part already (FSDP2 works in place)."""
+    """The part inside a wrapper of DDP or Megatron-FSDP; anything else is a part already (FSDP2 works in place)."""
+    if isinstance(module, MegatronPart):
+        return module.part
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 

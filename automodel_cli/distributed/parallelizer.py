@@ -1,7 +1,7 @@
 """From one part of a model to the same part on many ranks. The order of everything, on one screen:
 
     tensor parallel -> expert parallel -> context parallel -> activation checkpointing -> compile, layer by layer
-    -> data parallel (FSDP2, hybrid sharding, DDP)
+    -> data parallel (FSDP2, hybrid sharding, DDP, Megatron-FSDP)
 
 Data parallelism shards what tensor and expert parallelism left on this rank, and owns the outermost parameters; compile
 must see the checkpointing inside the layer. Data parallelism is applied on one rank too: there it still installs mixed
@@ -24,9 +24,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing import apply_activation_checkpointing
-from automodel_cli.distributed.config import DDPConfig, FSDP2Config, ParallelizerConfig, torch_dtype
+from automodel_cli.distributed.config import (
+    DDPConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    ParallelizerConfig,
+    torch_dtype,
+)
 from automodel_cli.distributed.gradients import sum_gradients, sync_every_microbatch
 from automodel_cli.distributed.layout import AXES
+from automodel_cli.distributed.megatron_fsdp import megatron_fsdp_strategy_parallelize, require_megatron_fsdp
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
 
 logger = logging.getLogger(__name__)
@@ -35,26 +42,31 @@ logger = logging.getLogger(__name__)
 def parallelize(part: nn.Module, mesh: Mesh, config: ParallelizerConfig) -> nn.Module:
     """Apply a strategy to one part, preferably still on the meta device; its parameters are filled afterwards.
 
-    FSDP2 works in place and returns `part`; DDP returns a wrapper, which `gradients.unwrap` takes off. Gradients are
-    sums over ranks with either. Collective over the ranks that hold this part. Raises ConfigError for what the
-    strategy cannot do on this mesh.
+    FSDP2 works in place and returns `part`; DDP and Megatron-FSDP return a wrapper, which `gradients.unwrap` takes off.
+    Gradients are sums over ranks with each. Collective over the ranks that hold this part. Raises ConfigError for what
+    the strategy cannot do on this mesh.
     """
     config.check_mesh(mesh.layout.to_config())
     if isinstance(config, DDPConfig):
         return ddp_parallelize(part, mesh, config)
-    assert isinstance(config, FSDP2Config), f"no parallelizer for {type(config).__name__}"
+    assert isinstance(config, (FSDP2Config, MegatronFSDPConfig)), f"no parallelizer for {type(config).__name__}"
+    if isinstance(config, MegatronFSDPConfig):
+        require_megatron_fsdp()
     if mesh.layout.tp > 1:
         from automodel_cli.distributed.tensor_parallel import apply_tensor_parallel
 
-        apply_tensor_parallel(part, mesh.tp, config)
+        apply_tensor_parallel(part, mesh.tp, config, shard_experts=mesh.ep is None)
     if mesh.ep is not None:
         from automodel_cli.distributed.expert_parallel import apply_expert_parallel
 
+        assert isinstance(config, FSDP2Config), "check_mesh lets no other strategy distribute experts"
         apply_expert_parallel(part, mesh, config)
     if mesh.layout.cp > 1:
         from automodel_cli.distributed.context_parallel import apply_context_parallel
 
         apply_context_parallel(part, mesh.cp, config)
+    if isinstance(config, MegatronFSDPConfig):
+        return megatron_parallelize(part, mesh, config)
     mp_policy, offload_policy = config.build_mp_policy(), config.build_offload_policy(mesh.device.type)
     return fsdp2_strategy_parallelize(
         part,
@@ -150,6 +162,32 @@ def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> Distribut
     sum_gradients(wrapped)
     logger.info("ddp: %d layers on each of %d ranks", len(layers), mesh.dp_size)
     return wrapped
+
+
+def megatron_parallelize(part: nn.Module, mesh: Mesh, config: MegatronFSDPConfig) -> nn.Module:
+    """Shard a part by Megatron-FSDP. Meta parameters are allocated first, still unfilled, unless the package shards on
+    meta: it copies them into its buffers."""
+    prepare_layers(part, config, mesh.device.type)
+    if not config.init_fsdp_with_meta_device:
+        materialize(part, mesh.device)
+    module, _ = megatron_fsdp_strategy_parallelize(
+        part,
+        mesh.root,
+        config.megatron_fsdp_unit_modules,
+        None,
+        config.zero_dp_strategy,
+        config.init_fsdp_with_meta_device,
+        config.grad_reduce_in_fp32,
+        config.preserve_fp32_weights,
+        config.overlap_grad_reduce,
+        config.overlap_param_gather,
+        check_for_nan_in_grad=False,  # the training step checks the norm of all gradients, and names the rows
+        disable_bucketing=config.disable_bucketing,
+        calculate_per_token_loss=True,
+        nccl_ub=config.nccl_ub,
+        fsdp_double_buffer=config.fsdp_double_buffer,
+    )
+    return module
 
 
 def prepare_layers(model: nn.Module, config: ParallelizerConfig, device_type: str) -> list[nn.Module]:

@@ -101,3 +101,15 @@ def refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:
                 keys=(f"mesh.{name}",),
                 fix=f"mesh.{name}=1",
             )
+
+
+def refuse_idle_tp_options(config: ParallelizerConfig, names: Sequence[str], mesh: MeshConfig) -> None:
+    """Options of tensor parallelism on a mesh that has none."""
+    for name in names:
+        if getattr(config, name) and (mesh.tp_size or 1) == 1:
+            off = "null" if name == "tp_plan" else "false"
+            raise ConfigError(
+                f"{name} needs tensor parallelism, but mesh.tp_size={mesh.tp_size or 1}",
+                keys=(f"parallelizer.{name}", "mesh.tp_size"),
+                fix=f"parallelizer.{name}={off}",
+            )

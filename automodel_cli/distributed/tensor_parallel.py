@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.distributed.tp_plan import Plan, custom_plan, get_hf_tp_shard_plan, name_of, wildcard
 from automodel_cli.distributed.tp_styles import (
@@ -40,7 +40,7 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_
 
 
 def apply_tensor_parallel(
-    part: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config, *, shard_experts: bool = True
+    part: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config | MegatronFSDPConfig, *, shard_experts: bool = True
 ) -> None:
     """Shard the part's model (its child `model`) over `tp_mesh`, in place; parameters may still be on meta.
 

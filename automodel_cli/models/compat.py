@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.models import uneven
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -132,6 +134,8 @@ def local_part(param: Tensor, whole: Tensor) -> Tensor:
     """The part of `whole` that this rank holds of `param`: all of it for a plain tensor. No communication."""
     if not is_dtensor(param):
         return whole
+    if uneven.is_uneven(param):
+        return whole[uneven.chunk(param)]
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
     operation: Any = DtensorShardOperation(param)  # type: ignore[arg-type]  # is_dtensor cannot narrow the type
@@ -152,6 +156,8 @@ def local(tensor: Any) -> Tensor:
 
 def gathered(tensor: Any) -> Tensor:
     """The whole tensor, detached. Collective for a DTensor."""
+    if uneven.is_uneven(tensor):
+        return uneven.gathered(tensor)
     whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return whole.detach()
 

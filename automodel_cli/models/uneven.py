@@ -1,0 +1,49 @@
+"""DTensors that are not cut into torch's equal chunks.
+
+Megatron-FSDP cuts one flat buffer of several parameters into equal pieces, so a parameter's rows are shared as the
+borders fall, and a rank may hold none of them. torch's own arithmetic on shards (`full_tensor`, the library's sharded
+reader) assumes equal chunks and would be wrong without a word. Such a tensor says itself what it holds, by the method
+that torch's distributed checkpoints ask: this module is everything else that needs to know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_CHUNKS, _WRITES = "__create_chunk_list__", "__create_write_items__"  # torch's names: torch.distributed.checkpoint
+
+
+def is_uneven(tensor: Any) -> bool:
+    """Whether a tensor states its own chunk. (Looked up by name: DTensor takes 0.7 s to import, and this must be free
+    for models without any.)"""
+    return hasattr(tensor, "to_local") and hasattr(tensor._local_tensor, _CHUNKS)
+
+
+def chunk(tensor: Any) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor."""
+    (only,) = tensor.__create_chunk_list__()
+    return tuple(slice(start, start + size) for start, size in zip(only.offsets, only.sizes, strict=True))
+
+
+def cut_like(value: Any, param: Any) -> None:
+    """Make `value`, a DTensor laid out like the uneven `param`, state the same chunk."""
+    if value._local_tensor.shape != param._local_tensor.shape:
+        raise AssertionError(f"shards of {value._local_tensor.shape} and {param._local_tensor.shape} rows")
+    for name in (_CHUNKS, _WRITES):
+        setattr(value._local_tensor, name, getattr(param._local_tensor, name))
+
+
+@torch.no_grad()
+def gathered(tensor: Any) -> Tensor:
+    """The whole tensor, bit by bit. Collective over the tensor's mesh; ranks may hold shards of any size."""
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    whole[chunk(tensor)] = tensor.to_local()
+    # Every element comes from one rank and is zero elsewhere. As bytes, the sum cannot turn -0.0 into 0.0.
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(whole.view(-1).view(torch.uint8), group=tensor.device_mesh.get_group(axis))
+    return whole

@@ -1,0 +1,74 @@
+"""Let Megatron-FSDP run on CPU ranks: the calls of `torch.cuda` that it makes, as calls that do nothing.
+
+Streams and events order work that a CPU does in order anyway. The stand-in is global to the process: install it in a
+rank that runs nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+class _Event:
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, *args):
+        pass
+
+    def wait(self, *args):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return True
+
+
+class _Stream:
+    device = torch.device("cpu")
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, *args):
+        pass
+
+    def wait_event(self, *args):
+        pass
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        return False
+
+
+class _Properties:
+    total_memory = 2**40
+
+
+def install() -> None:
+    current = _Stream()
+    cuda = torch.cuda
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *args, **kwargs: current
+    cuda.stream = lambda stream=None: contextlib.nullcontext()
+    cuda.synchronize = cuda.empty_cache = lambda *args: None
+    cuda.current_device = cuda.memory_allocated = lambda *args: 0
+    cuda.mem_get_info = lambda *args: (2**40, 2**40)
+    cuda.get_device_properties = lambda *args: _Properties()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.record_stream = lambda *args, **kwargs: None
