@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,11 @@ from automodel_cli.models.attention import PACKED
 from automodel_cli.models.build import build_part
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
+from automodel_cli.models.router import RouterWatch
 from automodel_cli.models.source import hf_config
 from automodel_cli.models.support import probe_packing
 from automodel_cli.training.stages import SingleStage, Stages
+from automodel_cli.training.step import StepHook
 
 if TYPE_CHECKING:
     from recipes.base import Recipe
@@ -33,6 +36,7 @@ class Model:
     parts: list[ModelPart]
     num_parameters: int
     num_trained: int
+    step_hooks: Sequence[StepHook] = ()
 
     @classmethod
     def build(cls, recipe: Recipe, mesh: Mesh) -> Model:
@@ -50,7 +54,7 @@ class Model:
         device = recipe.parallelizer.parameter_device(mesh.device)
         for part in parts:
             load_weights(part, config, device=device, buffer_device=mesh.device, seed=recipe.seed)
-        return cls(mesh, stages, parts, *_count_parameters(parts, mesh))
+        return cls(mesh, stages, parts, *_count_parameters(parts, mesh), _watch_routers(parts, recipe, mesh))
 
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
@@ -95,6 +99,15 @@ def _build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
         microbatch_size=recipe.train.microbatch_size,
         num_microbatches=recipe.train.num_microbatches(mesh.dp_size),
     )
+
+
+def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[StepHook]:
+    """None for a dense model. Compiled layers are left whole unless the hooks are there to act on training."""
+    moe = recipe.model.moe
+    if recipe.parallelizer.enable_compile and not (moe.aux_loss_coef or moe.bias_update_speed):
+        return []
+    watch = RouterWatch(parts, moe, mesh)
+    return [] if watch.is_empty else [watch]
 
 
 def _count_parameters(parts: list[ModelPart], mesh: Mesh) -> tuple[int, int]:

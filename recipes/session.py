@@ -112,6 +112,7 @@ class Session:
                 self.optimizer,
                 self.mesh,
                 max_grad_norm=self.recipe.train.max_grad_norm,
+                hooks=self.model.step_hooks,
             )
         except NonFiniteError as error:
             raise error.located(step, self.data.train.describe) from error

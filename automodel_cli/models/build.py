@@ -10,9 +10,10 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import attention, compat, source
-from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.config import ModelConfig, MoEConfig
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
+from automodel_cli.models.router import is_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -34,6 +35,7 @@ def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> M
         model = _library_model(hf_config, config)
     train_every_token(model)
     model.config.use_cache = False
+    _choose_experts_kernel(model, config)
     if config.lora is not None:
         from automodel_cli.models import lora
 
@@ -57,6 +59,21 @@ def _library_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrain
             keys=("attention",),
             fix="model.attention=packed",
         ) from error
+
+
+def _choose_experts_kernel(model: PreTrainedModel, config: ModelConfig) -> None:
+    """grouped_mm is the library's own choice, where it can make one."""
+    kernel = config.moe.experts
+    if kernel == MoEConfig.experts:
+        return
+    if not any(is_experts(module) for module in model.modules()):
+        raise ConfigError(
+            f"moe.experts={kernel}, but {type(model).__name__} has no experts that the library calls through its "
+            "interface",
+            keys=("moe.experts",),
+            fix=f"model.moe.experts={MoEConfig.experts}",
+        )
+    model.set_experts_implementation(kernel)
 
 
 def train_every_token(model: PreTrainedModel) -> None:

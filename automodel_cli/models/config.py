@@ -43,6 +43,28 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """Mixtures of experts; `models/router.py` has the formulas.
+
+    experts: how the library multiplies tokens with their experts. "grouped_mm" is one kernel for all, "eager" a loop.
+    aux_loss_coef: weight of the load-balancing loss, 0 for none. bias_update_speed: step of the selection bias of
+    routers that have one (DeepSeek-V3 trained with 0.001), 0 leaves it alone. Both are off by default: a fine-tune
+    should not move what balances the experts unless it is asked to.
+    """
+
+    experts: Literal["grouped_mm", "eager"] = "grouped_mm"
+    aux_loss_coef: float = 0.0
+    bias_update_speed: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("aux_loss_coef", "bias_update_speed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must not be negative", keys=(name,), fix=f"model.moe.{name}=0"
+                )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A Hugging Face causal LM, unmodified.
 
@@ -69,6 +91,7 @@ class ModelConfig:
     attention: str = "packed"
     tokenizer: Any = None
     lora: LoRAConfig | None = None
+    moe: MoEConfig = MoEConfig()
     head_chunk_size: int | None = None
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,18 @@ class StepResult:
     """What the objective measures besides (see `MeasuredObjective`)."""
 
 
+class StepHook(Protocol):
+    """What else happens once per optimizer step (statistics of routers, and what follows from them)."""
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Before the first forward, with this rank's microbatches on the device. Collective."""
+        ...
+
+    def finish(self) -> dict[str, Tensor]:
+        """After the optimizer's step, which a non-finite one never reaches: more `StepResult.metrics`. Collective."""
+        ...
+
+
 class NonFiniteError(RunError):
     """Loss or gradient is inf or nan, or the step has nothing to train on. Raised on every rank, before the optimizer
     has touched a parameter.
@@ -59,6 +71,7 @@ def train_step(
     mesh: Mesh,
     *,
     max_grad_norm: float | None,
+    hooks: Sequence[StepHook] = (),
 ) -> StepResult:
     """One optimizer step over this rank's microbatches; every rank must bring equally many.
 
@@ -70,6 +83,8 @@ def train_step(
     batches = [batch.to(mesh.device) for batch in batches]
     weight = mesh.sum_over(mesh.dp, torch.stack([objective.weight(batch) for batch in batches]).sum())
     tally = Tally(objective, mesh.device)
+    for hook in hooks:
+        hook.begin(batches)
 
     def loss_of(logprobs_BT: Tensor, batch: Batch) -> Tensor:
         tally.add(logprobs_BT, batch)
@@ -82,7 +97,10 @@ def train_step(
         _refuse(loss, grad_norm, weight, stages, batches)
     optimizer.step()
     optimizer.zero_grad()
-    return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, metrics=tally.result(sums, mesh))
+    metrics = tally.result(sums, mesh)
+    for hook in hooks:
+        metrics |= hook.finish()
+    return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics)
 
 
 def _sum_of_losses(
