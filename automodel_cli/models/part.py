@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,6 +108,15 @@ class ModelPart(nn.Module):
                 fix="model.attention=packed",
             )
         self._context_group = group
+
+    @contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Inside, every rank runs the rows that it is given by itself, as generation does."""
+        group, self._context_group = self._context_group, None
+        try:
+            yield
+        finally:
+            self._context_group = group
 
     def local_inputs(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
         """Under context parallelism this rank's share of `Batch.model_inputs()`, with a `context` for attention in

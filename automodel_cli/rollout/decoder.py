@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, D hidden, V vocabulary, S wanted positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,8 @@ class Part(Protocol):
 
     def __call__(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> Tensor: ...
 
+    def whole_rows(self) -> AbstractContextManager[None]: ...
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -43,9 +45,9 @@ class Decoder:
 
     `stages` of a whole model is one stage owned by 0. `pp_group`: its ranks run each forward together, stage after
     stage, the hidden states sent from owner to owner; they must see the same calls. `lockstep_group`: ranks whose
-    forwards meet in collectives (expert or resharding data parallelism); a rank without work then runs dummy forwards.
-    `gathered()` is entered around a whole phase of generation and keeps gathered weights in place. `hidden_dtype`: of
-    what stages send.
+    forwards meet in collectives (expert parallelism); a rank without work then runs dummy forwards. `gathered()` is
+    entered around a whole phase of generation and keeps gathered weights in place; `gathers` says that the first
+    forward of a phase does so, together with other ranks. `hidden_dtype`: of what stages send.
     """
 
     def __init__(
@@ -55,12 +57,13 @@ class Decoder:
         *,
         pp_group: dist.ProcessGroup | None = None,
         lockstep_group: dist.ProcessGroup | None = None,
-        gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
+        gathered: Callable[[], AbstractContextManager[None]] | None = None,
         hidden_dtype: torch.dtype | None = None,
     ):
         self.stages, self.device = list(stages), device
         self.pp_group, self.lockstep_group = pp_group, lockstep_group
-        self._gathered, self._hidden_dtype = gathered, hidden_dtype
+        self.gathers = gathered is not None
+        self._gathered, self._hidden_dtype = gathered or nullcontext, hidden_dtype
         self.parts = [stage.part for stage in self.stages if stage.part is not None]
         self._rank = 0 if pp_group is None else dist.get_rank(pp_group)
 
@@ -80,7 +83,12 @@ class Decoder:
                 part.eval()
                 part.model.set_attn_implementation(NAME)
             # Shapes change with every step: compiled layers would be compiled over and over.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"), self._gathered():
+            with ExitStack() as stack:
+                for part in self.parts:
+                    stack.enter_context(part.whole_rows())
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(self._gathered())
                 yield
         finally:
             for part, name in zip(self.parts, before, strict=True):

@@ -99,10 +99,12 @@ class Sampler:
         )
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
+        must_gather = self.decoder.gathers
         self._cache.register()
         try:
             with self.decoder.generating():
-                while self.decoder.anyone(bool(waiting or active)):
+                while self.decoder.anyone(bool(waiting or active)) or must_gather:
+                    must_gather = False
                     if waiting and (not active or self.num_slots - len(active) >= self._refill):
                         self._start(waiting, active, params)
                     elif active:

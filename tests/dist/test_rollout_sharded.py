@@ -1,0 +1,125 @@
+"""The sampler on sharded models: every layout draws the tokens, with the log-probs, that one process draws.
+
+Data-parallel ranks have different numbers of prompts, one of them none: forwards must not need company once weights are
+gathered, and must keep in step where experts are exchanged.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models.attention import packed_attention, register
+from automodel_cli.models.head import HeadKind
+from automodel_cli.models.part import ModelPart
+from automodel_cli.parity.rows import FP32
+from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.rollout.decoder import Decoder
+from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.sampler import Sampler
+from automodel_cli.training.stages import SingleStage
+from recipes.engines import build_sampler
+from tests import tiny
+from tests.dist.harness import launch_all
+
+PARAMS = SamplingParams(max_new_tokens=9, temperature=0.8, top_p=0.9)
+STOP = [2, 5, 9, 30, 77]
+COUNTS = (5, 2, 0, 7)  # prompts of each data-parallel rank
+
+
+def prompts_of(dp_rank: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(dp_rank)
+    lengths = torch.randint(1, 12, (COUNTS[dp_rank],), generator=generator).tolist()
+    return [torch.randint(3, tiny.VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def seeds_of(dp_rank: int) -> list[int]:
+    return [sample_seed(0, dp_rank, i) for i in range(COUNTS[dp_rank])]
+
+
+def whole_part(family: str) -> ModelPart:
+    register()
+    model = tiny.build_hf(family)
+    model.set_attn_implementation("packed")
+    return ModelPart(model, HeadKind("plain"))
+
+
+@cache
+def alone(family: str):
+    sampler = Sampler(Decoder.whole(whole_part(family)), packed_attention, stop_token_ids=STOP, num_slots=3)
+    return [sampler.generate(prompts_of(rank), PARAMS, seeds_of(rank)) for rank in range(len(COUNTS))]
+
+
+def _generate(rank, world, family, mesh_config, pipeline, parallelizer):
+    """This rank's completions; checks that the model trains afterwards as if nothing had been generated."""
+    mesh = build_mesh(mesh_config.resolve(world), "cpu")
+    config = parallelizer or FSDP2Config(mp_policy=FP32)
+    part = whole_part(family)
+    if pipeline is None:
+        stages = SingleStage(parallelize(part, mesh, config))
+    else:
+        stages = build_pipeline(
+            part, mesh, PipelineConfig(schedule=pipeline), config, microbatch_size=1, num_microbatches=4
+        )
+    sampler = build_sampler(stages, mesh, stop_token_ids=STOP, num_slots=2)
+    completions = []
+    for _ in range(2):  # the second phase gathers again
+        completions = sampler.generate(prompts_of(mesh.dp_rank), PARAMS, seeds_of(mesh.dp_rank))
+        sharded = [p for module in stages.parts for p in module.parameters() if isinstance(p, DTensor)]
+        assert sharded or parallelizer is not None, "weights stayed gathered"
+    assert all(module.training for part in stages.parts for module in part.modules())
+    batches = [tiny.packed_batch([[tiny.token_row(10, rank)]]) for _ in range(4)]
+    loss = stages.forward_backward(batches, lambda logprobs, batch: -logprobs[batch.labels_BT != IGNORE_INDEX].sum())
+    assert loss.isfinite() and all(p.grad is not None for m in stages.parts for p in m.parameters())
+    return mesh.dp_rank, [(c.tokens, c.logprobs, c.finish_reason) for c in completions]
+
+
+def check(world, family, mesh_config, pipeline=None, parallelizer=None):
+    results = launch_all(_generate, world, family, mesh_config, pipeline, parallelizer)
+    seen = set()
+    for dp_rank, completions in results:
+        seen.add(dp_rank)
+        expected = alone(family)[dp_rank]
+        assert [tokens for tokens, _, _ in completions] == [c.tokens for c in expected]
+        assert [reason for _, _, reason in completions] == [c.finish_reason for c in expected]
+        for (_, logprobs, _), want in zip(completions, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(want.logprobs), atol=1e-5, rtol=0)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_fsdp2_with_an_idle_rank(family):
+    assert check(4, family, MeshConfig(dp_size=4)) == {0, 1, 2, 3}
+
+
+def test_hybrid_sharding_and_ddp():
+    check(4, "llama", MeshConfig(dp_size=4, dp_replicate_size=2))
+    check(2, "llama", MeshConfig(dp_size=2), parallelizer=DDPConfig())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_expert_parallel_ranks_keep_in_step(family):
+    check(4, family, MeshConfig(dp_size=4, ep_size=2))
+
+
+@pytest.mark.parametrize(("family", "schedule"), [("llama", "1f1b"), ("gpt_oss", "interleaved_1f1b"), ("llama", "zbv")])
+def test_pipeline(family, schedule):
+    check(2, family, MeshConfig(dp_size=1, pp_size=2), schedule)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_pipeline_of_expert_parallel_stages(family):
+    assert check(4, family, MeshConfig(dp_size=2, pp_size=2, ep_size=2), "1f1b") == {0, 1}
+
+
+def test_context_parallel_ranks_generate_the_same():
+    check(2, "gpt_oss", MeshConfig(dp_size=1, cp_size=2))
