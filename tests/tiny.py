@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.parity.batches import next_token_labels, packed_batch, token_row
+from automodel_cli.parity.gradients import full
+from automodel_cli.parity.reference import logprobs_of
+
+__all__ = ["full", "logprobs_of", "next_token_labels", "packed_batch", "token_row"]  # of the package, for the tests
 
 VOCAB = 160
 NUM_LAYERS = 4
@@ -109,36 +112,6 @@ def perturb(model: nn.Module, seed: int) -> None:
             buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.05)
 
 
-def token_row(length: int, seed: int = 0) -> Tensor:
-    """One document: int64 `[length]`, no special tokens."""
-    return torch.randint(3, VOCAB - 10, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-def next_token_labels(ids_T: Tensor) -> Tensor:
-    return F.pad(ids_T[1:], (0, 1), value=IGNORE_INDEX)
-
-
-def packed_batch(rows: Sequence[Sequence[Tensor]]) -> Batch:
-    """Rows of documents (all rows equally many tokens) as one Batch: every token but a document's first is a label."""
-    documents = [document for row in rows for document in row]
-    lengths = [len(document) for document in documents]
-    return Batch(
-        input_ids_BT=torch.stack([torch.cat(list(row)) for row in rows]),
-        labels_BT=torch.stack([torch.cat([next_token_labels(d) for d in row]) for row in rows]),
-        position_ids_BT=torch.stack([torch.cat([torch.arange(len(d)) for d in row]) for row in rows]),
-        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
-        max_seqlen=max(lengths),
-        row_ids_B=torch.arange(len(rows)),
-    )
-
-
-def logprobs_of(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """fp32 log-prob of each label, 0 where it is ignored: the plain definition."""
-    logprobs_TV = logits_TV.float().log_softmax(-1)
-    picked_T = logprobs_TV.gather(-1, labels_T.clamp(min=0)[..., None])[..., 0]
-    return picked_T.masked_fill(labels_T == IGNORE_INDEX, 0.0)
-
-
 def separate_documents(model: PreTrainedModel, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Log-probs of each document, run alone through the unmodified model: the reference of packing."""
     outputs = []
@@ -148,12 +121,8 @@ def separate_documents(model: PreTrainedModel, rows: Sequence[Sequence[Tensor]])
     return outputs
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # DTensor or plain
-
-
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Full gradients by parameter name; parameters without one are absent."""
+    """Full gradients by the module's own parameter names; parameters without one are absent."""
     return {name: full(p.grad).detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -1,0 +1,84 @@
+"""Microbatches that show mistakes: documents of uneven lengths, label masks uneven over ranks, one with no label."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.parity.rows import NUM_MICROBATCHES
+
+PACKED_ROWS = ((5, 7, 10), (15, 7))  # document lengths of the two rows of a microbatch
+PADDED_ROWS = ((11, 11), (20, 2))  # a document, then padding
+_SMALLEST_TOKEN, _VOCAB = 3, 150
+
+
+def step_batches(*, packed: bool, count: int = NUM_MICROBATCHES) -> list[Batch]:
+    """Microbatches of one optimizer step; data-parallel rank r of n takes the r-th of n equal parts.
+
+    22 tokens a row: no multiple of what context parallelism cuts rows into. The first microbatch of the last quarter
+    has no label at all: its ranks must still take part.
+    """
+    return [microbatch(i, packed=packed, all_ignored=count > 1 and i == count * 3 // 4) for i in range(count)]
+
+
+def microbatch(index: int, *, packed: bool, all_ignored: bool = False) -> Batch:
+    """Two rows that no other index has; as many labels are masked at their start as `index` is large (up to 7)."""
+    lengths = PACKED_ROWS if packed else PADDED_ROWS
+    rows = [[token_row(n, seed=100 * index + 10 * r + d) for d, n in enumerate(row)] for r, row in enumerate(lengths)]
+    batch = packed_batch(rows)
+    labels_BT = batch.labels_BT.clone()
+    labels_BT[:, : index % 8] = IGNORE_INDEX
+    if not packed:
+        for r, (document, _) in enumerate(lengths):
+            labels_BT[r, document:] = IGNORE_INDEX
+    if all_ignored:
+        labels_BT[:] = IGNORE_INDEX
+    batch = replace(batch, labels_BT=labels_BT, row_ids_B=torch.arange(2) + 2 * index)
+    return replace(batch, extra=columns(batch, seed=index))
+
+
+def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
+    """Every column that an objective may read (`objectives/base.py`), with values of the size that training gives."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    documents_BT, count = batch.document_ids_BT, batch.num_documents
+    labelled = documents_BT[batch.labels_BT != IGNORE_INDEX].unique()
+    desirable_S = torch.full((count,), -1).index_copy(0, labelled, labelled % 2)
+    extra = {
+        "pairs_P2": labelled[: len(labelled) // 2 * 2].view(-1, 2),
+        "desirable_S": desirable_S,
+        "kl_baseline_1": torch.tensor([0.1]),
+        "advantages_BT": torch.randn(count, generator=generator)[documents_BT],
+        "rewards_BT": (documents_BT % 2).float(),
+    }
+    for name in ("ref", "sampler", "old"):  # about what a random model gives each of its few tokens
+        extra[f"{name}_logprobs_BT"] = torch.randn(batch.shape, generator=generator) * 0.3 - math.log(_VOCAB)
+    return extra
+
+
+def token_row(length: int, seed: int = 0) -> Tensor:
+    """One document: int64 `[length]`, no special tokens of the small copies."""
+    return torch.randint(_SMALLEST_TOKEN, _VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def next_token_labels(ids_T: Tensor) -> Tensor:
+    return F.pad(ids_T[1:], (0, 1), value=IGNORE_INDEX)
+
+
+def packed_batch(rows: Sequence[Sequence[Tensor]]) -> Batch:
+    """Rows of documents (all rows equally many tokens) as one Batch: every token but a document's first is a label."""
+    documents = [document for row in rows for document in row]
+    lengths = [len(document) for document in documents]
+    return Batch(
+        input_ids_BT=torch.stack([torch.cat(list(row)) for row in rows]),
+        labels_BT=torch.stack([torch.cat([next_token_labels(d) for d in row]) for row in rows]),
+        position_ids_BT=torch.stack([torch.cat([torch.arange(len(d)) for d in row]) for row in rows]),
+        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        max_seqlen=max(lengths),
+        row_ids_B=torch.arange(len(rows)),
+    )

@@ -1,0 +1,122 @@
+"""One real optimizer step on a mesh of ranks against one process: what `automodel verify` and the test suite share.
+
+`run_rows` is what every rank runs; each rank compares the gradients that it holds, so copies that drift apart show, and
+rank 0 judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import Batch
+from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models.build import build_part
+from automodel_cli.models.load import load_weights
+from automodel_cli.models.part import ModelPart
+from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.gradients import full_gradients, gradient_errors, missing, worst_of
+from automodel_cli.parity.reference import Original, Reference
+from automodel_cli.parity.rows import Row
+from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.training.stages import SingleStage, Stages
+from automodel_cli.training.step import StepResult, train_step
+
+Sabotage = Callable[[list[Batch]], list[Batch]]
+"""Breaks the side under test only: gets the microbatches of this rank, and may patch what it likes."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative to the reference: loss, gradient norm, and the worst gradient (of `name`) over the largest gradient."""
+
+    loss: float
+    grad_norm: float
+    gradient: float
+    name: str = ""
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.grad_norm, self.gradient)
+
+    def within(self, tolerance: float) -> bool:
+        return self.loss <= tolerance and self.grad_norm <= tolerance and self.gradient <= tolerance  # nan is not
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The layout was refused, as a run would be, with this reason."""
+
+    reason: str
+
+
+class Recorder(torch.optim.Optimizer):
+    """An optimizer that keeps the gradients it was given, in full, and changes nothing."""
+
+    def __init__(self, *parts: nn.Module):
+        super().__init__([param for part in parts for param in part.parameters()], {})
+        self.parts = parts
+        self.gradients: dict[str, Tensor] = {}
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.gradients = full_gradients(self.parts)
+
+
+def run_rows(
+    rank: int, world: int, original: Original, rows: Sequence[Row], sabotage: Sabotage | None = None
+) -> list[Errors | Refused]:
+    """Every row on these ranks, one after another. Rank 0's list is the verdict; other ranks' errors are their own."""
+    return [run_row(original, row, sabotage) for row in rows]
+
+
+def run_row(original: Original, row: Row, sabotage: Sabotage | None = None) -> Errors | Refused:
+    """One row, on all ranks of the process group. Collective."""
+    try:
+        mesh = build_mesh(row.mesh.resolve(dist.get_world_size()), "cpu")
+        stages = build_stages(original, row, mesh)
+    except ConfigError as error:
+        return Refused(str(error))
+    every = step_batches(packed=row.packed, count=row.num_microbatches)
+    count = len(every) // mesh.dp_size
+    mine = every[mesh.dp_rank * count :][:count]
+    recorder = Recorder(*stages.parts)
+    batches = mine if sabotage is None else sabotage(mine)
+    result = train_step(stages, batches, row.objective, recorder, mesh, max_grad_norm=None)
+    return judge(original.reference(packed=row.packed), result, recorder.gradients)
+
+
+def build_stages(original: Original, row: Row, mesh: Mesh) -> Stages:
+    """The way a recipe builds them: meta, cut, parallelised, then filled from the saved model."""
+    config = original.model_config()
+    part = build_part(config)
+    stages: Stages
+    if row.pipeline is None:
+        stages = SingleStage(parallelize(part, mesh, row.parallelizer))
+    else:
+        count = row.num_microbatches // mesh.dp_size
+        stages = build_pipeline(part, mesh, row.pipeline, row.parallelizer, microbatch_size=2, num_microbatches=count)
+    for local in stages.parts:
+        assert isinstance(local, ModelPart)
+        device = row.parallelizer.parameter_device(mesh.device)
+        load_weights(local, config, device=device, buffer_device=mesh.device, seed=0)
+    return stages
+
+
+def judge(want: Reference, result: StepResult, got: dict[str, Tensor]) -> Errors:
+    """Errors of a step, the worst over all ranks. Collective: a gradient must be on some rank, and right on each."""
+    everywhere: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, gradient_errors(want.gradients, got))
+    everywhere.append(missing(want.gradients, {name for of_rank in everywhere for name in of_rank}))
+    name, gradient = worst_of(everywhere)
+    return Errors(
+        loss=abs(result.loss.item() - want.loss) / abs(want.loss),
+        grad_norm=abs(result.grad_norm.item() - want.grad_norm) / want.grad_norm,
+        gradient=gradient,
+        name=name,
+    )

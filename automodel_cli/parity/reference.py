@@ -1,0 +1,119 @@
+"""What every layout is compared with: the library's model as it is, eager attention, one document at a time.
+
+It computes in float64 on the float32 weights, so that the error of a row is its own: a reference in float32 is off by 5e-7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.models import compat
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.objectives.base import Objective
+from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.gradients import full_gradients
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Of one optimizer step. `gradients` by the name of the parameter in the library's model."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+
+
+def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Objective) -> Reference:
+    """Every document alone through `model`; nothing of this package but the objective's own arithmetic.
+
+    Microbatches are added up in float64, so that an error is that of the other side.
+    """
+    weight = float(sum(objective.weight(batch) for batch in batches))
+    loss = 0.0
+    sums: dict[str, Tensor] = {}
+    for batch in batches:
+        model.zero_grad()
+        value = objective(_logprobs(model, batch), batch) / weight
+        value.backward()
+        loss += value.item()
+        for name, grad in full_gradients([model]).items():
+            sums[name] = sums.get(name, torch.zeros(())) + grad.double()
+    norm = torch.stack([grad.square().sum() for grad in sums.values()]).sum().sqrt()
+    return Reference(loss, norm.item(), {name: grad.float() for name, grad in sums.items()})
+
+
+def _logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:
+    ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
+    logprobs = []
+    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        logits_TV = model(input_ids=ids_N[None, start:end], use_cache=False).logits[0]
+        logprobs.append(logprobs_of(logits_TV, labels_N[start:end]))
+    return torch.cat(logprobs).view(batch.shape)
+
+
+def logprobs_of(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Log-prob of each label in fp32 or better, 0 where it is ignored: the plain definition."""
+    logprobs_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
+    picked_T = logprobs_TV.gather(-1, labels_T.clamp(min=0)[..., None])[..., 0]
+    return picked_T.masked_fill(labels_T == IGNORE_INDEX, 0.0)
+
+
+@dataclass(frozen=True)
+class Original:
+    """A model that was saved as the library saves it, and what it gives in one process, packed and not.
+
+    Ranks get only this: the folder to load from, like any checkpoint, and the numbers to be met.
+    """
+
+    folder: Path
+    attention: str = "packed"
+    trust_remote_code: bool = False
+
+    @classmethod
+    def write(
+        cls,
+        folder: Path,
+        model: PreTrainedModel,
+        objective: Objective,
+        *,
+        kinds: Sequence[bool] = (True, False),
+        attention: str = "packed",
+        trust_remote_code: bool = False,
+    ) -> Original:
+        """Save `model` (fp32, eager attention, train mode), then measure it in float64 on the step's batches of these
+        kinds (`packed`)."""
+        with compat.quiet():
+            model.save_pretrained(folder)
+        model.double()
+        model.set_experts_implementation("eager")  # one expert after another; the library's faster way has no float64
+        for packed in kinds:
+            found = one_process(model, step_batches(packed=packed), objective)
+            torch.save(vars(found), cls._path(folder, packed))
+        return cls(folder, attention, trust_remote_code)
+
+    def reference(self, *, packed: bool) -> Reference:
+        stored: Mapping[str, object] = torch.load(self._path(self.folder, packed), mmap=True)
+        return Reference(**stored)  # type: ignore[arg-type]
+
+    def model_config(self) -> ModelConfig:
+        """The head works in chunks of a few tokens, so that chunks end inside rows."""
+        return ModelConfig(
+            pretrained=str(self.folder),
+            attention=self.attention,
+            trust_remote_code=self.trust_remote_code,
+            head_chunk_size=16,
+        )
+
+    @staticmethod
+    def _path(folder: Path, packed: bool) -> Path:
+        return folder / f"reference-{'packed' if packed else 'padded'}.pt"
