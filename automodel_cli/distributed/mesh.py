@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,8 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """(pp, ep_shard, ep): inside each pipeline stage, the ranks of dp, cp and tp taken `ep` neighbours at a time."""
+    # Experts are sharded over ep first and ep_shard second, so gathering them takes two steps; torch warns each time.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sizes = (layout.pp, layout.ep_shard, layout.ep)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "ep_shard", "ep"))
 
