@@ -35,8 +35,8 @@ from automodel_cli.models.config import MoEConfig
 class Ranks(Protocol):
     """What is asked of the mesh."""
 
-    device: torch.device
-
+    @property
+    def device(self) -> torch.device: ...
     @property
     def pp(self) -> DeviceMesh: ...
     @property

@@ -176,6 +176,15 @@ def test_every_family_under_every_schedule():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_with_tensor_parallelism_in_the_same_layer(family):
+    """Tokens are the same on all ranks of tp; 65 or so of them do not divide evenly."""
+    sequence = replace(FSDP2, sequence_parallel=True)
+    check(2, [Case(family, MeshConfig(tp_size=2, ep_size=2))])
+    meshes = [MeshConfig(tp_size=2, ep_size=2), MeshConfig(tp_size=2, ep_size=4)]
+    check(4, [*(Case(family, m) for m in meshes), Case(family, meshes[0], config=sequence)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_that_receive_nothing(family):
     """All tokens go to two experts, so three of the four ranks never see one, and their experts get zero gradients."""
     check(4, [Case(family, EP4, skewed=True), Case(family, EP4, config=RECOMPUTE, skewed=True)])
