@@ -29,6 +29,7 @@ CODE_FILES = (
     "chat.py",
     "formats.py",
     "packing.py",
+    "preferences.py",
     "prepare.py",
     "readers.py",
     "rows.py",

@@ -31,10 +31,16 @@ TRAINING_TEMPLATE_FIX = "data.mask=last_turn, or data.chat_template=<a template 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of one document; `trained` says of each whether the model must learn to produce it."""
+    """Tokens of one document; `trained` says of each whether the model must learn to produce it.
+
+    Of two documents that stay together the tokens follow each other: `split` are the first one's. `judgement` of such
+    a row is 1 or 0 for a response judged good or bad.
+    """
 
     ids: np.ndarray
     trained: np.ndarray
+    split: int = 0
+    judgement: int = -1
 
 
 def resolve_chat_template(choice: str | None, tokenizer: Any) -> str | None:

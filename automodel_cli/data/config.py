@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "judged"]
 Packing = Literal["best_fit", "wrapped", "none"]
 LongDocuments = Literal["split", "truncate", "drop", "fail"]
 Mask = Literal["assistant", "last_turn", "all"]
@@ -22,6 +22,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
 }
 """What each format reads from a row; `columns` maps these names to the columns of the data."""
+PREFERENCE_FIELDS: dict[str, tuple[str, ...]] = {
+    "preference": ("prompt", "messages", "chosen", "rejected", "system", "tools"),
+    "judged": ("prompt", "messages", "completion", "label", "system", "tools"),
+}
+"""The same for rows with preferences, which only recipes of kind dpo read."""
+ALL_FIELDS = {**FIELDS, **PREFERENCE_FIELDS}
 
 
 class TaskNode(Protocol):
@@ -36,7 +42,7 @@ class TaskNode(Protocol):
 
 def check_columns(columns: dict[str, str], key: str) -> None:
     """Refuse a column map that names a field no format reads."""
-    known = sorted({name for names in FIELDS.values() for name in names})
+    known = sorted({name for names in ALL_FIELDS.values() for name in names})
     for name in columns:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.6)
@@ -196,6 +202,33 @@ class DataConfig:
         if self.num_workers is not None and self.num_workers < 0:
             raise ConfigError(
                 f"num_workers={self.num_workers} must be 0 (in this process) or more", keys=("num_workers",)
+            )
+
+    def check_kind(self, *, preferences: bool) -> None:
+        """Refuse what does not fit rows with preferences, or formats of preferences where plain rows are trained."""
+        formats = [self.format, *(source.format for source in self.sources or ())]
+        for fmt in formats:
+            if fmt != "auto" and (fmt in PREFERENCE_FIELDS) != preferences:
+                kind = "rows with preferences" if preferences else "plain rows"
+                raise ConfigError(
+                    f"format={fmt} does not hold {kind}, which this recipe trains on",
+                    keys=("format",),
+                    fix="data.format=auto, or a recipe of the other kind",
+                )
+        if not preferences:
+            return
+        if self.packing == "wrapped" or self.long_documents in ("split", "truncate"):
+            raise ConfigError(
+                f"packing={self.packing} with long_documents={self.long_documents} cuts responses, but the two of a "
+                "pair are compared whole and in one row",
+                keys=("packing", "long_documents"),
+                fix="data.packing=best_fit data.long_documents=drop",
+            )
+        if self.mask == "all":
+            raise ConfigError(
+                "mask=all would compare prompts; only responses are",
+                keys=("mask",),
+                fix="data.mask=assistant",
             )
 
     def train_sources(self) -> list[SourceConfig]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.stores import PackedStore
 
@@ -42,6 +43,13 @@ class PackedDataset:
         self.stores, self.weights = list(stores), list(weights)
         self.pad_id, self.row_len, self.pad_multiple = pad_id, row_len, pad_multiple
         self.first_rows = np.cumsum([0, *(store.num_rows for store in stores)])
+        kinds = {store.kind for store in stores}
+        if len(kinds) > 1:
+            raise DataError(
+                f"the datasets of a run are of one kind, but these hold {' and '.join(sorted(kinds))}",
+                fix="train on pairs and on judged responses in runs of their own",
+            )
+        self.kind: str = kinds.pop()
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
@@ -67,6 +75,11 @@ class PackedDataset:
         pieces = slice(int(store.row_offsets[local]), int(store.row_offsets[local + 1]))
         names = [store.meta["files"][i] for i in store.files[pieces].tolist()]
         return list(zip(names, store.lines[pieces].tolist(), strict=True))
+
+    def roles(self, row: int) -> np.ndarray:
+        """Role of each document of a row with preferences, see `PackedStore`."""
+        store, local = self._locate(row)
+        return store.roles[int(store.row_offsets[local]) : int(store.row_offsets[local + 1])]
 
     def describe(self, row: int) -> str:
         """Where the row comes from, for messages: `train.jsonl:18, 44`."""
@@ -96,7 +109,8 @@ class PackedDataset:
     def collate(self, row_indices: Sequence[int]) -> Batch:
         """The rows as one microbatch; `DUMMY_ROW` stands for a row of padding.
 
-        Padding at a row's end is a document of its own: no real token attends to it, nor it to one.
+        Padding at a row's end is a document of its own: no real token attends to it, nor it to one. Rows of pairs and
+        judged responses come with `pairs_P2` and `desirable_S` (see `objectives/base.py`).
         """
         rows = [self.tokens(int(row)) if row != DUMMY_ROW else _EMPTY for row in row_indices]
         num_tokens = self.row_len or self._round_up(max(len(ids) for ids, _, _ in rows))
@@ -120,7 +134,23 @@ class PackedDataset:
             cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
             max_seqlen=int(lengths.max()),
             row_ids_B=torch.tensor([int(row) for row in row_indices], dtype=torch.int64),
+            extra=self._preferences(row_indices, [len(of_row) for of_row in starts]),
         )
+
+    def _preferences(self, row_indices: Sequence[int], counts: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What objectives of this kind of rows read; `counts` are the documents of each row, padding included."""
+        if self.kind == "documents":
+            return {}
+        roles_S = np.full(sum(counts), -1, np.int64)
+        first = np.cumsum([0, *counts])
+        for i, row in enumerate(row_indices):
+            if row != DUMMY_ROW:
+                roles = self.roles(int(row))
+                roles_S[first[i] : first[i] + len(roles)] = roles
+        if self.kind == "judged":
+            return {"desirable_S": torch.from_numpy(roles_S)}
+        chosen_P = np.flatnonzero(roles_S == 1)
+        return {"pairs_P2": torch.from_numpy(np.stack([chosen_P, chosen_P + 1], 1))}
 
     def _round_up(self, number: int) -> int:
         return max(self.pad_multiple, -(-number // self.pad_multiple) * self.pad_multiple)

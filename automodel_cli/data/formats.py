@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.config import FIELDS
+from automodel_cli.data.config import ALL_FIELDS, FIELDS
 from automodel_cli.data.rows import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -99,7 +99,8 @@ def _suggest_columns(rows: Sequence[Mapping[str, Any]], shared: set[str]) -> str
     texts = [c for c in (rows[0] if rows else {}) if c in shared and isinstance(rows[0][c], str)]
     if set(PREFERENCE_COLUMNS) <= shared:
         prompt = next((c for c in ("prompt", "question", *LIST_COLUMNS) if c in shared), "prompt")
-        return f"data.columns='{{prompt: {prompt}, completion: chosen}}' trains on the preferred answer"
+        plain = f"data.columns='{{prompt: {prompt}, completion: chosen}}' trains on the preferred answer"
+        return f"{plain}; a recipe of kind dpo trains on both"
     if len(texts) >= 2:
         return f"data.columns='{{prompt: {texts[0]}, completion: {texts[1]}}}'"
     if len(texts) == 1:
@@ -113,10 +114,10 @@ class RowReader:
     def __init__(self, fmt: str, columns: Mapping[str, str], *, chat: bool):
         """`chat`: a chat template is there, so prompt and completion become a user and an assistant turn."""
         self.fmt, self.columns, self.chat = fmt, dict(columns), chat
-        stray = [field for field in columns if field not in FIELDS[fmt]]
+        stray = [field for field in columns if field not in ALL_FIELDS[fmt]]
         if stray:
             raise DataError(
-                f"format {fmt} reads no {stray[0]!r}; its fields are {', '.join(FIELDS[fmt])}",
+                f"format {fmt} reads no {stray[0]!r}; its fields are {', '.join(ALL_FIELDS[fmt])}",
                 fix=f"remove {stray[0]} from data.columns, or set data.format",
             )
 
@@ -191,12 +192,12 @@ class RowReader:
                 raise RowError("bad_history", f"history[{turn}] is not a pair of texts")
             messages += [_turn("user", pair[0]), _turn("assistant", pair[1])]
         messages += [_turn("user", question), _turn("assistant", answer)]
-        return self._chat_or_text(messages, self._optional_text(row, "system"), None)
+        return self.chat_or_text(messages, self._optional_text(row, "system"), None)
 
     def _prompt_completion(self, row: Mapping[str, Any]) -> Document:
         prompt, completion = self._required(row, "prompt"), self._required(row, "completion")
-        before, _ = _as_messages(prompt, "user")
-        after, wanted = _as_messages(completion, "assistant")
+        before, _ = as_messages(prompt, "user")
+        after, wanted = as_messages(completion, "assistant")
         if not isinstance(prompt[1], str) and not self.chat:
             raise RowError(
                 "no_template", f"{prompt[0]} holds messages, which need a chat template", fix=NO_TEMPLATE_FIX
@@ -204,9 +205,9 @@ class RowReader:
         if any(message["role"] != "assistant" for message in after):
             raise RowError("bad_role", f"{completion[0]} must hold assistant messages only")
         trained = [False] * len(before) + wanted
-        return self._chat_or_text(before + after, self._optional_text(row, "system"), self._tools(row), trained)
+        return self.chat_or_text(before + after, self._optional_text(row, "system"), self._tools(row), trained)
 
-    def _chat_or_text(
+    def chat_or_text(
         self,
         messages: list[dict[str, Any]],
         system: str,
@@ -238,7 +239,7 @@ def _with_system(
     return Conversation(messages, trained, tools)
 
 
-def _as_messages(field: tuple[str, Any], role: str) -> tuple[list[dict[str, Any]], list[bool]]:
+def as_messages(field: tuple[str, Any], role: str) -> tuple[list[dict[str, Any]], list[bool]]:
     """Text, one message or a list of messages (the prompt or completion of conversational data) as messages."""
     column, value = field
     if isinstance(value, str):

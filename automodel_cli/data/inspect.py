@@ -68,11 +68,15 @@ def print_row(console: Console, dataset: PackedDataset, tokenizer: Any, row: int
     colour = console.color_system is not None
     heading = f"row {row} of {len(dataset):,}: {len(ids):,} tokens, {dataset.num_label_tokens(row):,} trained"
     console.print(Text(heading, "bold" if colour else ""))
+    names = {1: "chosen", 0: "rejected"} if dataset.kind == "pairs" else {1: "good", 0: "bad", -1: "another's answer"}
+    roles = [] if dataset.kind == "documents" else [f" ({names[role]})" for role in dataset.roles(row).tolist()]
     for number, (name, line) in enumerate(dataset.documents(row)):
         a, b = int(bounds[number]), int(bounds[number + 1])
         count = int(label_mask[a:b].sum())
+        role = roles[number] if roles else ""
         head = (
-            f"── document {number + 1}: {name}:{line}, {b - a:,} tokens, {count:,} trained, positions 0-{b - a - 1} ──"
+            f"── document {number + 1}{role}: {name}:{line}, {b - a:,} tokens, {count:,} trained, "
+            f"positions 0-{b - a - 1} ──"
         )
         console.print(Text(head, "cyan" if colour else ""))
         console.print(render_document(ids[a:b], label_mask[a:b], tokenizer, colour=colour), soft_wrap=True)

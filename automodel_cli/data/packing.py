@@ -48,10 +48,10 @@ class Packed:
         return float(self.pieces.length.sum()) / max(1, self.num_rows * seq_len)
 
 
-def cut_long(lengths: np.ndarray, seq_len: int, choice: LongDocuments) -> Pieces:
+def cut_long(lengths: np.ndarray, seq_len: int, choice: LongDocuments, instead: LongDocuments = "split") -> Pieces:
     """Documents as pieces of at most `seq_len` tokens. `split` loses no token; `truncate` keeps the first `seq_len`.
 
-    Raises DataError for `fail` when a document is longer.
+    Raises DataError for `fail` when a document is longer, with `instead` as its fix.
     """
     document = np.arange(len(lengths), dtype=np.int64)
     lengths = lengths.astype(np.int64)
@@ -60,7 +60,7 @@ def cut_long(lengths: np.ndarray, seq_len: int, choice: LongDocuments) -> Pieces
         raise DataError(
             f"{int(is_long.sum()):,} of {len(lengths):,} documents are longer than seq_len={seq_len} (the longest has "
             f"{int(lengths.max()):,} tokens)",
-            fix=f"data.seq_len={int(lengths.max())}, or data.long_documents=split",
+            fix=f"data.seq_len={int(lengths.max())}, or data.long_documents={instead}",
         )
     if choice == "drop":
         document = document[~is_long]
@@ -166,3 +166,13 @@ def _fill_group(
                 insort(rooms, remaining)
             open_bins[remaining].append(bins)
     return left, placed
+
+
+def in_halves(packed: Packed, first_lengths: np.ndarray) -> Packed:
+    """The same rows with every piece, which is two documents that stay together, as two: the first document of piece i
+    has `first_lengths[i]` tokens.
+    """
+    pieces = packed.pieces
+    lengths = np.stack([first_lengths, pieces.length - first_lengths], 1).ravel()
+    starts = np.stack([pieces.start, pieces.start + first_lengths], 1).ravel()
+    return Packed(Pieces(np.repeat(pieces.document, 2), starts, lengths), packed.row_offsets * 2)

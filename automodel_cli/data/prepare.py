@@ -19,10 +19,11 @@ import numpy as np
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
 from automodel_cli.data.chat import GENERATION_TAG, Encoded, resolve_chat_template
-from automodel_cli.data.config import DataConfig, SourceConfig
+from automodel_cli.data.config import DataConfig, LongDocuments, SourceConfig
 from automodel_cli.data.dataset import PackedDataset, shuffled
 from automodel_cli.data.formats import detect_format
 from automodel_cli.data.packing import Pieces, cut_long, pack
+from automodel_cli.data.preferences import detect_preferences
 from automodel_cli.data.report import DataReport, LongReport, SourceReport
 from automodel_cli.data.rows import Rejected, RowError, rows_error
 from automodel_cli.data.sources import Source, TaskSource, first_rows, open_source
@@ -55,14 +56,18 @@ class _Part:
     held_out: str = ""
 
 
-def prepare(config: DataConfig, tokenizer: Any, *, seed: int, progress: Progress | None = None) -> PreparedData:
+def prepare(
+    config: DataConfig, tokenizer: Any, *, seed: int, preferences: bool = False, progress: Progress | None = None
+) -> PreparedData:
     """Tokenise, mask, pack and cache the data, or find it in the cache.
 
-    `seed` decides which rows `validation_rows` takes out. `progress` receives a line each few seconds of a long
-    tokenisation (default: standard error). Raises DataError with every row that cannot be used, grouped by cause.
+    `preferences`: rows are pairs or judged responses (`data/preferences.py`), not plain documents. `seed` decides which
+    rows `validation_rows` takes out. `progress` receives a line each few seconds of a long tokenisation (default:
+    standard error). Raises DataError with every row that cannot be used, grouped by cause.
     """
     began = time.perf_counter()
-    builder = _Builder(config, tokenizer, progress or (lambda line: print(line, file=sys.stderr)))
+    config.check_kind(preferences=preferences)
+    builder = _Builder(config, tokenizer, preferences, progress or (lambda line: print(line, file=sys.stderr)))
     train, validation = builder.tokenised()
     _check_rows(config, [*train, *validation])
     if config.validation_rows:
@@ -136,8 +141,8 @@ def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part]
 class _Builder:
     """One call of `prepare`: the tokenizer, the template and the cache folder, and what they make of a source."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any, progress: Progress):
-        self.config, self.tokenizer, self.progress = config, tokenizer, progress
+    def __init__(self, config: DataConfig, tokenizer: Any, preferences: bool, progress: Progress):
+        self.config, self.tokenizer, self.preferences, self.progress = config, tokenizer, preferences, progress
         self.root = cache_root(config.cache_dir)
         self.template = resolve_chat_template(config.chat_template, tokenizer)
         self.tokenizer_key = tokenizer_fingerprint(tokenizer)
@@ -146,8 +151,9 @@ class _Builder:
         """Training and validation sources with their tokens."""
         config = self.config
         if config.task is not None:
-            train = TaskSource(config.task, "train"), SourceConfig("task", format="messages")
-            validation = TaskSource(config.task, "validation"), SourceConfig("task", format="messages")
+            described = SourceConfig("task", format="auto" if self.preferences else "messages")
+            train = TaskSource(config.task, "train"), described
+            validation = TaskSource(config.task, "validation"), described
             return [self._tokens(*train)], [self._tokens(*validation)]
         sources = config.train_sources()
         extra = []
@@ -167,6 +173,7 @@ class _Builder:
             "template": self.template,
             "tokenizer": self.tokenizer_key,
             "mask": self.config.mask,
+            "preferences": self.preferences,
         }
         key = entry_key({"kind": "tokens", **ingredients})
         folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
@@ -177,7 +184,8 @@ class _Builder:
         if fmt == "auto":
             examples = first_rows(source)
             # with no readable row at all any format will do: every row is refused by its own error
-            fmt = detect_format(examples, config.columns, source.name) if examples else "text"
+            detect, any_format = (detect_preferences, "judged") if self.preferences else (detect_format, "text")
+            fmt = detect(examples, config.columns, source.name) if examples else any_format
         encoder = RowEncoder(self.tokenizer, EncodeSpec(fmt, config.columns, self.template, self.config.mask))
         for_rows, for_origins = itertools.tee(source.rows())
         workers = choose_workers(self.config.num_workers, source.num_bytes)
@@ -189,6 +197,7 @@ class _Builder:
             meta={
                 "files": source.files,
                 "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
+                "kind": {"preference": "pairs", "judged": "judged"}.get(fmt, "documents"),
                 "format": fmt + (", detected" if config.format == "auto" else ""),
                 "masked_by": self._masked_by(fmt),
             },
@@ -262,7 +271,8 @@ class _Builder:
         if config.packing == "wrapped":
             pieces, long = Pieces(documents, np.zeros_like(documents), lengths), LongReport("split")
         else:
-            pieces = cut_long(lengths, config.seq_len, config.long_documents)
+            instead: LongDocuments = "drop" if self.preferences else "split"
+            pieces = cut_long(lengths, config.seq_len, config.long_documents, instead)
             pieces = replace(pieces, document=documents[pieces.document])
             pieces, long = self._without_labels(tokens, pieces, lengths)
         packed = pack(pieces, config.seq_len, config.packing)

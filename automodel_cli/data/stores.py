@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from automodel_cli.data.chat import Encoded
-from automodel_cli.data.packing import Packed
+from automodel_cli.data.packing import Packed, in_halves
 from automodel_cli.data.rows import Rejected, RowError, read_rejected, write_rejected
 
 WRITE_TOKENS = 1 << 20
 """Tokens gathered before each write: about what a core's cache holds."""
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,20 @@ class TokenStore:
     offsets: np.ndarray
     files: np.ndarray
     lines: np.ndarray
+    splits: np.ndarray = field(default_factory=_none)
+    judgements: np.ndarray = field(default_factory=_none)
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore:
         """Memory-map a complete entry."""
         meta = json.loads((folder / "meta.json").read_text())
-        arrays = [_load(folder, name) for name in ("offsets", "files", "lines")]
+        arrays = [_load(folder, name) for name in ("offsets", "files", "lines", "splits", "judgements")]
         return cls(folder, meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
+
+    @property
+    def kind(self) -> str:
+        """`documents`, `pairs` or `judged`."""
+        return str(self.meta.get("kind", "documents"))
 
     @property
     def num_documents(self) -> int:
@@ -71,7 +82,8 @@ class PackedStore:
 
     Row r holds the pieces `row_offsets[r]:row_offsets[r + 1]`; piece p the tokens `offsets[p]:offsets[p + 1]`, from
     `lines[p]` of `meta["files"][files[p]]`. `num_label_tokens[r]` counts the row's trained tokens. Label masks never
-    reach over a piece's end.
+    reach over a piece's end. Where `kind` is `pairs` or `judged` the pieces 2i and 2i + 1 belong together, and
+    `roles[p]` is 1 for a chosen or good response, 0 for a rejected or bad one, -1 for one that is only scored.
     """
 
     meta: dict[str, Any]
@@ -82,14 +94,20 @@ class PackedStore:
     files: np.ndarray
     lines: np.ndarray
     num_label_tokens: np.ndarray
+    roles: np.ndarray = field(default_factory=_none)
 
     @classmethod
     def open(cls, folder: Path) -> PackedStore:
         """Memory-map a complete entry."""
         meta = json.loads((folder / "meta.json").read_text())
-        names = ("offsets", "row_offsets", "files", "lines", "num_label_tokens")
+        names = ("offsets", "row_offsets", "files", "lines", "num_label_tokens", "roles")
         arrays = [_load(folder, name) for name in names]
         return cls(meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
+
+    @property
+    def kind(self) -> str:
+        """`documents`, `pairs` or `judged`."""
+        return str(self.meta.get("kind", "documents"))
 
     @property
     def num_rows(self) -> int:
@@ -105,10 +123,10 @@ def write_tokens(
     meta: dict[str, Any],
     special_ids: Collection[int],
 ) -> None:
-    """Write a token entry from encoded rows and, in the same order, where each comes from. `meta` names `files` and
-    `dtype`.
+    """Write a token entry from encoded rows and, in the same order, where each comes from. `meta` names `files`,
+    `dtype` and `kind`.
     """
-    lengths, files, lines = [], [], []
+    lengths, files, lines, splits, judgements = [], [], [], [], []
     rejected: list[Rejected] = []
     num_rows = ends_trained = 0
     place = iter(origins)
@@ -129,11 +147,15 @@ def write_tokens(
             ids_file.write(np.concatenate([item.ids for item in good]).astype(meta["dtype"]).tobytes())
             mask_file.write(np.concatenate([_next_trained(item.trained) for item in good]).tobytes())
             lengths += [len(item.ids) for item in good]
+            splits += [item.split for item in good]
+            judgements += [item.judgement for item in good]
             ends_trained += sum(int(_last_trained(item)) in special_ids for item in good)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     np.save(folder / "offsets.npy", offsets)
     np.save(folder / "files.npy", np.asarray(files, np.int32))
     np.save(folder / "lines.npy", np.asarray(lines, np.int64))
+    np.save(folder / "splits.npy", np.asarray(splits, np.int64))
+    np.save(folder / "judgements.npy", np.asarray(judgements, np.int8))
     write_rejected(folder / "rejected.jsonl", rejected)
     label_tokens = int(np.sum(_map(folder, "label_mask", "uint8"), dtype=np.int64))
     counts = {"num_rows": num_rows, "num_rejected": len(rejected), "ends_trained": ends_trained}
@@ -158,6 +180,9 @@ def _last_trained(item: Encoded) -> int:
 
 def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict[str, Any]) -> None:
     """Write the rows' tokens and masks in their order, with document boundaries and the line each piece comes from."""
+    kind = source.kind
+    if kind != "documents":
+        packed = in_halves(packed, source.splits[packed.pieces.document])
     pieces = packed.pieces
     offsets = np.concatenate([[0], np.cumsum(pieces.length)]).astype(np.int64)
     first = source.offsets[pieces.document] + pieces.start
@@ -183,11 +208,22 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
         ("files", source.files[pieces.document]),
         ("lines", source.lines[pieces.document]),
         ("num_label_tokens", per_row),
+        ("roles", _none() if kind == "documents" else _roles(kind, source.judgements[pieces.document])),
     ):
         np.save(folder / f"{name}.npy", array)
     (folder / "meta.json").write_text(
-        json.dumps({**meta, "dtype": source.meta["dtype"], "files": source.meta["files"]})
+        json.dumps({**meta, "kind": kind, "dtype": source.meta["dtype"], "files": source.meta["files"]})
     )
+
+
+def _roles(kind: str, judgements: np.ndarray) -> np.ndarray:
+    """See `PackedStore`."""
+    roles = judgements.astype(np.int8)
+    if kind == "pairs":
+        roles[::2], roles[1::2] = 1, 0
+    else:
+        roles[1::2] = -1
+    return roles
 
 
 def _load(folder: Path, name: str) -> np.ndarray:

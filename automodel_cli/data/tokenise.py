@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from automodel_cli.data.chat import ChatEncoder, Encoded, encode_texts
-from automodel_cli.data.config import Mask
+from automodel_cli.data.config import PREFERENCE_FIELDS, Mask
 from automodel_cli.data.formats import Completion, Conversation, Document, PlainText, RowReader
+from automodel_cli.data.preferences import Judged, Pair, PreferenceReader
 from automodel_cli.data.readers import Row
 from automodel_cli.data.rows import RowError
 
@@ -39,12 +40,17 @@ class RowEncoder:
 
     def __init__(self, tokenizer: Any, spec: EncodeSpec):
         self.tokenizer, self.spec = tokenizer, spec
-        self.reader = RowReader(spec.fmt, spec.columns, chat=spec.template is not None)
+        reader = PreferenceReader if spec.fmt in PREFERENCE_FIELDS else RowReader
+        self.reader = reader(spec.fmt, spec.columns, chat=spec.template is not None)
         self.chat = None if spec.template is None else ChatEncoder(tokenizer, spec.template, spec.mask)
 
     def encode(self, rows: Sequence[Row | RowError]) -> list[Encoded | RowError]:
         """One result per row, in order. A row is refused also when nothing of it would be trained."""
-        documents = [self._read(row) for row in rows]
+        if isinstance(self.reader, PreferenceReader):
+            return self._encode_preferences(self.reader, rows)
+        return self._encode_documents([_attempt(self.reader.read, row) for row in rows])
+
+    def _encode_documents(self, documents: Sequence[Document | RowError]) -> list[Encoded | RowError]:
         out: list[Encoded | RowError] = [d if isinstance(d, RowError) else _NOTHING for d in documents]
         for kind, encode in (
             (Conversation, self._encode_chats),
@@ -56,13 +62,23 @@ class RowEncoder:
                 out[place] = _refuse_untrained(result)
         return out
 
-    def _read(self, row: Row | RowError) -> Document | RowError:
-        if isinstance(row, RowError):
-            return row
-        try:
-            return self.reader.read(row)
-        except RowError as error:
-            return error
+    def _encode_preferences(self, reader: PreferenceReader, rows: Sequence[Row | RowError]) -> list[Encoded | RowError]:
+        """Both documents of each row, one after the other: of a pair the chosen and the rejected response; of a judged
+        row its own response, and for the reference point of KTO that of the next judged row.
+        """
+        read: list[Pair | Judged | RowError] = [_attempt(reader.read_preference, row) for row in rows]
+        judged = [row for row in read if isinstance(row, Judged)]
+        next_of = {id(row): judged[(i + 1) % len(judged)] for i, row in enumerate(judged)}
+        documents: list[Document | RowError] = []
+        for row in read:
+            if isinstance(row, Pair):
+                documents += [row.chosen, row.rejected]
+            elif isinstance(row, Judged):
+                documents += [_attempt(reader.judged_document, row, other) for other in (row, next_of[id(row)])]
+            else:
+                documents += [row, row]
+        encoded = self._encode_documents(documents)
+        return [_together(row, a, b) for row, a, b in zip(read, encoded[::2], encoded[1::2], strict=True)]
 
     def _encode_chats(self, chats: Sequence[Any]) -> list[Encoded | RowError]:
         if self.chat is None and chats:
@@ -119,6 +135,32 @@ class RowEncoder:
 
 
 _NOTHING = RowError("internal", "the row was not encoded")
+
+
+def _attempt(function: Callable[..., Any], row: Any, *more: Any) -> Any:
+    """The result, or the row's error as a value, so that the other rows of the batch go on."""
+    if isinstance(row, RowError):
+        return row
+    try:
+        return function(row, *more)
+    except RowError as error:
+        return error
+
+
+def _together(row: Pair | Judged | RowError, first: Encoded | RowError, second: Encoded | RowError) -> Any:
+    """Two documents as one item that no packer takes apart, or why one of them cannot be used."""
+    for side, result in (("chosen", first), ("rejected", second)):
+        if isinstance(result, RowError):
+            if not isinstance(row, Pair):
+                return result
+            return RowError(result.code, f"{side}: {result.message}", fix=result.fix, raw=result.raw)
+    assert isinstance(first, Encoded) and isinstance(second, Encoded), "refused above"
+    return Encoded(
+        np.concatenate([first.ids, second.ids]),
+        np.concatenate([first.trained, second.trained]),
+        split=len(first.ids),
+        judgement=int(row.desirable) if isinstance(row, Judged) else -1,
+    )
 
 
 def _refuse_untrained(result: Encoded | RowError) -> Encoded | RowError:

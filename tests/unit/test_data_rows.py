@@ -160,7 +160,10 @@ def test_formats_are_told_by_columns(row, columns, expected):
         (
             {"conversations": [], "chosen": "a", "rejected": "b"},
             "x.jsonl: cannot tell the format from the columns chosen, conversations, rejected",
-            "data.columns='{prompt: conversations, completion: chosen}' trains on the preferred answer",
+            (
+                "data.columns='{prompt: conversations, completion: chosen}' trains on the preferred answer; "
+                "a recipe of kind dpo trains on both"
+            ),
         ),
     ],
 )
