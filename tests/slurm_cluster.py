@@ -16,7 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,13 +109,14 @@ def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, st
         log.close()
         if command[0] == "munged":
             _wait(folder, "munged", (folder / "munge.socket").exists)
-    _wait(folder, "both nodes", lambda: _idle_nodes(found) == len(NODES))
+    _wait(folder, "both nodes", lambda: idle_nodes(found) == len(NODES))
     return found
 
 
-def _idle_nodes(found: dict[str, str]) -> int:
+def idle_nodes(found: Mapping[str, str] | None = None) -> int:
+    """How many nodes have nothing left to do or to clean up."""
     command = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
-    answer = subprocess.run(command, env=os.environ | found, capture_output=True, text=True)
+    answer = subprocess.run(command, env={**os.environ, **(found or {})}, capture_output=True, text=True)
     return int(answer.stdout or 0)
 
 

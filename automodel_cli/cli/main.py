@@ -21,7 +21,7 @@ import click
 from automodel_cli import __version__
 from automodel_cli.config import bundled
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.launch import worker
+from automodel_cli.launch import peers, worker
 
 _FAILED, _USAGE, _OUT_OF_MEMORY, _INTERRUPTED = 1, 2, 4, 130
 
@@ -100,6 +100,9 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
     except Exception as error:
+        if (lost := peers.lost(error)) is not None:
+            click.echo(render(lost), err=True)
+            return lost.exit_code
         traceback.print_exception(error.with_traceback(_own_frames(error)))
         return _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else _FAILED
 

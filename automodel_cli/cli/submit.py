@@ -66,7 +66,6 @@ def submit(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], dry_ru
     ranks_per_node = _ranks_per_node(options["gpus_per_node"], options.pop("ranks_per_node"))
     composed, recipe = common.load(conf, overrides, trust)
     _check_ranks(composed, recipe, options["nodes"], ranks_per_node)
-    sbatch = "" if dry_run else slurm.find_sbatch()
     if options["cpus_per_task"] is None and options["gpus_per_node"]:
         options["cpus_per_task"] = _CPUS_PER_GPU
     job_name = options.pop("job_name")
@@ -85,6 +84,7 @@ def submit(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], dry_ru
     if dry_run:
         click.echo(job.script(), nl=False)
         return
+    sbatch = slurm.find_sbatch()
     is_new = not folder.exists()
     folder = recipe.run_folder(composed, make=True)  # another one, if somebody was quicker
     _send(sbatch, replace(job, run_dir=folder, name=job_name or folder.name), remove=is_new)

@@ -84,7 +84,8 @@ case $CODE in
         say "stopped, and saved; requeued $ATTEMPT times already; go on with: sbatch $RUN/job.sbatch"
     else
         say "saved; requeued"
-        scontrol requeue "$SLURM_JOB_ID"
+        trap - TERM
+        scontrol requeue "$SLURM_JOB_ID" && sleep 60        # until Slurm ends this shell: an exit would end the job
     fi
     ;;
 *)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from tests.e2e.command import automodel, curve, metrics, write_config
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(slurm_cluster.missing()), reason=str(slurm_cluster.missing()))]
 _SIZE = ["--nodes", "2", "--gpus-per-node", "0"]
+_STEPS = 30
+_RUN = (f"train.max_steps={_STEPS}", "checkpoint.every=6", "logging.report=false")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,27 +78,75 @@ def wait_for_end(run: Path, job: str) -> str:
     return field(job, "JobState")
 
 
-def test_a_preempted_job_is_requeued_and_goes_on_bitwise(folder: Path) -> None:
-    whole, cut = folder / "runs" / "whole", folder / "runs" / "cut"
-    more = ("train.max_steps=30", "checkpoint.every=12", "logging.report=false")
-    job = submit(folder, "whole", *more)
-    assert wait_for_end(whole, job) == "COMPLETED", log(whole)
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """The run of a job that nobody disturbed."""
+    job = submit(folder, "whole", *_RUN)
+    run = folder / "runs" / "whole"
+    assert wait_for_end(run, job) == "COMPLETED", log(run)
+    return run
 
-    job = submit(folder, "cut", *more)
-    wait(cut, "step 3", lambda: step(cut) >= 3)
+
+def assert_same_bits(run: Path, whole: Path) -> None:
+    assert [row["step"] for row in metrics(run) if "loss" in row] == list(range(1, _STEPS + 1))
+    for key in ("loss", "grad_norm", "lr", "num_label_tokens", "val_loss"):
+        assert curve(run, key) == curve(whole, key)
+    weights = [(folder / "export" / "model.safetensors").read_bytes() for folder in (run, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_a_preempted_job_is_requeued_and_goes_on_bitwise(folder: Path, whole: Path) -> None:
+    run = folder / "runs" / "preempted"
+    job = submit(folder, "preempted", *_RUN)
+    wait(run, "step 3", lambda: step(run) >= 3)
     slurm("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1 does before the time limit
-    wait(cut, "requeue", lambda: field(job, "Restarts") == "1" and field(job, "JobState") == "PENDING")
-    saved = step(cut)
-    assert saved < 30 and (cut / "checkpoints" / f"step-{saved:06d}").is_dir()
+    wait(run, "requeue", lambda: field(job, "Restarts") == "1" and slurm_cluster.idle_nodes() == 2)
+    saved = step(run)
+    assert saved < _STEPS and (run / "checkpoints" / f"step-{saved:06d}").is_dir(), log(run)
     slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm lets a requeued job wait two minutes
-    assert wait_for_end(cut, job) == "COMPLETED", log(cut)
+    assert wait_for_end(run, job) == "COMPLETED", log(run)
 
-    text = log(cut)
+    text = log(run)
     assert "requeued 0 of at most 20 times" in text and "requeued 1 of at most 20 times" in text
     assert f"from step {saved}" in text and text.rstrip().endswith("done")
-    assert (cut / "logs" / "rank-1.log").exists() and not list((folder / "runs").glob("cut-*"))
-    assert [row["step"] for row in metrics(cut) if "loss" in row] == list(range(1, 31))
-    for key in ("loss", "grad_norm", "lr", "num_label_tokens", "val_loss"):
-        assert curve(cut, key) == curve(whole, key)
-    weights = [(run / "export" / "model.safetensors").read_bytes() for run in (whole, cut)]
-    assert weights[0] == weights[1]
+    assert (run / "logs" / "rank-1.log").exists() and not list((folder / "runs").glob("preempted-*"))
+    assert (run / "logs" / f"job-{job}-0" / "rank-0.exit").read_text() == "75"
+    assert_same_bits(run, whole)
+
+
+def test_a_lost_rank_and_a_cancelled_job_cost_no_more_than_they_must(folder: Path, whole: Path) -> None:
+    """The script that --dry-run prints; one rank killed, handed in again, cancelled, handed in again."""
+    run = folder / "runs" / "lost"
+    shown = automodel(folder, "submit", "-c", "tiny.yaml", *_SIZE, "--dry-run", "run_name=lost", *_RUN)
+    (folder / "copy.sbatch").write_text(shown.stdout)
+    assert not run.exists(), "a dry run writes nothing"
+    (run / "logs").mkdir(parents=True)
+    job = slurm("sbatch", "--parsable", f"--chdir={folder}", str(folder / "copy.sbatch")).strip()
+    wait(run, "step 8", lambda: step(run) >= 8)
+    os.kill(int((run / "logs" / f"job-{job}-0" / "rank-1.pid").read_text()), signal.SIGKILL)
+    assert wait_for_end(run, job) == "FAILED", log(run)
+    text = log(run)
+    assert field(job, "ExitCode") == "1:0" and field(job, "Restarts") == "0"
+    assert "rank 0 of 2 on n1 has lost another rank" in text and "Traceback" not in text
+    assert "failed with exit code 1; the first rank (task) to end: n2: task 1: Killed" in text
+    assert "nothing is lost but the steps since runs/lost/checkpoints/step-000006" in text
+    assert text.rstrip().endswith("go on with: sbatch runs/lost/job.sbatch")
+
+    job = slurm("sbatch", "--parsable", str(run / "job.sbatch")).strip()
+    wait(run, "a further step", lambda: f"job {job}" in log(run) and "from step 6" in log(run) and step(run) >= 8)
+    slurm("scancel", job)
+    assert wait_for_end(run, job) == "CANCELLED", log(run)
+    wait(run, "the batch script", lambda: slurm_cluster.idle_nodes() == 2)
+    saved = step(run)
+    assert (run / "checkpoints" / f"step-{saved:06d}").is_dir() and saved < _STEPS, log(run)
+    assert field(job, "Restarts") == "0" and "stopped, and saved; go on with" in log(run)
+
+    job = slurm("sbatch", "--parsable", str(run / "job.sbatch")).strip()
+    assert wait_for_end(run, job) == "COMPLETED", log(run)
+    assert_same_bits(run, whole)
+
+
+def test_what_slurm_refuses_leaves_nothing_behind(folder: Path) -> None:
+    done = automodel(folder, "submit", "-c", "tiny.yaml", *_SIZE, "--partition", "nowhere", "run_name=refused")
+    assert done.returncode == 1 and "Slurm refused the job: " in done.stderr and "partition" in done.stderr
+    assert not (folder / "runs" / "refused").exists()
