@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.distributed.config import DDPConfig, FSDP2Config
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.pipelining.config import PipelineConfig
@@ -31,7 +31,7 @@ class Recipe:
     objective: Any
     optimizer: Any
     lr_scheduler: Any
-    parallelizer: FSDP2Config | DDPConfig = field(default_factory=FSDP2Config)
+    parallelizer: FSDP2Config | MegatronFSDPConfig | DDPConfig = field(default_factory=FSDP2Config)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig | None = None
     train: TrainConfig

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
+from automodel_cli.distributed.megatron_fsdp import weights_changed
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.attention import PACKED
@@ -54,6 +55,7 @@ class Model:
         device = recipe.parallelizer.parameter_device(mesh.device)
         for part in parts:
             load_weights(part, config, device=device, buffer_device=mesh.device, seed=recipe.seed)
+        weights_changed(parts)
         return cls(mesh, stages, parts, *_count_parameters(parts, mesh), _watch_routers(parts, recipe, mesh))
 
     @property

@@ -60,7 +60,8 @@ class MegatronPart(nn.Module):
     def _state_chunks(self) -> None:
         """Let every sharded parameter say which rows it holds, as torch's distributed checkpoints ask (shards are no
         equal chunks). The package does so on the tensors from which it then makes parameters, which forget it."""
-        for name, param in self.part.named_parameters():
+        params: dict[str, Any] = dict(self.part.named_parameters())
+        for name, param in params.items():
             source = self.wrapped.param_and_grad_buffer.dist_main_weight[name]._local_tensor
             for method in ("__create_chunk_list__", "__create_write_items__"):
                 if hasattr(source, method):  # whole copies (no_shard) have neither

@@ -22,6 +22,7 @@ from automodel_cli.models import compat, lora, quantized, source
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.seeds import seed_for
+from automodel_cli.models.uneven import is_uneven
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,7 +136,7 @@ def _skeleton(part: ModelPart, config: ModelConfig, target: _Target) -> tuple[Pr
                 full_name = f"{prefix}.{name}".lstrip(".")
                 if full_name not in target.names:
                     del store[name]
-                elif compat.is_dtensor(tensor := target.tensors[target.names[full_name]]):
+                elif compat.is_dtensor(tensor := target.tensors[target.names[full_name]]) and not is_uneven(tensor):
                     store[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
     return skeleton, mapping
 
@@ -186,7 +187,8 @@ def _load_safetensors(
             value = module._parameters.get(leaf, module._buffers.get(leaf))
             assert value is not None
             if not value.is_meta:
-                target.fill(name, value.detach())
+                param = target.tensors[target.names[name]]  # read whole where shards are uneven, else in its part
+                target.fill(name, compat.local_part(param, value.detach()) if is_uneven(param) else value.detach())
                 _to_meta(module, leaf)
     if missing := target.missing():
         raise ConfigError(

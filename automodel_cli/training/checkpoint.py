@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.distributed.megatron_fsdp import weights_changed
+from automodel_cli.models.uneven import cut_like, is_uneven
 from automodel_cli.training import rng
 from automodel_cli.training.checkpoint_dir import CheckpointDir, read_meta
 from automodel_cli.training.config import CheckpointConfig
@@ -125,6 +127,9 @@ class Checkpointer:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was asked to copy before it returns"
+        for key, tensor in state.items():
+            if is_uneven(tensor):
+                cut_like(staged[key], tensor)  # a copy does not know it
         self._pending = self._thread.submit(self._write, staged, meta, final)
         return final
 
@@ -171,6 +176,7 @@ class Checkpointer:
             if isinstance(entry, TensorStorageMetadata):
                 state[f"rng.{self._rank}"] = torch.empty(entry.size, dtype=torch.uint8)
         dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        weights_changed(parts)
         if optimizer is not None:
             load_optimizer_state(parts, optimizer, {key: state[key] for key in states})
             self._restore_generators(state, meta["step"])

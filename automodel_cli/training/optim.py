@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from automodel_cli.training.param_groups import TrainableParam
 
+_WHOLE_MATRICES = ("Muon", "AdamW8bit", "Adafactor")
 Implementation = Literal["auto", "fused", "foreach", "loop"]
 
 
@@ -217,6 +218,29 @@ def build_optimizer(node: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimi
     A partial that knows `weight_decay` gets the same groups as the nodes; its own or default value acts on the
     matrices.
     """
+    from automodel_cli.distributed.megatron_fsdp import follow_optimizer
+
+    _refuse_uneven_shards(node, parts)
+    optimizer = _build(node, parts)
+    follow_optimizer(optimizer, parts)
+    return optimizer
+
+
+def _refuse_uneven_shards(node: Any, parts: Sequence[nn.Module]) -> None:
+    """Megatron-FSDP's shards suit optimizers that treat every element alone; others would be wrong without a word."""
+    from automodel_cli.models.uneven import is_uneven
+
+    kind = node.func if isinstance(node, functools.partial) else type(node)
+    name = getattr(kind, "__name__", str(kind))
+    if name in _WHOLE_MATRICES and any(is_uneven(param) for part in parts for param in part.parameters()):
+        raise ConfigError(
+            f"{name} works on whole rows or blocks of a matrix, which megatron_fsdp cuts anywhere",
+            keys=("optimizer", "parallelizer"),
+            fix="parallelizer=fsdp2, or optimizer._target_=automodel_cli.training.optim.AdamW",
+        )
+
+
+def _build(node: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
     if not isinstance(node, functools.partial):
         if not isinstance(node, (AdamW, Muon, AdamW8bit)):
             raise ConfigError(

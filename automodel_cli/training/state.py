@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.models.uneven import cut_like, is_uneven
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float}
@@ -49,7 +50,7 @@ def named_trainable(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parame
 
 def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """`model.<name>` -> trainable parameters and persistent buffers; the tensors are the live ones."""
-    state: dict[str, Tensor] = {f"model.{name}": param.detach() for name, param in named_trainable(parts)}
+    state: dict[str, Tensor] = {f"model.{name}": _cut(param.detach(), param) for name, param in named_trainable(parts)}
     for part in parts:
         bare = _bare(part)
         persistent = {_bare_name(name) for name in bare.state_dict()}
@@ -65,7 +66,7 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
     for name, param in named_trainable(parts):
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor):
-                state[f"optim.{name}#{key}"] = _dequantised(value)
+                state[f"optim.{name}#{key}"] = _cut(_dequantised(value), param)
             elif isinstance(value, (int, float)):
                 state[f"optim.{name}#{key}:{type(value).__name__}"] = torch.tensor(value)
             else:
@@ -75,6 +76,13 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
                     fix="optimizer._target_=automodel_cli.training.optim.AdamW",
                 )
     return state
+
+
+def _cut(value: Tensor, param: nn.Parameter) -> Tensor:
+    """`value`, which says what it holds of the whole if it is cut like a parameter with unequal shards."""
+    if is_uneven(param) and isinstance(value, DTensor):
+        cut_like(value, param)
+    return value
 
 
 def _dequantised(value: Tensor) -> Tensor:
@@ -127,7 +135,7 @@ def optimizer_template(parts: Sequence[nn.Module], metadata: Metadata) -> dict[s
         for key, entry in saved.get(name, []):
             dtype = entry.properties.dtype
             if entry.size == param.shape and param.ndim > 0:
-                template[key] = torch.empty_like(param, dtype=dtype, requires_grad=False).detach()
+                template[key] = _cut(torch.empty_like(param, dtype=dtype, requires_grad=False).detach(), param)
             else:
                 template[key] = torch.empty(entry.size, dtype=dtype)
     return template
