@@ -10,6 +10,7 @@ gives the nodes' names an address, taken away again at the end.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -46,6 +47,7 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 MpiDefault=none
 KillWait=20
+FirstJobId={first}
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
 PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
@@ -74,6 +76,8 @@ def cluster() -> Iterator[dict[str, str]]:
         _HOSTS.write_text(before + _HOSTS_LINE)
         yield _start(folder, daemons)
     finally:
+        if daemons:
+            _end_jobs(folder)
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in daemons:
@@ -93,7 +97,9 @@ def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, st
     key.chmod(0o600)
     folder.chmod(0o755)  # clients of other users would reach the socket
     conf = folder / "slurm.conf"
-    conf.write_text(_CONF.format(host=socket.gethostname().partition(".")[0], folder=folder, ports=_free_ports(3)))
+    host = socket.gethostname().partition(".")[0]
+    first = random.randrange(1, 10**6)  # rendezvous ports come from job ids: two clusters here must not share them
+    conf.write_text(_CONF.format(host=host, folder=folder, ports=_free_ports(3), first=first))
     found = {"SLURM_CONF": str(conf)}
     munge = [f"--{name}={folder}/munge.{end}" for name, end in (("socket", "socket"), ("key-file", "key"))]
     munge += [f"--{name}={folder}/munge.{end}" for name, end in (("pid-file", "pid"), ("log-file", "log"))]
@@ -111,6 +117,16 @@ def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, st
             _wait(folder, "munged", (folder / "munge.socket").exists)
     _wait(folder, "both nodes", lambda: idle_nodes(found) == len(NODES))
     return found
+
+
+def _end_jobs(folder: Path) -> None:
+    """What a failed test left running would outlive the daemons."""
+    found = {"SLURM_CONF": str(folder / "slurm.conf")}
+    for command in (["scancel", "--full", "--signal=KILL", "--user=root"], ["scancel", "--user=root"]):
+        subprocess.run(command, env=os.environ | found, capture_output=True, timeout=60)
+    deadline = time.monotonic() + 20
+    while idle_nodes(found) < len(NODES) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def idle_nodes(found: Mapping[str, str] | None = None) -> int:

@@ -126,6 +126,24 @@ def gpu() -> Iterator[Verdict]:
         yield Verdict("ok", "gpu", text)
 
 
+def slurm() -> Iterator[Verdict]:
+    """Whether this host submits to Slurm, and the job that this process is part of."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is not None:
+        size = f"{os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes, {os.environ.get('SLURM_NTASKS', '?')} tasks"
+        yield Verdict("ok", "slurm", f"inside job {job}: {size}")
+    elif sbatch := shutil.which("sbatch"):
+        answer = subprocess.run(["sinfo", "--noheader", "--format=%D"], capture_output=True, text=True, timeout=20)
+        if answer.returncode:
+            reason = answer.stderr.strip().splitlines()[-1:]
+            yield Verdict("warn", "slurm", f"{sbatch}, but no cluster answers: {''.join(reason)}", "scontrol ping")
+        else:
+            nodes = sum(int(n) for n in answer.stdout.split())
+            yield Verdict("ok", "slurm", f"{sbatch}   {nodes} nodes: automodel submit")
+    else:
+        yield Verdict("ok", "slurm", "none: automodel submit --dry-run prints a script to copy")
+
+
 def space() -> Iterator[Verdict]:
     """Room for runs, for the Hugging Face cache, and shared memory for NCCL and data workers."""
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
@@ -152,7 +170,7 @@ def extras() -> Iterator[Verdict]:
         yield Verdict("ok", "extras not there", f"{', '.join(missing)}: pip install '{DISTRIBUTION}[NAME]'")
 
 
-CHECKS: tuple[Callable[[], Iterator[Verdict]], ...] = (python, dependencies, clashes, gpu, space, extras)
+CHECKS: tuple[Callable[[], Iterator[Verdict]], ...] = (python, dependencies, clashes, gpu, slurm, space, extras)
 
 
 def satisfies(version: str, spec: str) -> bool:

@@ -46,7 +46,7 @@ def submit(folder: Path, name: str, *overrides: str) -> str:
 
 
 def slurm(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def field(job: str, name: str) -> str:
