@@ -6,9 +6,10 @@ when a run starts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
@@ -20,6 +21,8 @@ from automodel_cli.training.config import CheckpointConfig, LoggingConfig, Train
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.data.batch import Batch
+    from recipes.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,12 @@ class Recipe:
     output_dir: str = "runs"
     seed: int = 0
 
+    preferences: ClassVar[bool] = False
+    """Whether rows are pairs or judged responses."""
+
     def __post_init__(self) -> None:
         """The rules between sections; each section has checked itself."""
+        self.data.check_kind(preferences=self.preferences)
         self.parallelizer.check_mesh(self.mesh)
         pp_size = self.mesh.pp_size or 1
         if pp_size > 1 and self.pipeline is None:
@@ -80,6 +87,10 @@ class Recipe:
         """Train. Returns the exit code; `source` is what `config.yaml` in the run directory will say."""
         raise NotImplementedError
 
+    def batch_columns(self, session: Session) -> Callable[[list[Batch]], list[Batch]]:
+        """What adds the columns that the objective reads besides the rows. Called once, while the model is as loaded."""
+        return lambda batches: batches
+
     def inspect_data(self, source: Composed, **options: Any) -> None:
         """Print prepared rows with trained tokens marked, and the totals."""
         from automodel_cli.data.inspect import show
@@ -87,13 +98,20 @@ class Recipe:
         from automodel_cli.models.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(self.model)
-        show(prepare(self.data, tokenizer, seed=self.seed), tokenizer, **options)
+        data = prepare(self.data, tokenizer, seed=self.seed, preferences=self.preferences)
+        show(data, tokenizer, **options)
 
     def plan(self, source: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
         """Print stages, memory of a GPU and idle time on `num_gpus`, from the model's config alone."""
         from recipes.plan import print_plan
 
         return print_plan(self, source, num_gpus=num_gpus, memory_gib=memory_gib, svg=svg)
+
+    def verify(self, source: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
+        """Compare every parallelism of this recipe with one process, on a tiny copy of its model."""
+        from recipes.verify import verify
+
+        return verify(self, source, wanted=wanted, tolerance=tolerance, as_json=as_json)
 
     def export(self, run_dir: Path, output: Path) -> int:
         """Write the newest checkpoint of `run_dir` as a Hugging Face folder, reload it and compare."""

@@ -48,6 +48,10 @@ class Recipe(Protocol):
         """Print what a run on so many GPUs would hold, need and wait for; returns the exit code."""
         ...
 
+    def verify(self, composed: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
+        """Compare the recipe's layouts with one process on small CPU ranks; returns 0 where all agree, else 1."""
+        ...
+
     def export(self, run_dir: Path, out_dir: Path) -> int:
         """Write the newest checkpoint of a run for `transformers`; returns the exit code."""
         ...

@@ -33,6 +33,7 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,12 @@ def launch_all(
 def preload(*modules: str) -> None:
     """More modules for the server to import, before the first launch; afterwards it changes nothing."""
     _more.extend(modules)
+
+
+def start_server() -> None:
+    """Let the server import what it preloads while this process does something else. `launch` would start it too."""
+    _server()
+    ensure_running()
 
 
 _more: list[str] = []

@@ -1,6 +1,7 @@
 """What every layout is compared with: the library's model as it is, eager attention, one document at a time.
 
-It computes in float64 on the float32 weights, so that the error of a row is its own: a reference in float32 is off by 5e-7.
+It computes in float64 on the float32 weights, so that the error of a row is its own: a reference in float32 would be
+off by 5e-7 itself.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -188,6 +189,10 @@ class Recipe:
 
     def plan(self, composed: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
         print(f"{num_gpus} GPUs of {memory_gib:g} GiB")
+        return 0
+
+    def verify(self, composed: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
+        print(f"{tolerance:g}")
         return 0
 
     def export(self, run_dir: Path, out_dir: Path) -> int:

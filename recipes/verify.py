@@ -1,0 +1,184 @@
+"""What `automodel verify` does: a recipe's layouts on a tiny copy of its model, each against one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch import ranks
+from automodel_cli.launch.startup import collect_again, hold_garbage
+from automodel_cli.parity import table
+from automodel_cli.parity.choice import choose_rows, left_out, pick, small_attention
+from automodel_cli.parity.rows import Row
+from automodel_cli.parity.table import Result
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from automodel_cli.config.compose import Composed
+    from automodel_cli.parity.reference import Original
+    from recipes.base import Recipe
+
+_SECONDS_PER_ROW = 300.0
+
+
+def verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
+    """Returns 0 if every row that this recipe uses gives one process's numbers, else 1.
+
+    Raises ConfigError where the model's config cannot be had, or a small copy of it cannot be built.
+    """
+    rows = pick(choose_rows(recipe.mesh, recipe.parallelizer, recipe.pipeline, recipe.objective), wanted)
+    ranks.preload("automodel_cli.parity.compare")
+    ranks.start_server()  # it imports while this process does
+    hold_garbage()
+    hf_config = _hf_config(recipe, source)
+    collect_again()
+    report = _Report(rows, tolerance, as_json, packs=recipe.data.packing != "none")
+    with tempfile.TemporaryDirectory(prefix="automodel-verify-") as folder:
+        original, description = _small_copy(recipe, hf_config, Path(folder), rows)
+        report.begin(description, left_out(recipe))
+        refusals = {packed: _packing_refusal(recipe, hf_config, packed) for packed in {row.packed for row in rows}}
+        for row in rows:
+            report.running(row)
+            report.add(_measure(original, row, refusals[row.packed], tolerance))
+    return report.end()
+
+
+def _hf_config(recipe: Recipe, source: Composed) -> PretrainedConfig:
+    """The config alone: no weights are read. A refusal says where the model's name comes from."""
+    from automodel_cli.models.source import hf_config
+
+    try:
+        return hf_config(recipe.model)
+    except ConfigError as error:
+        keys = [f"model.{key}" for key in error.keys]
+        said = "; ".join(f"{key} ({source.nearest_origin(key)})" for key in keys)
+        fix = error.fix
+        if recipe.model.pretrained is not None:
+            fix = f"{fix}; a folder that holds nothing but its config.json is enough here"
+        raise ConfigError(error.message, keys=keys, origin=said or None, fix=fix) from None
+
+
+def _small_copy(recipe: Recipe, hf_config: PretrainedConfig, folder: Path, rows: Sequence[Row]) -> tuple[Original, str]:
+    """The copy, saved, with its numbers in one process; and what it is, in words."""
+    import torch
+
+    from automodel_cli.models import compat
+    from automodel_cli.models.shrink import build_small, shrink
+    from automodel_cli.parity.reference import Original
+
+    trust = recipe.model.trust_remote_code
+    small = shrink(hf_config)
+    small.__dict__.pop("quantization_config", None)  # how the hub stores the weights; the copy has its own, in float32
+    try:
+        model = build_small(
+            small, lambda c: compat.causal_lm(c, dtype=torch.float32, trust_remote_code=trust), seed=recipe.seed
+        )
+    except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"a small copy of {hf_config.model_type} cannot be built, so nothing can be measured: {reason[:200]}",
+            keys=("model",),
+        ) from error
+    text, size = small.get_text_config(), sum(p.numel() for p in model.parameters())
+    description = (
+        f"{hf_config.model_type}: a random copy with {text.num_hidden_layers} layers of width {text.hidden_size} "
+        f"({size / 1e6:.2f}M parameters), float32, CPU ranks"
+    )
+    original = Original.write(
+        folder,
+        model,
+        recipe.objective,
+        kinds=sorted({row.packed for row in rows}),
+        attention=small_attention(recipe.model.attention),
+        trust_remote_code=trust,
+    )
+    return original, description
+
+
+def _packing_refusal(recipe: Recipe, hf_config: PretrainedConfig, packed: bool) -> str | None:
+    """Why a run would refuse such rows for this model, if it would."""
+    from automodel_cli.models.support import probe_packing
+
+    try:
+        probe_packing(
+            hf_config,
+            attention=small_attention(recipe.model.attention),
+            packed_rows=packed,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _measure(original: Original, row: Row, refusal: str | None, tolerance: float) -> Result:
+    from automodel_cli.parity.compare import Refused, run_rows
+
+    started = time.monotonic()
+    if refusal is not None:
+        return Result(row, "refused", 0.0, reason=refusal)
+    try:
+        (outcome,) = ranks.launch(run_rows, row.world_size, original, [row], timeout=_SECONDS_PER_ROW)
+    except ranks.RankFailure as failure:
+        return Result(row, "FAILED", time.monotonic() - started, reason=str(failure).strip()[-1500:])
+    seconds = time.monotonic() - started
+    if isinstance(outcome, Refused):
+        return Result(row, "refused", seconds, reason=outcome.reason)
+    verdict: table.Verdict = "ok" if outcome.within(tolerance) else "WRONG"
+    return Result(row, verdict, seconds, outcome.loss, outcome.grad_norm, outcome.gradient, outcome.name)
+
+
+@dataclass
+class _Report:
+    """Prints rows as they come; with `as_json` one object at the end, and the rows to stderr. `packs`: whether the
+    recipe does; that the other kind of rows is refused is no failure of the recipe.
+    """
+
+    rows: Sequence[Row]
+    tolerance: float
+    as_json: bool
+    packs: bool
+    results: list[Result] = field(default_factory=list)
+    description: str = ""
+    without: Sequence[str] = ()
+
+    def begin(self, description: str, without: Sequence[str]) -> None:
+        self.description, self.without = description, without
+        self._say(description)
+        if without:
+            self._say(f"without {', '.join(without)}")
+        self._say("relative differences to the library's own model in one process, one document at a time\n")
+        self._say(table.header(self.rows))
+
+    def running(self, row: Row) -> None:
+        if sys.stderr.isatty():
+            print(f"{len(self.results) + 1} of {len(self.rows)}: {row} ...", end="", file=sys.stderr, flush=True)
+
+    def add(self, result: Result) -> None:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self.results.append(result)
+        self._say(table.line(result, self.rows))
+
+    def end(self) -> int:
+        passed = all(self._passes(result) for result in self.results)
+        passed = passed and any(result.verdict == "ok" for result in self.results)
+        if self.as_json:
+            more = {"model": self.description, "left_out": list(self.without)}
+            print(json.dumps(table.as_json(self.results, self.tolerance, passed=passed, **more), indent=2))
+        self._say("\n" + table.summary(self.results, self.tolerance, passed=passed))
+        return 0 if passed else 1
+
+    def _passes(self, result: Result) -> bool:
+        return result.verdict == "ok" or (result.verdict == "refused" and result.row.packed != self.packs)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr if self.as_json else sys.stdout, flush=True)
