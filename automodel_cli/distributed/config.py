@@ -12,6 +12,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.parallelizer_config import (
     ParallelizerConfig,
+    check_choice,
     check_dtype,
     refuse_axes,
     refuse_idle_tp_options,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+CONTEXT_PARALLEL = ("all_gather", "ring")
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -80,6 +82,8 @@ class FSDP2Config(ParallelizerConfig):
     `defer_fsdp_grad_sync`: reduce gradients on the last microbatch only; false reduces on each (less memory, more
     communication, the same sum).
     `enable_fsdp2_prefetch`: gather `fsdp2_forward_prefetch_depth` / `fsdp2_backward_prefetch_depth` layers ahead.
+    `context_parallel`: how attention reaches the keys of other ranks where mesh.cp_size > 1. "all_gather" holds all of
+    them during one layer; "ring" passes them around, for rows so long that this is too much. The numbers are the same.
     """
 
     sequence_parallel: bool = False
@@ -92,11 +96,13 @@ class FSDP2Config(ParallelizerConfig):
     enable_fsdp2_prefetch: bool = False
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
+    context_parallel: str = CONTEXT_PARALLEL[0]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_policy("mp_policy", self.mp_policy, MixedPrecision, "MixedPrecisionPolicy")
         _check_policy("offload_policy", self.offload_policy, CPUOffload, "CPUOffloadPolicy")
+        check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL, "parallelizer.context_parallel")
         if self.patch_is_packed_sequence:
             raise ConfigError(
                 "patch_is_packed_sequence=true is wrong with packed rows, and saves nothing here: every batch carries "
@@ -125,6 +131,12 @@ class FSDP2Config(ParallelizerConfig):
     def check_mesh(self, mesh: MeshConfig) -> None:
         """Refuse what this strategy cannot do on this mesh."""
         refuse_idle_tp_options(self, ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"), mesh)
+        if self.context_parallel != CONTEXT_PARALLEL[0] and (mesh.cp_size or 1) == 1:
+            raise ConfigError(
+                f"context_parallel={self.context_parallel} does nothing while mesh.cp_size={mesh.cp_size or 1}",
+                keys=("parallelizer.context_parallel", "mesh.cp_size"),
+                fix=f"parallelizer.context_parallel={CONTEXT_PARALLEL[0]}",
+            )
 
     def build_mp_policy(self) -> MixedPrecisionPolicy:
         policy = MixedPrecision() if self.mp_policy is None else self.mp_policy

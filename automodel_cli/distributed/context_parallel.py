@@ -8,11 +8,14 @@ has the whole loss of its rows, and the gradient of that loss through its own to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from automodel_cli.distributed.config import FSDP2Config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,14 +33,16 @@ class SharesContext(Protocol):
 
 def apply_context_parallel(part: nn.Module, cp_mesh: DeviceMesh, config: FSDP2Config | MegatronFSDPConfig) -> None:
     """Let `part` share its rows over the axis, in place. Raises ConfigError for attention other than packed."""
-    cast(SharesContext, part).share_context(RankGroup(cp_mesh.get_group()))
+    ring = isinstance(config, FSDP2Config) and config.context_parallel == "ring"
+    cast(SharesContext, part).share_context(RankGroup(cp_mesh.get_group(), ring=ring))
 
 
 class RankGroup:
     """The ranks of a context-parallel axis and their exchanges."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, *, ring: bool):
+        """`ring`: attention passes keys around (`pass_on`) instead of gathering them."""
+        self._group, self.ring = group, ring
         self.rank, self.size = group.rank(), group.size()
 
     def gather(self, x: Tensor) -> Tensor:
@@ -50,6 +55,23 @@ class RankGroup:
         """The same for results that every rank then uses alike: the backward takes this rank's slice. Collective."""
         gathered: Tensor = _Gather.apply(x, self._group, False)
         return gathered
+
+    def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start to send `x` to the next rank; the function waits for the previous rank's. No gradients. Collective."""
+        sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, group=self._group, group_peer=(self.rank + 1) % self.size),
+                dist.P2POp(dist.irecv, received, group=self._group, group_peer=(self.rank - 1) % self.size),
+            ]
+        )
+
+        def arrived() -> Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return arrived
 
 
 class _Gather(torch.autograd.Function):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import attention_kernels as kernels
 from automodel_cli.models import attention_segments as segments
+from automodel_cli.models.attention_ring import Setting, ring_attention
 from automodel_cli.models.context import Context
 
 PACKED = "packed"
@@ -94,6 +95,10 @@ def packed_attention(
     if bounds is not None and len(bounds) == rows + 1:  # every row is one document
         return _whole_rows(kernel, query_BHTD, key_BKTD, value_BKTV, sliding_window), None
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
+    if context is not None and context.group.ring:
+        flash = in_one_call or (query_BHTD.device.type == "cpu" and softcap is None)
+        out_NHV = ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, Setting(scale, sliding_window, softcap, flash))
+        return out_NHV.unflatten(0, (rows, length)), None
     if context is not None:
         k_MKD, v_MKV = _gather(k_MKD, v_MKV, context)
     if in_one_call:
@@ -109,7 +114,7 @@ def packed_attention(
             assert bounds is not None
             groups, back_N = segments.document_groups(bounds, q_NHD.device)
         heads = q_NHD.shape[1]
-        k_MHD, v_MHV = _per_query_head(k_MKD, heads), _per_query_head(v_MKV, heads)
+        k_MHD, v_MHV = kernels.per_query_head(k_MKD, heads), kernels.per_query_head(v_MKV, heads)
         out_NHV = segments.run(kernel, q_NHD, k_MHD, v_MHV, groups, back_N, sliding_window)
     return out_NHV.unflatten(0, (rows, length)), None
 
@@ -123,15 +128,10 @@ def _whole_rows(
     kernel: segments.Kernel, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTV: Tensor, window: int | None
 ) -> Tensor:
     heads, length = query_BHTD.shape[1:3]
-    mask = kernels.visible_mask(length, length, (0,), window, query_BHTD.dtype, query_BHTD.device)
-    return kernel(query_BHTD, _per_query_head(key_BKTD, heads), _per_query_head(value_BKTV, heads), mask).transpose(
-        1, 2
-    )
-
-
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """Grouped kv heads (dim 1), repeated."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+    mask = kernels.visible_mask(length, (length,), (0,), window, query_BHTD.dtype, query_BHTD.device)
+    return kernel(
+        query_BHTD, kernels.per_query_head(key_BKTD, heads), kernels.per_query_head(value_BKTV, heads), mask
+    ).transpose(1, 2)
 
 
 def _gather(key_NKD: Tensor, value_NKV: Tensor, context: Context) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ _FLASH_MAX_HEAD_DIM = 256  # of the CUDA kernel
 @functools.lru_cache(maxsize=32)
 def visible_mask(
     num_queries: int,
-    num_keys: int,
+    num_keys: tuple[int, ...],
     ahead: tuple[int, ...],
     window: int | None,
     dtype: torch.dtype,
@@ -39,20 +39,22 @@ def visible_mask(
     """Additive `[G, 1, S, U]` (`[S, U]` where all segments agree): 0 where a query sees the key, -inf elsewhere. None
     where plain causal attention is the same. Cached: layers repeat few sizes.
 
-    Every query sees a key: padded ones see what the last real one sees, or more.
+    `num_keys` and `ahead` of each segment. A query without any key, which only padding is, sees the first one.
     """
-    if not any(ahead) and num_queries == num_keys and (window is None or window >= num_queries):
+    longest, shortest = max(num_keys), min(num_keys)
+    if not any(ahead) and num_queries == longest and (window is None or window >= num_queries):
         return None
-    query, key = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
-    if len(set(ahead)) == 1:
+    query, key = torch.arange(num_queries, device=device), torch.arange(longest, device=device)
+    if len(set(ahead)) == 1 and shortest == longest:
         distance = query[:, None] + ahead[0] - key
+        visible = distance >= 0
     else:
         distance = (query + torch.tensor(ahead, device=device)[:, None])[:, None, :, None] - key
-    visible = distance >= 0
+        visible = (distance >= 0) & (key < torch.tensor(num_keys, device=device)[:, None, None, None])
     if window is not None:
         visible &= distance < window
-        visible[..., -1] |= distance[..., -1] >= window  # padded queries beyond the window of every key
-    return torch.zeros(distance.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+    visible[..., 0] |= ~visible.any(-1)
+    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
 
 
 def dense(
@@ -67,14 +69,7 @@ def dense(
 ) -> Tensor:
     """The definition, with O(S U) scores in fp32: `softmax([softcap(q k^T scale) + mask, sink]) v`. Causal where `mask`
     is None."""
-    scores_GHSU = (query_GHSD @ key_GHUD.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores_GHSU = softcap * torch.tanh(scores_GHSU / softcap)
-    if mask is None:
-        above = torch.ones(scores_GHSU.shape[2:], dtype=torch.bool, device=scores_GHSU.device).triu_(1)
-        scores_GHSU = scores_GHSU.masked_fill(above, float("-inf"))
-    else:
-        scores_GHSU = scores_GHSU + mask
+    scores_GHSU = _scores(query_GHSD, key_GHUD, mask, scale, softcap)
     if sink_H is not None:
         column = sink_H.float().view(1, -1, 1, 1).expand(*scores_GHSU.shape[:3], 1)
         probs = torch.cat([scores_GHSU, column], -1).softmax(-1)[..., :-1]
@@ -83,7 +78,53 @@ def dense(
     return probs.to(value_GHUV.dtype) @ value_GHUV
 
 
-def _pad_to_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        above = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu_(1)
+        return scores.masked_fill(above, float("-inf"))
+    return scores + mask
+
+
+def dense_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp `[G, H, S]` of the definition, outside of autograd."""
+    scores = _scores(query, key, mask, scale, softcap)
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse.unsqueeze(-1)) @ value.float(), lse
+
+
+def dense_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, given the output and log-sum-exp of all keys, of which these may be a part."""
+    scores = _scores(query, key, mask, scale, softcap)
+    probs = torch.exp(scores - lse.unsqueeze(-1))
+    grad, out = grad.float(), out.float()
+    dscores = probs * (grad @ value.float().transpose(2, 3) - (grad * out).sum(-1, keepdim=True))
+    if softcap is not None:
+        dscores = dscores * (1 - (scores.masked_fill(probs == 0, 0.0) / softcap).square())
+    dscores = dscores * scale
+    return dscores @ key.float(), dscores.transpose(2, 3) @ query.float(), probs.transpose(2, 3) @ grad
+
+
+def per_query_head(x: Tensor, heads: int) -> Tensor:
+    """Grouped kv heads (dim 1), repeated."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def pad_to_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Flash kernels want one head width. Zeros in q and k add nothing to scores; padded value columns are cut off."""
     width = max(query.shape[-1], value.shape[-1])
 
@@ -103,7 +144,7 @@ def flash_cpu(
     scale: float,
 ) -> Tensor:
     """torch's CPU flash kernel; causal where `mask` is None."""
-    q, k, v = _pad_to_one_width(query_GHSD, key_GHUD, value_GHUV)
+    q, k, v = pad_to_one_width(query_GHSD, key_GHUD, value_GHUV)
     out: Tensor = _SinkFlashCPU.apply(q, k, v, sink_H, mask, scale)
     return out[..., : value_GHUV.shape[-1]]
 
@@ -115,42 +156,57 @@ def _cpu_lse_is_heads_first() -> bool:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.0, True)[1].shape[1] == 2
 
 
+def flash_cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp `[G, H, S]`, outside of autograd; causal where `mask` is None."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+    return out, lse if _cpu_lse_is_heads_first() else lse.transpose(1, 2)
+
+
+def flash_cpu_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, given the output and log-sum-exp of all keys, of which these may be a part."""
+    lse = (lse if _cpu_lse_is_heads_first() else lse.transpose(1, 2)).contiguous()
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, lse, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+    return grads
+
+
 class _SinkFlashCPU(torch.autograd.Function):
     """Flash attention with optional sinks on CPU; causal where `mask` is None."""
 
     @staticmethod
     def forward(ctx, q, k, v, sink_H, mask, scale):  # type: ignore[no-untyped-def]
-        causal = mask is None
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        out, lse_GHS = flash_cpu_forward(q, k, v, mask, scale)
         if sink_H is not None:
-            heads_first = _cpu_lse_is_heads_first()
-            with_sink = torch.logaddexp(lse, _per_head(sink_H, heads_first))
-            factor = torch.exp(lse - with_sink)
-            out = (out * (factor if heads_first else factor.transpose(1, 2)).unsqueeze(-1)).to(q.dtype)
-            lse = with_sink
-        ctx.save_for_backward(q, k, v, out, lse, sink_H, mask)
+            with_sink = torch.logaddexp(lse_GHS, sink_H.float().view(1, -1, 1))
+            out = (out * torch.exp(lse_GHS - with_sink).unsqueeze(-1)).to(q.dtype)
+            lse_GHS = with_sink
+        ctx.save_for_backward(q, k, v, out, lse_GHS, sink_H, mask)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
-        q, k, v, out, lse, sink_H, mask = ctx.saved_tensors
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
-        )
+        q, k, v, out, lse_GHS, sink_H, mask = ctx.saved_tensors
+        dq, dk, dv = flash_cpu_backward(grad_out, q, k, v, mask, out, lse_GHS, ctx.scale)
         grad_sink = None
         if sink_H is not None:
-            heads_first = _cpu_lse_is_heads_first()
-            prob = torch.exp(_per_head(sink_H, heads_first) - lse)
-            prob_BHS = prob if heads_first else prob.transpose(1, 2)
-            grad_sink = -(prob_BHS * (grad_out.float() * out.float()).sum(-1)).sum((0, 2)).to(sink_H.dtype)
+            prob_GHS = torch.exp(sink_H.float().view(1, -1, 1) - lse_GHS)
+            grad_sink = -(prob_GHS * (grad_out.float() * out.float()).sum(-1)).sum((0, 2)).to(sink_H.dtype)
         return dq, dk, dv, grad_sink, None, None
-
-
-def _per_head(sink_H: Tensor, heads_first: bool) -> Tensor:
-    return sink_H.float().view(1, -1, 1) if heads_first else sink_H.float().view(1, 1, -1)
 
 
 def flash_cuda_can_run(query: Tensor, value: Tensor) -> bool:
@@ -180,7 +236,7 @@ def varlen_cuda(
     window: int | None,
 ) -> Tensor:
     """All segments in one call: `[N, H, V]`. Never run on a GPU (see the module's docstring)."""
-    q, k, v = _pad_to_one_width(query_NHD, key_MKD, value_MKV)
+    q, k, v = pad_to_one_width(query_NHD, key_MKD, value_MKV)
     if plan.key_index is not None:
         k, v = k.index_select(0, plan.key_index), v.index_select(0, plan.key_index)
     bounds = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,34 +33,48 @@ class Segment(NamedTuple):
     num_queries: int
     key: int
     num_keys: int
-
-    @property
-    def ahead(self) -> int:
-        """How far the first query lies behind the first key: both runs end at the same token."""
-        return self.num_keys - self.num_queries
+    ahead: int
+    """How far the first query lies behind the first key."""
 
 
 def of_documents(bounds: Sequence[int]) -> tuple[Segment, ...]:
     """Whole documents on one rank; empty ones left out."""
-    return tuple(Segment(a, b - a, a, b - a) for a, b in itertools.pairwise(bounds) if b > a)
+    return tuple(Segment(a, b - a, a, b - a, 0) for a, b in itertools.pairwise(bounds) if b > a)
 
 
-def of_context(context: Context, window: int | None) -> tuple[Segment, ...]:
-    """What this rank computes, in the order of its local tokens, which it covers without a gap. Keys that no query of a
-    segment can see through the window are left out."""
-    segments, query = [], 0
+def of_context(context: Context, window: int | None, key_chunk: int | None = None) -> tuple[Segment, ...]:
+    """What this rank computes, in the order of its local tokens. Keys that no query of a segment can see through the
+    window are left out.
+
+    With all keys both runs of a segment end at the same token, and every local token is in one segment. With only those
+    in one chunk of the rows, every local token is in one segment at most: those that see none of them are left out.
+    """
+    found = []
+    for query, row, position, stop, start in _pieces(context):
+        key, key_stop, last = start if window is None else max(start, position - window + 1), stop, stop
+        if key_chunk is not None:
+            first = row * context.tokens + key_chunk * context.chunk
+            key, key_stop = max(key, first), min(stop, first + context.chunk)
+            last = stop if window is None else min(stop, key_stop + window - 1)
+        if key < key_stop:
+            found.append(Segment(query, last - position, key, key_stop - key, position - key))
+    return tuple(found)
+
+
+def _pieces(context: Context) -> Iterator[tuple[int, int, int, int, int]]:
+    """Each document in each local chunk: (first local token, row, first and end position in the flat whole rows, start
+    of the document)."""
+    query = 0
     for row in range(context.rows):
         for chunk in context.chunks:
-            first = row * context.tokens + chunk * context.chunk
-            position, end = first, first + context.chunk
-            document = bisect.bisect_right(context.bounds, first) - 1
+            position = row * context.tokens + chunk * context.chunk
+            end = position + context.chunk
+            document = bisect.bisect_right(context.bounds, position) - 1
             while position < end:
-                start, stop = context.bounds[document], min(end, context.bounds[document + 1])
-                key = start if window is None else max(start, position - window + 1)
-                segments.append(Segment(query, stop - position, key, stop - key))
+                stop = min(end, context.bounds[document + 1])
+                yield query, row, position, stop, context.bounds[document]
                 query += stop - position
                 position, document = stop, document + 1
-    return tuple(segments)
 
 
 class Group(NamedTuple):
@@ -68,7 +82,14 @@ class Group(NamedTuple):
 
     query_GS: Tensor
     key_GU: Tensor
+    real_GS: Tensor
+    """Which queries are no padding."""
+    num_keys: tuple[int, ...]
     ahead: tuple[int, ...]
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """See `attention_kernels.visible_mask`."""
+        return visible_mask(self.query_GS.shape[1], self.num_keys, self.ahead, window, dtype, self.query_GS.device)
 
 
 def run(
@@ -83,37 +104,36 @@ def run(
     """Run `kernel` group by group: one call per segment would cost more than the attention itself on rows of many short
     documents. Returns `[N, H, V]`."""
     parts = []
-    for query_GS, key_GU, ahead in groups:
+    for group in groups:
         q, k, v = (
             x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
-            for x, index in ((query_NHD, query_GS), (key_MHD, key_GU), (value_MHV, key_GU))
+            for x, index in ((query_NHD, group.query_GS), (key_MHD, group.key_GU), (value_MHV, group.key_GU))
         )
-        mask = visible_mask(query_GS.shape[1], key_GU.shape[1], ahead, window, q.dtype, q.device)
-        parts.append(kernel(q, k, v, mask).transpose(1, 2).flatten(0, 1))
+        parts.append(kernel(q, k, v, group.mask(window, q.dtype)).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).index_select(0, back_N)
 
 
 @functools.lru_cache(maxsize=16)
 def document_groups(bounds: tuple[int, ...], device: torch.device) -> tuple[list[Group], Tensor]:
     """Cached: all layers of a microbatch ask for the same."""
-    return _grouped(of_documents(bounds), None, device)
+    return grouped(of_documents(bounds), None, device)
 
 
 @functools.lru_cache(maxsize=16)
 def context_groups(context: Context, window: int | None) -> tuple[list[Group], Tensor]:
     """The same on a rank of context parallelism; keys are indices into what the ranks gather."""
     index_M = context.gathered_index()
-    return _grouped(of_context(context, window), index_M, index_M.device)
+    return grouped(of_context(context, window), index_M, index_M.device)
 
 
-def _grouped(segments: Sequence[Segment], place_M: Tensor | None, device: torch.device) -> tuple[list[Group], Tensor]:
-    """Groups, and where each of the N queries lies in the groups' queries one after the other.
+def grouped(segments: Sequence[Segment], place_M: Tensor | None, device: torch.device) -> tuple[list[Group], Tensor]:
+    """Groups, and where each of the N queries lies in the groups' queries one after the other, if each is in one.
 
     The runs of a group are within a factor of two in length, so padding at most doubles each; it is far less in packed
     rows. `place_M`: where a key of the whole rows lies; None: where it is.
     """
     left = sorted(segments, key=lambda s: (s.num_keys, s.num_queries), reverse=True)
-    total = sum(segment.num_queries for segment in segments)
+    total = max(segment.query + segment.num_queries for segment in segments)
     groups, back_N, taken = [], torch.empty(total, dtype=torch.int64), 0
     while left:
         keys, queries = left[0].num_keys, left[0].num_queries
@@ -124,14 +144,9 @@ def _grouped(segments: Sequence[Segment], place_M: Tensor | None, device: torch.
         key_GU, _ = _runs([(s.key, s.num_keys) for s in members])
         back_N[query_GS[is_query_GS]] = taken + is_query_GS.flatten().nonzero()[:, 0]
         taken += query_GS.numel()
-        key_GU = key_GU.to(device)
-        groups.append(
-            Group(
-                query_GS.to(device),
-                key_GU if place_M is None else place_M[key_GU],
-                tuple(s.ahead for s in members),
-            )
-        )
+        place = key_GU.to(device) if place_M is None else place_M[key_GU.to(device)]
+        num_keys, ahead = tuple(s.num_keys for s in members), tuple(s.ahead for s in members)
+        groups.append(Group(query_GS.to(device), place, is_query_GS.to(device), num_keys, ahead))
     return groups, back_N.to(device)
 
 
@@ -144,15 +159,19 @@ def _runs(runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=16)
 def context_varlen(context: Context, window: int | None) -> VarlenPlan:
-    """This rank's segments in one call."""
-    found, index_M = of_context(context, window), context.gathered_index()
-    num_queries, num_keys = [s.num_queries for s in found], [s.num_keys for s in found]
-    keys = torch.cat([torch.arange(s.key, s.key + s.num_keys) for s in found]).to(index_M.device)
+    """This rank's segments in one call; keys are indices into what the ranks gather."""
+    return varlen_plan(of_context(context, window), context.gathered_index())
+
+
+def varlen_plan(segments: Sequence[Segment], place_M: Tensor) -> VarlenPlan:
+    """Segments one after another. `place_M`: where a key of the whole rows lies."""
+    num_queries, num_keys = [s.num_queries for s in segments], [s.num_keys for s in segments]
+    keys = torch.cat([torch.arange(s.key, s.key + s.num_keys) for s in segments]).to(place_M.device)
 
     def bounds(lengths: list[int]) -> Tensor:
-        return torch.tensor([0, *lengths]).cumsum(0).to(device=index_M.device, dtype=torch.int32)
+        return torch.tensor([0, *lengths]).cumsum(0).to(device=place_M.device, dtype=torch.int32)
 
-    return VarlenPlan(bounds(num_queries), bounds(num_keys), max(num_queries), max(num_keys), index_M[keys])
+    return VarlenPlan(bounds(num_queries), bounds(num_keys), max(num_queries), max(num_keys), place_M[keys])
 
 
 def batch_varlen(cu: Tensor | None, max_length: int | None, rows: int, length: int, device: torch.device) -> VarlenPlan:

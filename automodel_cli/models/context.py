@@ -12,6 +12,7 @@ Shapes: B rows of T tokens as given, P tokens padded; t = P / ranks local tokens
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -29,6 +30,15 @@ class ContextGroup(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def ring(self) -> bool:
+        """Whether attention passes keys around instead of gathering them."""
+        ...
+
+    def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start to send `x` to the next rank; the function waits for the previous rank's. No gradients. Collective."""
+        ...
 
     def gather(self, x: Tensor) -> Tensor:
         """`[n, ...]` of every rank, one rank after another: `[size * n, ...]`. The backward sums over ranks and

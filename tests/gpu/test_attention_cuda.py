@@ -41,7 +41,7 @@ def test_flash_varlen_equals_dense(window: int | None, with_sink: bool, value_wi
         for tokens in (slice(0, first), slice(first, 256)):
             q = query[row : row + 1, :, tokens].float()
             k, v = (x[row : row + 1, :, tokens].float().repeat_interleave(4, 1) for x in (key, value))
-            mask = visible_mask(q.shape[2], q.shape[2], (0,), window, q.dtype, q.device)
+            mask = visible_mask(q.shape[2], (q.shape[2],), (0,), window, q.dtype, q.device)
             parts.append(dense(q, k, v, mask, sink_H=sink, scale=0.125).transpose(1, 2))
         rows.append(torch.cat(parts, 1))
     expected = torch.cat(rows)

@@ -29,6 +29,7 @@ FSDP2_FIELDS = COMMON | {
     "enable_fsdp2_prefetch": False,
     "fsdp2_backward_prefetch_depth": 2,
     "fsdp2_forward_prefetch_depth": 1,
+    "context_parallel": "all_gather",
 }
 DDP_FIELDS = COMMON | {
     "broadcast_buffers": False,
