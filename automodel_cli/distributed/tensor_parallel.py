@@ -20,12 +20,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.expert_parallel import is_experts
+from automodel_cli.distributed.parallelizer import transformer_layers
+from automodel_cli.distributed.sequence_parallel import apply_sequence_parallel, blocks, scattering, share_input
 from automodel_cli.distributed.tp_plan import Plan, custom_plan, get_hf_tp_shard_plan, name_of, wildcard
 from automodel_cli.distributed.tp_styles import (
     ExpertsOverTP,
     LocalParameters,
     MLAKeyProjection,
     PackedColwise,
+    SumParameterGradients,
     shard_parameter,
 )
 
@@ -54,21 +57,32 @@ def apply_tensor_parallel(
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head is not None and embedding is not None and getattr(head, "weight", 0) is embedding.weight
     attentions: set[nn.Module] = set()
+    sharded_tokens = config.sequence_parallel or config.enable_async_tensor_parallel
+    layers = transformer_layers(part)
+    uniform = {block for layer in layers for block in blocks(layer) if _is_uniform(model, block, plan)}
     for module in (embedding, head):
         _keep_odd_vocabulary_whole(model, module, plan, tp_mesh.size())
     for name, module in list(model.named_modules()):
         style = _style_of(plan, name)
         if style is None or not any(True for _ in module.parameters()) or (is_experts(module) and not shard_experts):
             continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if sharded_tokens and parent in uniform and isinstance(style, RowwiseParallel):
+            style = scattering()
         _apply_style(model, name, module, style, tp_mesh)
         if isinstance(style, LocalParameters):
             _shard_own_parameters(name, module, plan, tp_mesh)
         if _is_local_colwise(style) and name.rpartition(".")[2] in (*_QUERY, *_KEY):
-            attentions.add(model.get_submodule(name.rpartition(".")[0]))
+            attentions.add(parent)
     if is_tied:
         head.weight = embedding.weight
     for attention in attentions:
         _count_local_heads(attention, tp_mesh.size())
+    if sharded_tokens:
+        apply_sequence_parallel(layers, tp_mesh, uniform)
+    else:
+        for block in uniform:
+            share_input(block, tp_mesh)
     whole = sorted(set(_whole_modules(model)))
     logger.info("tensor parallel over %d ranks; whole on each: %s", tp_mesh.size(), ", ".join(whole) or "nothing")
 
@@ -95,7 +109,23 @@ def check_heads(config: PretrainedConfig, plan: Plan, tp_size: int) -> None:
             )
 
 
-def _is_local_colwise(style: ParallelStyle) -> bool:
+def _is_uniform(model: nn.Module, block: nn.Module, plan: Plan) -> bool:
+    """Does everything in this block with parameters follow the plan: column-parallel layers on the block's input (and
+    norms of their heads), then one row-parallel layer that makes its output?
+    """
+    prefix = name_of(model, block)
+    num_outputs = 0
+    for name, module in block.named_modules(prefix=prefix or ""):
+        style = _style_of(plan, name)
+        is_output = isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),)
+        num_outputs += is_output and module in block.children()
+        follows = is_output or _is_local_colwise(style) or isinstance(style, SumParameterGradients | LocalParameters)
+        if any(True for _ in module.parameters(recurse=False)) and not follows:
+            return False
+    return num_outputs == 1
+
+
+def _is_local_colwise(style: ParallelStyle | None) -> bool:
     return isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),)
 
 
