@@ -1,0 +1,83 @@
+"""Reward of code: the row's tests, run in a sandbox. Torch-free."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.sandbox import Limits, isolation, run_python
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_CUT_OFF = ("files", "network", "processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeExecution(Reward):
+    """The share of the row's tests that the completion's code passes, 0..1; all or nothing with `all_or_nothing`.
+
+    The code is the last ``` block of the completion, or all of it where there is none. `column` holds the tests: one
+    text or a list; each is Python that raises (`assert add(1, 2) == 3`), or `{stdin, stdout}` to compare what a script
+    prints. Each test runs in its own process with `timeout` seconds and `memory_mib`, without network, without the
+    machine's processes, on a read-only file system. Where the machine cannot isolate so, the reward refuses to start;
+    `allow_unisolated` runs the code all the same, with time and memory limits only.
+    """
+
+    limits_itself: ClassVar[bool] = True
+
+    column: str = "tests"
+    all_or_nothing: bool = False
+    memory_mib: int = 512
+    allow_unisolated: bool = False
+    timeout: float | None = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timeout is None:
+            raise ConfigError("timeout=null: foreign code may never end", keys=("timeout",), fix="timeout=5")
+        if self.memory_mib < 64:
+            raise ConfigError(
+                f"memory_mib={self.memory_mib} must be at least 64: Python itself needs some",
+                keys=("memory_mib",),
+                fix="memory_mib=512",
+            )
+
+    def check(self) -> None:
+        lacking = [name for name in _CUT_OFF if name not in isolation()]
+        if not lacking:
+            return
+        what = f"this machine cannot cut foreign code off from {', '.join(lacking)} (user namespaces are switched off)"
+        if not self.allow_unisolated:
+            raise ConfigError(what, keys=("allow_unisolated",), fix="a machine with user namespaces")
+        logger.warning("%s; it runs all the same (allow_unisolated=true)", what)
+
+    def score(self, sample: Judged) -> float:
+        tests = sample.column(self.column)
+        tests = [tests] if isinstance(tests, str | dict) else list(tests)
+        if not tests:
+            raise ValueError(f"column {self.column!r} has no test")
+        blocks = _BLOCK.findall(sample.completion)
+        share = self._share(blocks[-1] if blocks else sample.completion, tests)
+        return float(share == 1) if self.all_or_nothing else share
+
+    def _share(self, code: str, tests: Sequence[str | dict[str, Any]]) -> float:
+        assert self.timeout is not None
+        limits = Limits(self.timeout, self.memory_mib * 2**20)
+        return sum(_passes(code, test, limits) for test in tests) / len(tests)
+
+
+def _passes(code: str, test: str | dict[str, Any], limits: Limits) -> bool:
+    if isinstance(test, dict):
+        outcome = run_python(code, test.get("stdin", ""), limits)
+        return outcome.returncode == 0 and outcome.stdout.split() == str(test["stdout"]).split()
+    # The code could end the process before the test is reached: only the word after it counts.
+    word = secrets.token_hex(16)
+    outcome = run_python(f"{code}\n\n{test}\nprint({word!r})\n", "", limits)
+    return outcome.returncode == 0 and outcome.stdout.rstrip().endswith(word)

@@ -1,0 +1,90 @@
+"""A helper process that computes rewards and can be killed: sympy, regular expressions and users' functions may hang.
+
+Run as a module it is the helper itself: it answers requests on a socket whose descriptor is its only argument.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from automodel_cli.rollout.rewards.base import Judged, Reward
+
+START_SECONDS = 180.0  # to start the helper and import what the reward needs, which counts against nobody's timeout
+
+
+class Helper:
+    """One process, started at its first use and again after it was killed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._ready: set[int] = set()
+
+    def score(self, reward: Reward, sample: Judged) -> float:
+        """What `reward.score(sample)` gives there. Raises RuntimeError with its error, TimeoutError after
+        `reward.timeout`."""
+        connection = self._connection or self._start()
+        if id(reward) not in self._ready:
+            self._request(connection, ("prepare", reward), START_SECONDS)
+            self._ready.add(id(reward))
+        assert reward.timeout is not None
+        return float(self._request(connection, ("score", reward, sample), reward.timeout))
+
+    def close(self) -> None:
+        """Kill the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+        self._ready.clear()
+
+    def _start(self) -> Connection:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        return self._connection
+
+    def _request(self, connection: Connection, request: tuple[Any, ...], seconds: float) -> Any:
+        try:
+            connection.send(request)
+            if not connection.poll(seconds):
+                self.close()
+                raise TimeoutError(f"no result within {seconds:g} s")
+            kind, value = connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            self.close()
+            raise RuntimeError("the helper process died") from error
+        if kind == "error":
+            raise RuntimeError(value)
+        return value
+
+
+def serve(descriptor: int) -> None:
+    """Answer requests until the other end closes."""
+    connection = Connection(descriptor)
+    while True:
+        try:
+            kind, reward, *rest = connection.recv()
+        except EOFError:
+            return
+        except Exception as error:  # a function that cannot be imported here
+            connection.send(("error", f"{type(error).__name__}: {error}"))
+            continue
+        try:
+            connection.send(("value", reward.warm_up() if kind == "prepare" else reward.score(*rest)))
+        except Exception as error:  # a reward may raise anything: it is the sample's, not ours
+            connection.send(("error", f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

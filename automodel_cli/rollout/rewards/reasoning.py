@@ -1,0 +1,116 @@
+"""Tasks of `reasoning-gym` (extra `rewards`): a source of prompts that brings its verifier along. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.rollout.rewards.base import Judged, Reward
+
+_VERSION = 1  # part of every cache key
+
+
+@dataclass(frozen=True)
+class ReasoningTasks:
+    """Rows of one procedural task (`leg_counting`, `basic_arithmetic`, ...; the library has about 100).
+
+    `options` are the task's own (sizes, difficulty). Validation rows come from another seed, without the questions of
+    the training rows. Fits `data.task`.
+    """
+
+    task: str
+    num_train: int = 10_000
+    num_validation: int = 256
+    options: dict[str, Any] = field(default_factory=dict)
+    instruction: str = "Give the answer alone."
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_train", 1), ("num_validation", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}", keys=(name,))
+
+    def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
+        """Dicts with `messages` (user, assistant), `answer`, `kind` and `entry`, what the verifier needs.
+
+        Raises ConfigError for a missing package or an unknown task, DataError when too few questions are new.
+        """
+        train = self._entries(self.seed, self.num_train)
+        if split == "train":
+            yield from map(self._row, train)
+            return
+        asked = {entry["question"] for entry in train}
+        count = 0
+        for entry in self._entries(self.seed + 1_000_003, 20 * self.num_validation):
+            if count == self.num_validation:
+                return
+            if entry["question"] not in asked:
+                asked.add(entry["question"])
+                count += 1
+                yield self._row(entry)
+        if count < self.num_validation:
+            raise DataError(
+                f"num_validation={self.num_validation}, but {self.task} gave only {count} questions that are not among "
+                f"its {self.num_train} training rows",
+                keys=("num_validation",),
+                fix=f"num_validation={count}",
+            )
+
+    def cache_key(self) -> str:
+        """Hex digest of everything that decides the rows, the library's version included."""
+        from importlib.metadata import version
+
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        text = json.dumps([_VERSION, version("reasoning-gym"), fields], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def check_answer(self, completion: str, answer: str) -> bool:
+        """Whether the completion is the expected answer word for word; `ReasoningReward` knows other right ones."""
+        return completion.strip() == answer
+
+    def _entries(self, seed: int, size: int) -> list[dict[str, Any]]:
+        _require()
+        import reasoning_gym
+
+        try:
+            return list(reasoning_gym.create_dataset(self.task, seed=seed, size=size, **self.options))
+        except (ValueError, TypeError, AssertionError) as error:  # unknown task, unknown option, impossible value
+            raise ConfigError(
+                f"reasoning-gym has no task {self.task!r} with these options: {error}", keys=("task",)
+            ) from error
+
+    def _row(self, entry: dict[str, Any]) -> dict[str, Any]:
+        question = f"{entry['question']}\n{self.instruction}".strip()
+        answer = str(entry["answer"])
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return {"messages": messages, "answer": answer, "kind": self.task, "entry": entry}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningReward(Reward):
+    """What the task's own verifier gives the completion, 0..1; the row's `entry` says which task it is."""
+
+    timeout: float | None = 10.0
+
+    def check(self) -> None:
+        _require()
+
+    def warm_up(self) -> None:
+        import reasoning_gym  # noqa: F401
+
+    def score(self, sample: Judged) -> float:
+        import reasoning_gym
+
+        entry = sample.column("entry")
+        verify = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
+        return float(verify(answer=sample.completion.strip(), entry=entry))
+
+
+def _require() -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigError("the package reasoning-gym is missing", fix="pip install 'automodel-cli[rewards]'")

@@ -1,0 +1,110 @@
+"""Rewards that read the text alone: exact answer, format, length, a function of the user's. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.rewards.base import Judged, Reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactAnswer(Reward):
+    """1 when the completion, or what `pattern` captures of it, is the row's answer; else 0.
+
+    `column` names the answer's column. `pattern` is a regular expression whose first group, in its last match, is
+    compared, for answers inside a longer text: `#### (.+)`. White space around either side does not count, and with
+    `ignore_case` neither does case. A completion that did not end by itself is wrong when `must_finish`.
+    """
+
+    column: str = "answer"
+    pattern: str | None = None
+    ignore_case: bool = False
+    must_finish: bool = True
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pattern is not None:
+            _check_pattern("pattern", self.pattern, groups=1)
+            if self.timeout is None:
+                object.__setattr__(self, "timeout", 5.0)  # a pattern may backtrack without end
+
+    def score(self, sample: Judged) -> float:
+        if self.must_finish and not sample.finished:
+            return 0.0
+        said: str = sample.completion
+        if self.pattern is not None:
+            found = list(re.finditer(self.pattern, said))
+            if not found:
+                return 0.0
+            said = found[-1].group(1)
+        said, answer = said.strip(), str(sample.column(self.column)).strip()
+        return float(said.casefold() == answer.casefold() if self.ignore_case else said == answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatRegex(Reward):
+    """1 when the whole completion matches `pattern` (white space around it aside), else 0. A dot matches newlines."""
+
+    pattern: str
+    timeout: float | None = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_pattern("pattern", self.pattern)
+
+    def score(self, sample: Judged) -> float:
+        return float(re.fullmatch(self.pattern, sample.completion.strip(), re.DOTALL) is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length(Reward):
+    """Minus the share of tokens beyond `free_tokens`, up to -1 at `max_tokens`: 0 for a short completion.
+
+    Linear in between, as the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
+    """
+
+    free_tokens: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.free_tokens < self.max_tokens:
+            raise ConfigError(
+                f"free_tokens={self.free_tokens} must be at least 0 and below max_tokens={self.max_tokens}",
+                keys=("free_tokens", "max_tokens"),
+                fix=f"free_tokens={max(0, self.max_tokens * 3 // 4)}",
+            )
+
+    def score(self, sample: Judged) -> float:
+        beyond = (sample.num_tokens - self.free_tokens) / (self.max_tokens - self.free_tokens)
+        return -min(max(beyond, 0.0), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionReward(Reward):
+    """A function of the user's: `function(completion, row)` gives a number or a bool.
+
+    In YAML: `function: {_target_: my_package.rewards.brevity, _partial_: true}`. With a `timeout` it runs in a helper
+    process, which must be able to import it.
+    """
+
+    function: Callable[[str, dict[str, Any]], float]
+
+    def score(self, sample: Judged) -> float:
+        return float(self.function(sample.completion, sample.row))
+
+
+def _check_pattern(key: str, pattern: str, *, groups: int = 0) -> None:
+    try:
+        found = re.compile(pattern).groups
+    except re.error as error:
+        raise ConfigError(f"{key}={pattern!r} is no regular expression: {error}", keys=(key,)) from error
+    if found < groups:
+        raise ConfigError(
+            f"{key}={pattern!r} has no group: what stands in ( ) is the answer", keys=(key,), fix=f"{key}='({pattern})'"
+        )

@@ -1,0 +1,203 @@
+"""Rewards: each on cases with a known answer, what happens when one raises or hangs, foreign code in its sandbox."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.code import CodeExecution
+from automodel_cli.rollout.rewards.combine import RewardSum
+from automodel_cli.rollout.rewards.math import MathEquivalence
+from automodel_cli.rollout.rewards.reasoning import ReasoningReward, ReasoningTasks
+from automodel_cli.rollout.rewards.sandbox import Limits, isolation, run_python
+from automodel_cli.rollout.rewards.text import ExactAnswer, FormatRegex, FunctionReward, Length
+
+ISOLATED = {"files", "network", "processes"} <= isolation()
+needs_isolation = pytest.mark.skipif(not ISOLATED, reason="this machine gives no user namespaces")
+
+
+def judged(completion="", answer="", name="sample 0", **fields):
+    row = {"answer": answer, **fields.pop("row", {})}
+    return Judged(name, completion, row, **fields)
+
+
+@pytest.mark.parametrize(
+    ("reward", "completion", "answer", "expected"),
+    [
+        (ExactAnswer(), " 42\n", "42", 1),
+        (ExactAnswer(), "42.", "42", 0),
+        (ExactAnswer(), "Paris", "paris", 0),
+        (ExactAnswer(ignore_case=True), "Paris", "paris", 1),
+        (ExactAnswer(pattern=r"#### (.+)"), "#### 41 no, #### 1\nso\n#### 42", "42", 1),
+        (ExactAnswer(pattern=r"####\s*(\d+)"), "the answer is 42", "42", 0),
+        (FormatRegex(pattern=r"<think>.*</think>\s*\d+"), "<think>a\nb</think>\n7\n", "", 1),
+        (FormatRegex(pattern=r"<think>.*</think>\s*\d+"), "7", "", 0),
+    ],
+)
+def test_text_rewards(reward, completion, answer, expected):
+    assert reward.score(judged(completion, answer)) == expected
+
+
+def test_an_unfinished_answer_is_wrong():
+    assert ExactAnswer().score(judged("42", "42", finished=False)) == 0
+    assert ExactAnswer(must_finish=False).score(judged("42", "42", finished=False)) == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (10, 0), (15, -0.5), (20, -1), (99, -1)])
+def test_length(num_tokens, expected):
+    assert Length(free_tokens=10, max_tokens=20).score(judged(num_tokens=num_tokens)) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ExactAnswer(pattern="("),
+        lambda: ExactAnswer(pattern="no group"),
+        lambda: FormatRegex(pattern="["),
+        lambda: Length(free_tokens=5, max_tokens=5),
+        lambda: ExactAnswer(on_error="ignore"),
+        lambda: ExactAnswer(timeout=0),
+        lambda: CodeExecution(timeout=None),
+        lambda: RewardSum({}),
+        lambda: RewardSum({"a": ExactAnswer(weight=0)}),
+    ],
+)
+def test_wrong_values_are_refused(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+def shout(completion, row):
+    if completion == "raise":
+        raise ValueError("do not like it")
+    if completion == "hang":
+        time.sleep(60)
+    if completion == "nan":
+        return float("nan")
+    return len(completion)
+
+
+def test_the_sum_is_weighted_and_keeps_the_order():
+    with RewardSum({"exact": ExactAnswer(weight=2), "long": FunctionReward(function=shout, weight=0.5)}) as rewards:
+        scores = rewards([judged("12", "12"), judged("123", "4")])
+    assert [s.total for s in scores] == [3.0, 1.5]
+    assert scores[0].parts == {"exact": 1.0, "long": 2.0} and all(s.valid and not s.errors for s in scores)
+
+
+@pytest.mark.parametrize(
+    ("on_error", "total", "valid"), [("zero", 1.0, True), ("fail", 0.0, True), ("skip", 1.0, False)]
+)
+def test_a_reward_that_raises_counts_as_configured(on_error, total, valid, caplog):
+    rewards = RewardSum({"exact": ExactAnswer(), "mine": FunctionReward(function=shout, on_error=on_error)})
+    samples = [judged(text, text, name=f"step 3 prompt {i}") for i, text in enumerate(["raise", "ok", "nan"])]
+    bad, good, not_finite = rewards(samples)
+    assert (bad.total, bad.valid) == (not_finite.total, not_finite.valid) == (total, valid)
+    assert bad.errors == {"mine": "ValueError: do not like it"} and "no finite number" in not_finite.errors["mine"]
+    assert (good.total, good.valid) == (3.0, True)
+    assert "mine of step 3 prompt 0: ValueError: do not like it" in caplog.text
+
+
+def test_a_hanging_reward_is_killed_and_the_next_sample_judged():
+    with RewardSum({"mine": FunctionReward(function=shout, timeout=2.0)}, num_helpers=1) as rewards:
+        started = time.monotonic()
+        scores = rewards([judged("hang"), judged("four"), judged("raise")])
+        assert time.monotonic() - started < 50
+    assert "no result within 2 s" in scores[0].errors["mine"]
+    assert scores[1].total == 4.0 and scores[2].errors == {"mine": "ValueError: do not like it"}
+
+
+def test_a_catastrophic_pattern_does_not_hang_the_run():
+    with RewardSum({"format": FormatRegex(pattern=r"(a+)+b", timeout=1.0)}, num_helpers=1) as rewards:
+        (score,) = rewards([judged("a" * 40)])
+    assert "no result within 1 s" in score.errors["format"]
+
+
+def test_mathematical_equivalence():
+    pytest.importorskip("math_verify")
+    cases = {
+        ("so it is $\\frac{1}{2}$", "0.5"): 1,
+        ("The answer is \\boxed{2\\sqrt{2}}", "\\sqrt{8}"): 1,
+        ("\\boxed{x^2+2x+1}", "(x+1)^2"): 1,
+        ("\\boxed{3}", "4"): 0,
+        ("no idea", "4"): 0,
+    }
+    with RewardSum({"math": MathEquivalence(timeout=60)}, num_helpers=1) as rewards:
+        scores = rewards([judged(said, answer) for said, answer in cases])
+    assert [(s.total, s.errors) for s in scores] == [(expected, {}) for expected in cases.values()]
+
+
+def test_reasoning_tasks_bring_their_verifier():
+    pytest.importorskip("reasoning_gym")
+    task = ReasoningTasks("leg_counting", num_train=20, num_validation=5)
+    train, validation = list(task.rows("train")), list(task.rows("validation"))
+    assert (len(train), len(validation)) == (20, 5) and train == list(task.rows("train"))
+    questions = {row["messages"][0]["content"] for row in train}
+    assert not questions & {row["messages"][0]["content"] for row in validation}
+    with RewardSum({"legs": ReasoningReward(timeout=60)}, num_helpers=1) as rewards:
+        row = validation[0]
+        right, wrong = rewards([judged(row["answer"], row=row), judged("-1", row=row)])
+    assert right.total == 1.0 and wrong.total < 0.1 and not right.errors
+    assert task.cache_key() != ReasoningTasks("leg_counting", seed=1).cache_key()
+    with pytest.raises(ConfigError, match="no_such_task"):
+        list(ReasoningTasks("no_such_task").rows("train"))
+
+
+ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+
+
+@needs_isolation
+@pytest.mark.parametrize(
+    ("completion", "tests", "expected"),
+    [
+        (ADD, "assert add(1, 2) == 3", 1.0),
+        (ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], 0.5),
+        ("print(int(input()) * 2)", {"stdin": "21\n", "stdout": "42"}, 1.0),
+        ("print(41)", {"stdin": "", "stdout": "42"}, 0.0),
+        ("import sys; sys.exit(0)", "assert False", 0.0),  # leaving before the test is no success
+        ("this is no python", "assert True", 0.0),
+    ],
+)
+def test_code_is_judged_by_its_tests(completion, tests, expected):
+    assert CodeExecution().score(judged(completion, row={"tests": tests})) == expected
+
+
+@needs_isolation
+@pytest.mark.parametrize(
+    ("code", "sign"),
+    [
+        ("import socket; socket.create_connection(('127.0.0.1', 22), 2)", "Error"),
+        ("open('/tmp/escaped', 'w')", "Read-only file system"),
+        ("import ctypes; print(ctypes.CDLL(None).umount2(b'/proc', 2)); open('/etc/escaped', 'w')", "Read-only"),
+        ("x = bytearray(10**9)", "MemoryError"),
+        ("import os, time\nfor _ in range(40):\n    if os.fork() == 0: time.sleep(9); break", "BlockingIOError"),
+        ("open('big', 'wb').write(b'0' * 10**8)", "Error"),
+    ],
+)
+def test_the_sandbox_holds(code, sign):
+    outcome = run_python(code, limits=Limits(memory_bytes=256 * 2**20))
+    assert outcome.returncode not in (0, None) or outcome.timed_out
+    assert sign in outcome.stderr, outcome
+
+
+@needs_isolation
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
+def test_time_ends_everything(code):
+    started = time.monotonic()
+    assert run_python(code, limits=Limits(seconds=0.5)).timed_out
+    assert time.monotonic() - started < 20
+
+
+def test_a_machine_without_isolation_is_refused(monkeypatch, caplog):
+    monkeypatch.setattr("automodel_cli.rollout.rewards.code.isolation", lambda: frozenset({"processes"}))
+    with pytest.raises(ConfigError, match="cannot cut foreign code off from files, network"):
+        RewardSum({"code": CodeExecution()})
+    RewardSum({"code": CodeExecution(allow_unisolated=True)})
+    assert "runs all the same" in caplog.text
+
+
+def test_a_reward_without_a_score_is_no_reward():
+    (score,) = RewardSum({"none": Reward()})([judged()])
+    assert "NotImplementedError" in score.errors["none"]
