@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import attention, compat, source
+from automodel_cli.models import attention, compat, source, transformer_engine
 from automodel_cli.models.config import ModelConfig, MoEConfig
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
@@ -25,14 +25,19 @@ def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> M
 
     Parameters have dtype `config.dtype` (a family's fp32-kept ones stay fp32). On another `device` than meta the
     memory is allocated, but the values are no defined initialisation: load anyway.
-    Raises ConfigError for a config the library refuses, an unknown attention name, or QLoRA without bitsandbytes.
+    Raises ConfigError for a config the library refuses, an unknown attention name, QLoRA without bitsandbytes, or
+    Transformer Engine where it cannot run.
     """
+    if config.transformer_engine is not None:
+        transformer_engine.require()
     hf_config = source.hf_config(config)
     stored = hf_config.dtype
     original = copy.deepcopy(hf_config)
     kind = detect_head(hf_config, trust_remote_code=config.trust_remote_code)
     with torch.device(device):
         model = _library_model(hf_config, config)
+    if config.transformer_engine is not None:
+        transformer_engine.swap_layers(model, config.transformer_engine)
     train_every_token(model)
     model.config.use_cache = False
     _choose_experts_kernel(model, config)
@@ -46,13 +51,15 @@ def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> M
 
 
 def _library_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
-    if config.attention == attention.PACKED:
+    name = config.attention
+    if name == attention.PACKED:
         attention.register()
+    if config.transformer_engine is not None and config.transformer_engine.attention:
+        transformer_engine.register()
+        name = transformer_engine.ATTENTION
     dtype = getattr(torch, config.dtype)
     try:
-        return compat.causal_lm(
-            hf_config, attention=config.attention, dtype=dtype, trust_remote_code=config.trust_remote_code
-        )
+        return compat.causal_lm(hf_config, attention=name, dtype=dtype, trust_remote_code=config.trust_remote_code)
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"{type(hf_config).__name__} with attention={config.attention!r} cannot be built: {error}",

@@ -65,6 +65,41 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class TransformerEngineConfig:
+    """Layers by NVIDIA's Transformer Engine (extra `te`) instead of torch's; CUDA only, never run on a GPU yet.
+
+    `attention`: packed attention, in bfloat16 or float16. `linear`: the linear layers of the decoder layers. `norm`:
+    RMS norms, fused. `fp8_recipe`: what the linear layers multiply in. "current" scales each tensor by its present
+    maximum, "block" blocks of 128 values, "mxfp8" blocks of 32 (Blackwell).
+    """
+
+    attention: bool = True
+    linear: bool = True
+    norm: bool = True
+    fp8_recipe: Literal["none", "current", "block", "mxfp8"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.fp8_recipe not in ("none", "current", "block", "mxfp8"):
+            raise ConfigError(
+                f"fp8_recipe={self.fp8_recipe!r} is none of none, current, block, mxfp8",
+                keys=("fp8_recipe",),
+                fix="model.transformer_engine.fp8_recipe=current",
+            )
+        if self.fp8_recipe != "none" and not self.linear:
+            raise ConfigError(
+                f"fp8_recipe={self.fp8_recipe} is for linear layers, but linear=false",
+                keys=("fp8_recipe", "linear"),
+                fix="model.transformer_engine.linear=true",
+            )
+        if not (self.attention or self.linear or self.norm):
+            raise ConfigError(
+                "attention, linear and norm are all false, so Transformer Engine would do nothing",
+                keys=("attention", "linear", "norm"),
+                fix="model.transformer_engine=null",
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A Hugging Face causal LM, unmodified.
 
@@ -77,6 +112,7 @@ class ModelConfig:
         library ("eager", "sdpa", "flash_attention_2", ...), which must then isolate them itself; the packing probe
         decides.
     tokenizer: None takes the one beside the weights; else a hub id, a folder, or a tokenizer node.
+    transformer_engine: attention, linear layers and norms by Transformer Engine; None: torch's.
     head_chunk_size: tokens whose logits exist at once; None chooses so that one chunk of fp32 logits stays near 24
     MiB on
         CPU (its cache) and 512 MiB elsewhere.
@@ -92,10 +128,12 @@ class ModelConfig:
     tokenizer: Any = None
     lora: LoRAConfig | None = None
     moe: MoEConfig = MoEConfig()
+    transformer_engine: TransformerEngineConfig | None = None
     head_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         self._check_source()
+        self._check_transformer_engine()
         if self.head_chunk_size is not None and self.head_chunk_size < 1:
             raise ConfigError(
                 f"head_chunk_size={self.head_chunk_size} must be at least 1 token",
@@ -104,6 +142,23 @@ class ModelConfig:
             )
         if not self.attention:
             raise ConfigError("attention is empty", keys=("attention",), fix="model.attention=packed")
+
+    def _check_transformer_engine(self) -> None:
+        engine = self.transformer_engine
+        if engine is None:
+            return
+        if engine.attention and self.attention != "packed":
+            raise ConfigError(
+                f"attention={self.attention} and transformer_engine.attention=true name two kinds of attention",
+                keys=("attention", "transformer_engine.attention"),
+                fix="model.attention=packed, or model.transformer_engine.attention=false",
+            )
+        if engine.linear and self.lora is not None:
+            raise ConfigError(
+                "lora puts adapters on torch's linear layers, which transformer_engine.linear=true takes away",
+                keys=("lora", "transformer_engine.linear"),
+                fix="model.transformer_engine.linear=false",
+            )
 
     def _check_source(self) -> None:
         if self.pretrained is not None and self.config is not None:

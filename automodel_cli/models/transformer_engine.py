@@ -1,0 +1,250 @@
+"""NVIDIA's Transformer Engine in the place of torch's attention, linear layers and RMS norms (extra `te`, CUDA).
+
+The one module with the package's names; it is imported when a model is built with it. NEVER run on a GPU: the calls
+were checked against the signatures of the package's 2.20 wheel, and run with a stand-in that binds to them and computes
+with torch.
+
+Layers are swapped under their own names, before anything has memory: parameters keep the hub's names and are loaded,
+sharded and exported like torch's. The head and whatever is outside the decoder layers stay torch's.
+Fp8 is entered by each linear layer itself, so pipelines, recomputation and forwards without backward need to know
+nothing of it. That takes recipes without a memory between steps; delayed scaling, which keeps maxima of earlier steps,
+is not offered.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.config import TransformerEngineConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION = "transformer_engine"
+_RECIPES = {"current": "Float8CurrentScaling", "block": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+_FP8_MULTIPLE = 32  # of tokens and features, for every recipe; 16 would do for some
+
+
+def require() -> None:
+    """Raise ConfigError, with the command that helps, where Transformer Engine cannot run."""
+    if find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "model.transformer_engine needs the package transformer-engine, which is not installed",
+            keys=("transformer_engine",),
+            fix="pip install --no-build-isolation automodel-cli[te]",
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "model.transformer_engine runs on CUDA devices only, and there is none",
+            keys=("transformer_engine",),
+            fix="model.transformer_engine=null",
+        )
+
+
+def register() -> None:
+    """Make the attention known to the library under the name `transformer_engine`; again is harmless."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attention)
+
+
+def swap_layers(model: PreTrainedModel, config: TransformerEngineConfig) -> None:
+    """Exchange the linear layers of the decoder layers and all RMS norms for the package's, on the device they are on.
+
+    Raises ConfigError for norms that are neither of the two formulas the package has, and for layers that fp8 cannot
+    cut into blocks.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inside = {child for layer in layers for child in layer.modules()}
+    make_linear = _linear_factory(config.fp8_recipe) if config.linear else None
+    for path, module in list(model.named_modules()):
+        new: nn.Module | None = None
+        if make_linear is not None and type(module) is nn.Linear and module in inside:
+            new = make_linear(path, module)
+        elif config.norm and "RMSNorm" in type(module).__name__:
+            new = _norm(path, module)
+        if new is not None:
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, new.train(module.training))
+
+
+def attention(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTV: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registry's contract, `(out_BTHV, None)`: causal attention inside the documents of packed rows, in the THD
+    layout of N = B*T tokens. Raises ConfigError for what it does not compute exactly."""
+    batch, heads, length, width = query_BHTD.shape
+    _refuse(query_BHTD, key_BKTD, attention_mask, dropout, s_aux, kwargs)
+    if cu_seq_lens_q is None:  # every row is one document
+        cu_seq_lens_q = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query_BHTD.device)
+    query_BHTD, key_BKTD = query_BHTD.to(value_BKTV.dtype), key_BKTD.to(value_BKTV.dtype)
+    core = _core(heads, key_BKTD.shape[1], width, value_BKTV.shape[-1], scaling or width**-0.5, softcap or 0.0)
+    query_NHD, key_NKD, value_NKV = (
+        x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query_BHTD, key_BKTD, value_BKTV)
+    )
+    out_NHV = core(
+        query_NHD,
+        key_NKD,
+        value_NKV,
+        qkv_format="thd",
+        cu_seqlens_q=cu_seq_lens_q,
+        cu_seqlens_kv=cu_seq_lens_q,
+        max_seqlen_q=max_length_q or length,
+        max_seqlen_kv=max_length_q or length,
+        attn_mask_type="padding_causal",
+        window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
+    )
+    return out_NHV.view(batch, length, heads, -1), None
+
+
+def _refuse(
+    query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, sinks: Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    reason = None
+    if dropout > 0:
+        reason = f"has no dropout here, the model asks for attention_dropout={dropout}"
+    elif mask is not None:
+        reason = "takes document boundaries, but this model passed an attention mask of its own"
+    elif sinks is not None:
+        reason = "cannot use the sinks of this model: it would hold them as parameters of its own"
+    elif key.shape[2] != query.shape[2]:
+        reason = f"is for whole sequences: {query.shape[2]} queries met {key.shape[2]} cached keys"
+    elif kwargs.get("is_causal") is False:
+        reason = "is causal here, this model asks for full attention"
+    elif kwargs.get("context") is not None:
+        reason = "does not know how rows are shared by context parallelism"
+    elif query.dtype == torch.float32 and key.dtype == torch.float32:
+        reason = "computes in bfloat16 or float16 only"
+    if reason is not None:
+        raise ConfigError(
+            f"Transformer Engine's attention {reason}",
+            keys=("transformer_engine",),
+            fix="model.transformer_engine.attention=false",
+        )
+
+
+@functools.cache
+def _core(heads: int, groups: int, width: int, value_width: int, scale: float, softcap: float) -> Any:
+    """The package's attention for these shapes: without parameters, so that all layers share one."""
+    return _package().DotProductAttention(
+        num_attention_heads=heads,
+        kv_channels=width if width == value_width else (width, value_width),
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        softmax_scale=scale,
+        softcap=softcap,
+    )
+
+
+def _linear_factory(fp8_recipe: str) -> Callable[[str, nn.Linear], nn.Module]:
+    te = _package()
+    if fp8_recipe == "none":
+        kind = te.Linear
+    else:
+        recipe = getattr(import_module("transformer_engine.common.recipe"), _RECIPES[fp8_recipe])()
+
+        class Fp8Linear(te.Linear):  # type: ignore[name-defined, misc]
+            def forward(self, inp: Tensor) -> Tensor:
+                if inp.shape[:-1].numel() % _FP8_MULTIPLE:
+                    raise ConfigError(
+                        f"fp8 works on blocks of {_FP8_MULTIPLE} tokens, this microbatch has {inp.shape[:-1].numel()}",
+                        keys=("transformer_engine.fp8_recipe", "data.seq_len"),
+                        fix="data.packing=best_fit with a data.seq_len that is a multiple of 32",
+                    )
+                with te.autocast(enabled=True, recipe=recipe):
+                    out: Tensor = super().forward(inp)
+                return out
+
+        kind = Fp8Linear
+
+    def make(path: str, linear: nn.Linear) -> nn.Module:
+        features = (linear.in_features, linear.out_features)
+        if fp8_recipe != "none" and any(number % _FP8_MULTIPLE for number in features):
+            raise ConfigError(
+                f"{path} has {features[0]} inputs and {features[1]} outputs, which fp8 cannot cut into blocks of "
+                f"{_FP8_MULTIPLE}",
+                keys=("transformer_engine.fp8_recipe",),
+                fix="model.transformer_engine.fp8_recipe=none",
+            )
+        weight = linear.weight
+        new: nn.Module = kind(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            params_dtype=weight.dtype,
+            device=weight.device,
+        )
+        return _with_parameters_of(linear, new)
+
+    return make
+
+
+def _norm(path: str, norm: nn.Module) -> nn.Module:
+    """The package's norm by what the library's computes, not by its name: `x / rms * w`, or `(1 + w)`."""
+    zero_centered, eps = _formula(path, norm)
+    weight = norm.get_parameter("weight")
+    new: nn.Module = _package().RMSNorm(
+        weight.shape[0], eps=eps, zero_centered_gamma=zero_centered, device=weight.device, dtype=weight.dtype
+    )
+    return _with_parameters_of(norm, new)
+
+
+@torch.no_grad()
+def _formula(path: str, norm: nn.Module) -> tuple[bool, float]:
+    """(whether the scale is 1 + weight, eps), measured on a copy with small numbers, where eps counts."""
+    names = [name for name, _ in norm.named_parameters()]
+    epsilons = [value for name, value in vars(norm).items() if "eps" in name and isinstance(value, float)]
+    if names == ["weight"] and len(epsilons) == 1:
+        probe = copy.deepcopy(norm).to_empty(device="cpu").float()
+        weight = torch.linspace(0.5, 1.5, probe.get_parameter("weight").shape[0])
+        probe.get_parameter("weight").copy_(weight)
+        x = torch.linspace(-1, 1, len(weight)) * epsilons[0] ** 0.5
+        unit = x * torch.rsqrt(x.square().mean() + epsilons[0])
+        got = probe(x[None])[0]
+        for zero_centered in (False, True):
+            if torch.allclose(got, unit * (weight + 1 if zero_centered else weight), rtol=1e-4, atol=1e-6):
+                return zero_centered, epsilons[0]
+    raise ConfigError(
+        f"{path} ({type(norm).__name__}) is no RMS norm that Transformer Engine has",
+        keys=("transformer_engine.norm",),
+        fix="model.transformer_engine.norm=false",
+    )
+
+
+def _with_parameters_of(old: nn.Module, new: nn.Module) -> nn.Module:
+    """`new` with the very parameters of `old`: names, values, ties and what is frozen stay."""
+    wanted, present = dict(old.named_parameters()), dict(new.named_parameters())
+    assert wanted.keys() == present.keys(), f"{type(new).__name__} has {list(present)}, not {list(wanted)}"
+    for name, param in wanted.items():
+        assert param.shape == present[name].shape, f"{name} is {present[name].shape} there, {param.shape} here"
+        setattr(new, name, param)
+    return new
+
+
+def _package() -> Any:
+    return import_module("transformer_engine.pytorch")
