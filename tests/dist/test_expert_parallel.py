@@ -12,13 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.expert_parallel import is_experts
+from automodel_cli.distributed.expert_parallel import apply_expert_parallel, is_experts
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.distributed.token_dispatch import all_rows, share_of_rows
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.build import build_pipeline
@@ -26,7 +32,7 @@ from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
 from tests import tiny
-from tests.dist.harness import launch
+from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Errors, microbatch, tiny_part
 
 TOLERANCE = 1e-6
@@ -177,7 +183,7 @@ def test_every_family_under_every_schedule():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_tensor_parallelism_in_the_same_layer(family):
-    """Tokens are the same on all ranks of tp; 65 or so of them do not divide evenly."""
+    """Tokens are the same on all ranks of tp, whole or (sequence parallel) gathered for the layer."""
     sequence = replace(FSDP2, sequence_parallel=True)
     check(2, [Case(family, MeshConfig(tp_size=2, ep_size=2))])
     meshes = [MeshConfig(tp_size=2, ep_size=2), MeshConfig(tp_size=2, ep_size=4)]
@@ -188,6 +194,79 @@ def test_with_tensor_parallelism_in_the_same_layer(family):
 def test_ranks_that_receive_nothing(family):
     """All tokens go to two experts, so three of the four ranks never see one, and their experts get zero gradients."""
     check(4, [Case(family, EP4, skewed=True), Case(family, EP4, config=RECOMPUTE, skewed=True)])
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_with_rows_over_ranks(family):
+    """Under context parallelism every rank has tokens of its own, so the dispatch has nothing to know."""
+    check(4, [Case(family, MeshConfig(cp_size=2, ep_size=m)) for m in (2, 4)])
+
+
+def test_compiled_around_the_experts():
+    compiled = replace(FSDP2, enable_compile=True, compile_backend="aot_eager")
+    check(2, [Case("qwen3_moe", EP2, config=compiled)])
+
+
+def _frozen_experts(rank, world):
+    """Names of parameters with a gradient where only adapters are trained, and the norm of all gradients."""
+    mesh = build_mesh(MeshConfig(ep_size=world).resolve(world), "cpu")
+    config = ModelConfig(config=tiny.tiny_fields("qwen3_moe"), lora=LoRAConfig(rank=2))
+    part = build_part(config)
+    module = parallelize(part, mesh, FSDP2)
+    load_weights(part, config, device="cpu", seed=3)
+    recorder = Recorder([part])
+    mine = [microbatch(i, packed=True) for i in range(4)][rank::world]
+    result = train_step(SingleStage(module), mine, SFT(), recorder, mesh, max_grad_norm=None)
+    return recorder.gradients, result.grad_norm.item()
+
+
+def test_adapters_beside_frozen_experts():
+    want, want_norm = launch(_frozen_experts, 1)
+    got, norm = launch(_frozen_experts, 2)
+    assert want and all("lora_" in name for name in want)
+    assert tiny.gradient_error(want, got) <= TOLERANCE and norm == pytest.approx(want_norm, rel=TOLERANCE)
+
+
+def _uneven_rows(rank, world):
+    """The two halves of tp's sharing of rows, there and back, and their gradients: `(rows equal, gradients equal)`."""
+    group = dist.group.WORLD
+    rows = torch.arange(14.0).view(7, 2).requires_grad_()
+    share = share_of_rows(rows, group)
+    back = all_rows(share * (rank + 1), 7, group)
+    (back * back.detach()).sum().backward()
+    scale = torch.tensor([1.0, 1, 1, 2, 2, 2, 3])[:, None]
+    return torch.equal(back, rows * scale), torch.allclose(rows.grad, rows * scale**2), share.shape[0]
+
+
+def test_rows_that_do_not_divide_are_shared_and_gathered():
+    assert launch_all(_uneven_rows, 3) == [(True, True, 3), (True, True, 3), (True, True, 1)]
+
+
+def _refused(rank, world, family):
+    mesh = build_mesh(MeshConfig(ep_size=world).resolve(world), "cpu")
+    part = nn.Module()
+    with torch.device("meta"):
+        fields = LLAMA4 if family == "llama4_text" else tiny.tiny_fields(family)
+        part.model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**fields))
+    with pytest.raises(ConfigError) as caught:
+        apply_expert_parallel(part, mesh, FSDP2)
+    return caught.value.message, caught.value.fix
+
+
+LLAMA4 = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "ep", "message"),
+    [
+        ("qwen3_moe", 3, "mesh.ep_size=3 does not divide the 8 experts of Qwen3MoeExperts"),
+        ("llama", 2, "mesh.ep_size=2: LlamaForCausalLM has no experts, so there is nothing to distribute"),
+        ("llama4_text", 2, "mesh.ep_size=2: Llama4ForCausalLM calls its experts (Llama4TextExperts) without the lib"),
+    ],
+)
+def test_what_cannot_be_distributed_is_refused(family, ep, message):
+    got, fix = launch(_refused, ep, family)
+    assert got.startswith(message) and fix == "mesh.ep_size=1"
 
 
 def sum_experts_over_ep_too():
