@@ -20,7 +20,7 @@ from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.router import RouterWatch
 from automodel_cli.models.source import hf_config
-from automodel_cli.models.support import probe_packing
+from automodel_cli.models.support import probe_context, probe_packing
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import StepHook
 
@@ -50,6 +50,8 @@ class Model:
             packed_rows=recipe.data.packing != "none",
             trust_remote_code=config.trust_remote_code,
         )
+        if mesh.layout.cp > 1:
+            probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
         stages = _build_stages(recipe, mesh)
         parts = [part for part in stages.parts if isinstance(part, ModelPart)]
         device = recipe.parallelizer.parameter_device(mesh.device)

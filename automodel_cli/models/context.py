@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -101,10 +101,15 @@ class Context:
         whole_BP = torch.cat([position_ids_BT, padding.expand(self.rows, -1)], 1)
         return whole_BP.index_select(1, self._local_t)
 
+    def local_inputs(self, input_ids_BT: Tensor, position_ids_BT: Tensor) -> dict[str, Any]:
+        """What the model is called with: this rank's tokens, and the context in place of the document boundaries."""
+        positions_Bt = self.local_positions(position_ids_BT)
+        return {"input_ids": self.local(input_ids_BT, 0), "position_ids": positions_Bt, "context": self}
+
     def whole(self, x_Bt: Tensor) -> Tensor:
-        """Results per local token -> `[B, T]` in the order of the rows, on every rank. Collective."""
+        """Results per local token `[B, t, ...]` -> `[B, T, ...]` in the order of the rows, on all ranks. Collective."""
         of_ranks = self.group.gather_results(x_Bt.contiguous()).unflatten(0, (self.group.size, self.rows))
-        return of_ranks.transpose(0, 1).flatten(1).index_select(1, self._where_P[: self._length])
+        return of_ranks.transpose(0, 1).flatten(1, 2).index_select(1, self._where_P[: self._length])
 
     def gathered_index(self) -> Tensor:
         """`[B*P]`: where each token of the whole rows lies after `group.gather` of the flat local tokens."""

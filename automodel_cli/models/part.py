@@ -126,8 +126,7 @@ class ModelPart(nn.Module):
         ids_BT: Tensor = model_inputs["input_ids"]
         rows, tokens = ids_BT.shape
         context = Context(self._context_group, (rows, tokens), model_inputs["cu_seq_lens_q"], ids_BT.device)
-        positions_Bt = context.local_positions(model_inputs["position_ids"])
-        return {"input_ids": context.local(ids_BT, 0), "position_ids": positions_Bt, "context": context}
+        return context.local_inputs(ids_BT, model_inputs["position_ids"])
 
     def boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:
         """Rows and tokens of the hidden states of a microbatch on this rank, as pipeline stages exchange them."""
