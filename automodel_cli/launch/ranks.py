@@ -92,7 +92,8 @@ def launch_all(
         codes = [process.exitcode for process in processes]
         if any(codes):
             reports = [_report(Path(folder), rank, code) for rank, code in enumerate(codes) if code]
-            raise RankFailure(f"{fn.__name__}{args!r}: exit codes {codes}\n" + "\n".join(reports))
+            called = f"{fn.__name__}{args!r}"[:200]
+            raise RankFailure(f"{called}: exit codes {codes}\n" + "\n".join(reports))
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world)]
 
 

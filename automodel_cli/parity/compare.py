@@ -79,14 +79,14 @@ def run_row(original: Original, row: Row, sabotage: Sabotage | None = None) -> E
     """One row, on all ranks of the process group. Collective."""
     try:
         mesh = build_mesh(row.mesh.resolve(dist.get_world_size()), "cpu")
+        every = step_batches(packed=row.packed, count=row.num_microbatches)
+        count = len(every) // mesh.dp_size
+        mine = every[mesh.dp_rank * count :][:count]
+        batches = mine if sabotage is None else sabotage(mine)
         stages = build_stages(original, row, mesh)
     except ConfigError as error:
         return Refused(str(error))
-    every = step_batches(packed=row.packed, count=row.num_microbatches)
-    count = len(every) // mesh.dp_size
-    mine = every[mesh.dp_rank * count :][:count]
     recorder = Recorder(*stages.parts)
-    batches = mine if sabotage is None else sabotage(mine)
     result = train_step(stages, batches, row.objective, recorder, mesh, max_grad_norm=None)
     return judge(original.reference(packed=row.packed), result, recorder.gradients)
 

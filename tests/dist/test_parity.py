@@ -5,25 +5,22 @@ one and several microbatches whose label masks are uneven over ranks. Then the s
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.distributed import gradients, parallelizer
 from automodel_cli.distributed.config import CPUOffload, DDPConfig
 from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.training import stages
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests import tiny
+from tests.dist import mutations
 from tests.dist.harness import launch
 from tests.dist.parity import FSDP2, Case, compare, step_batches
 
@@ -81,52 +78,12 @@ def test_three_steps_from_an_unfilled_model_are_the_same_under_every_strategy():
         assert torch.allclose(got, want, rtol=5e-6)
 
 
-# Each sabotage runs on the ranks, around the real step.
-
-
-def average_instead_of_sum(batches):
-    patch.object(parallelizer, "sum_gradients", lambda module: None).start()
-    return batches
-
-
-def local_weight_then_average(batches):
-    """Every rank divides by its own label tokens, and gradients are averaged: right only for equal counts."""
-    sum_over = Mesh.sum_over
-
-    def local_weight(self, axis, tensor):
-        return tensor if axis is self.dp else sum_over(self, axis, tensor)
-
-    patch.object(Mesh, "sum_over", local_weight).start()
-    return average_instead_of_sum(batches)
-
-
-def only_last_microbatch(batches):
-    gradient_sync = gradients.gradient_sync
-
-    def forget_then_sync(module, is_last):
-        module.zero_grad()
-        return gradient_sync(module, is_last=True)
-
-    patch.object(stages, "gradient_sync", forget_then_sync).start()
-    return batches
-
-
-def masked_labels_trained(batches):
-    return [replace(b, labels_BT=b.labels_BT.masked_fill(b.labels_BT == IGNORE_INDEX, 0)) for b in batches]
-
-
-def document_mask_dropped(batches):
-    rows, tokens = batches[0].shape
-    one_document_per_row = batches[0].cu_seqlens.new_tensor([tokens * row for row in range(rows + 1)])
-    return [replace(b, cu_seqlens=one_document_per_row, max_seqlen=tokens) for b in batches]
-
-
 SABOTAGES = [
-    average_instead_of_sum,
-    local_weight_then_average,
-    only_last_microbatch,
-    masked_labels_trained,
-    document_mask_dropped,
+    mutations.average_instead_of_sum,
+    mutations.local_weight_then_average,
+    mutations.only_last_microbatch,
+    mutations.masked_labels_trained,
+    mutations.document_mask_dropped,
 ]
 
 

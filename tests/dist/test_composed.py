@@ -1,0 +1,174 @@
+"""Every parallelism with every other, on 4 and 8 ranks, against the library's model in one process.
+
+Rows are layout x family x packed or padded; each runs 8 microbatches a step (at least 2 on a data-parallel rank), and
+loss, gradient norm and every gradient must agree to 1e-6. A part runs by default, the rest with `-m slow`. Then the
+mistakes that such compositions invite, which must not pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.compare import Errors, run_rows
+from automodel_cli.parity.reference import Original
+from automodel_cli.parity.rows import FP32, Row
+from automodel_cli.pipelining.config import PipelineConfig
+from tests import tiny
+from tests.dist import mutations
+from tests.dist.harness import launch
+
+TOLERANCE = 1e-6
+CLEARLY_WRONG = 1e-4
+DENSE, MOE = ("llama", "qwen3"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
+
+
+def row(
+    *, pp: int = 1, dp: int = 1, hsdp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, sp: bool = False, **more: object
+) -> Row:
+    """`more`: schedule, recompute."""
+    mesh = MeshConfig(dp_size=dp, dp_replicate_size=hsdp, tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep)
+    parallelizer = FSDP2Config(
+        mp_policy=FP32, sequence_parallel=sp, activation_checkpointing=bool(more.get("recompute"))
+    )
+    pipeline = PipelineConfig(schedule=str(more.get("schedule", "1f1b"))) if pp > 1 else None
+    return Row(mesh, parallelizer, pipeline)
+
+
+# Layouts of any model, by ranks.
+DENSE_ROWS = {
+    4: [
+        row(pp=2, dp=2, schedule="interleaved_1f1b"),
+        row(pp=4, schedule="zb_h1"),
+        row(dp=4, hsdp=2),
+        row(tp=2, dp=2),
+        row(tp=2, dp=2, sp=True),
+        row(tp=2, pp=2, sp=True),
+        row(cp=2, dp=2),
+        row(cp=2, pp=2, schedule="zbv"),
+        row(cp=2, tp=2),
+        row(cp=4),
+    ],
+    8: [
+        row(pp=2, dp=4, hsdp=2, recompute=True),
+        row(pp=2, cp=2, tp=2),
+        row(pp=2, tp=2, dp=2, sp=True, schedule="interleaved_1f1b"),
+        row(pp=2, cp=2, dp=2),
+        row(cp=2, tp=2, dp=2, sp=True),
+        row(dp=4, hsdp=2, tp=2),
+        row(dp=4, hsdp=2, cp=2),
+    ],
+}
+# Layouts with experts over ranks.
+MOE_ROWS = {
+    4: [
+        row(dp=4, ep=2),
+        row(dp=4, ep=4, recompute=True),
+        row(pp=2, dp=2, ep=2, schedule="interleaved_1f1b"),
+        row(cp=2, dp=2, ep=2),
+        row(tp=2, dp=2, ep=2),
+    ],
+    8: [
+        row(pp=2, dp=4, ep=4),
+        row(pp=2, dp=2, cp=2, ep=4, schedule="interleaved_1f1b"),
+        row(pp=2, dp=2, cp=2, ep=2, recompute=True),
+        row(pp=2, tp=2, dp=2, ep=2),
+        row(pp=2, cp=2, tp=2, ep=2),
+        row(dp=4, hsdp=2, cp=2, ep=2),
+        row(cp=2, tp=2, dp=2, ep=4),
+    ],
+}
+
+
+@dataclass
+class Originals:
+    """The tiny models as checkpoints, each measured in one process when it is first asked for."""
+
+    folder: Path
+
+    def __getitem__(self, family: str) -> Original:
+        folder = self.folder / family
+        if not folder.exists():
+            Original.write(folder, tiny.build_hf(family), SFT())
+        return Original(folder)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
+    return Originals(tmp_path_factory.mktemp("originals"))
+
+
+def both(rows: Iterable[Row]) -> Iterator[Row]:
+    for r in rows:
+        yield r
+        yield replace(r, packed=False)
+
+
+def check(original: Original, rows: list[Row]) -> None:
+    """All rows in one set of ranks."""
+    outcomes = launch(run_rows, rows[0].world_size, original, rows, timeout=60 + 30 * len(rows))
+    wrong = [
+        f"{r}: {outcome}"
+        for r, outcome in zip(rows, outcomes, strict=True)
+        if not isinstance(outcome, Errors) or not outcome.within(TOLERANCE)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("family", [*DENSE, *MOE])
+def test_a_diagonal_on_four_ranks(originals: Originals, family: str):
+    """Every layout of 4 ranks in two families or so: packed in one, padded in another."""
+    shift, rows = [*DENSE, *MOE].index(family), DENSE_ROWS[4]
+    if family in MOE:
+        rows = rows + MOE_ROWS[4]
+    chosen = [replace(r, packed=i % 2 == 0) for i, r in enumerate(rows) if i % 3 == shift % 3]
+    check(originals[family], chosen)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_three_axes_on_eight_ranks(originals: Originals, family: str):
+    chosen = {"llama": [DENSE_ROWS[8][1], DENSE_ROWS[8][2]], "gpt_oss": [MOE_ROWS[8][1], MOE_ROWS[8][4]]}
+    check(originals[family], chosen[family])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("family", DENSE)
+def test_dense_matrix(originals: Originals, family: str, world: int):
+    check(originals[family], list(both(DENSE_ROWS[world])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("family", MOE)
+def test_expert_matrix(originals: Originals, family: str, world: int):
+    check(originals[family], list(both(MOE_ROWS[world])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MOE)
+def test_experts_that_are_whole_on_every_rank(originals: Originals, family: str):
+    check(originals[family], DENSE_ROWS[4])
+
+
+MUTATIONS: list[tuple[Callable, str, Row]] = [
+    (mutations.average_instead_of_sum, "llama", row(pp=2, dp=2)),
+    (mutations.norm_without_stages, "llama", row(pp=2, dp=2)),
+    (mutations.document_mask_dropped, "llama", row(pp=2, dp=2)),
+    (mutations.expert_gradients_over_ep, "qwen3_moe", row(dp=4, ep=2)),
+    (mutations.labels_shifted_after_sharding, "llama", row(cp=2, dp=2)),
+    (mutations.context_gathered_in_rank_order, "llama", row(cp=2, dp=2)),
+    (mutations.head_norms_not_summed, "qwen3", row(tp=2, dp=2)),
+]
+
+
+@pytest.mark.parametrize(("mutation", "family", "layout"), MUTATIONS, ids=[m.__name__ for m, _, _ in MUTATIONS])
+def test_mutation_is_noticed(originals: Originals, mutation: Callable, family: str, layout: Row):
+    (outcome,) = launch(run_rows, layout.world_size, originals[family], [layout], mutation)
+    assert isinstance(outcome, Errors) and outcome.worst > CLEARLY_WRONG, f"blind to it: {outcome}"
