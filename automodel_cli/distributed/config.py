@@ -110,6 +110,12 @@ class FSDP2Config(ParallelizerConfig):
                 keys=("patch_is_packed_sequence",),
                 fix="parallelizer.patch_is_packed_sequence=false",
             )
+        if self.enable_async_tensor_parallel and not self.enable_compile:
+            raise ConfigError(
+                "enable_async_tensor_parallel is something that the compiler does, but enable_compile=false",
+                keys=("enable_async_tensor_parallel", "enable_compile"),
+                fix="parallelizer.enable_compile=true",
+            )
         self._check_prefetch()
 
     def _check_prefetch(self) -> None:

@@ -94,13 +94,20 @@ def fsdp2_strategy_parallelize(
 ) -> nn.Module:
     """Shard `model` in place: every layer is one FSDP2 unit, the rest (embedding, last norm, head) belongs to the root.
 
-    `device_mesh` is `(shard,)` or `(replicate, shard)`, or the root mesh with its five axes. `mp_policy` None means
+    `device_mesh` is `(shard,)` or `(replicate, shard)`, or the root mesh with its five axes: then layers are first
+    sharded over its tp axis, by `tp_shard_plan` or else the model's own plan. `mp_policy` None means
     bfloat16 compute with float32 reduction. `config` brings the options that are not policies. Parameters are resharded
     after forward except those that backward needs first (the last layer, the root), and except under a pipeline, where
     every microbatch would gather them again and zero-bubble schedules lose gradients.
     """
     config = config or FSDP2Config()
-    if tp_shard_plan is not None:
+    tp_mesh = device_mesh["tp"] if device_mesh.mesh_dim_names == AXES else None
+    if tp_mesh is not None and tp_mesh.size() > 1:
+        from automodel_cli.distributed.tensor_parallel import apply_tensor_parallel
+
+        plan = config.tp_plan if tp_shard_plan is None else tp_shard_plan
+        apply_tensor_parallel(model, tp_mesh, dataclasses.replace(config, tp_plan=plan))
+    elif tp_shard_plan is not None:
         raise ConfigError("tp_shard_plan needs tensor parallelism", keys=("tp_plan",), fix="parallelizer.tp_plan=null")
     mesh = fsdp_mesh(device_mesh) if device_mesh.mesh_dim_names == AXES else device_mesh
     policy = mp_policy or config.build_mp_policy()
@@ -136,6 +143,8 @@ def shard_experts(
     """Shard the layer's experts on their own mesh: other ranks hold other experts, so only `mesh` shards and sums."""
     from automodel_cli.distributed.expert_parallel import experts_modules
 
+    # The layer has cast its inputs; routing weights that a family computes in float32 stay so, as without a mesh.
+    mp_policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)
     for experts in experts_modules(layer):
         fully_shard(
             experts, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,46 +46,85 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_
 def apply_tensor_parallel(
     part: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config | MegatronFSDPConfig, *, shard_experts: bool = True
 ) -> None:
-    """Shard the part's model (its child `model`) over `tp_mesh`, in place; parameters may still be on meta.
+    """Shard a part (its child `model`), or the library's model itself, over `tp_mesh`, in place; parameters may still
+    be on meta.
 
     `shard_experts` False leaves experts whole, for expert parallelism. What the plan does not name stays whole on
     every rank, with the same gradient everywhere. Raises ConfigError for a model without a plan, and for heads,
     features or a plan that do not fit.
     """
-    model: PreTrainedModel = part.model  # type: ignore[assignment]
+    from transformers import PreTrainedModel
+
+    model = part if isinstance(part, PreTrainedModel) else part.model
+    assert isinstance(model, PreTrainedModel), f"{type(part).__name__} holds no model of the library"
+    is_async = isinstance(config, FSDP2Config) and config.enable_async_tensor_parallel
+    if is_async:
+        use_async_collectives(tp_mesh)
     plan = get_hf_tp_shard_plan(model) if config.tp_plan is None else custom_plan(config.tp_plan, model)
     check_heads(model.config, plan, tp_mesh.size())
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = head is not None and embedding is not None and getattr(head, "weight", 0) is embedding.weight
-    attentions: set[nn.Module] = set()
-    sharded_tokens = config.sequence_parallel or config.enable_async_tensor_parallel
     layers = transformer_layers(part)
     uniform = {block for layer in layers for block in blocks(layer) if _is_uniform(model, block, plan)}
+    if config.sequence_parallel or is_async:
+        _apply_plan(model, plan, tp_mesh, shard_experts=shard_experts, scattered=uniform)
+        apply_sequence_parallel(layers, tp_mesh, uniform)
+    else:
+        _apply_plan(model, plan, tp_mesh, shard_experts=shard_experts)
+        for block in uniform:
+            share_input(block, tp_mesh)
+    whole = sorted(set(_whole_modules(model)))
+    logger.info("tensor parallel over %d ranks; whole on each: %s", tp_mesh.size(), ", ".join(whole) or "nothing")
+
+
+def _apply_plan(
+    model: PreTrainedModel,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    shard_experts: bool,
+    scattered: Collection[nn.Module] = (),
+) -> None:
+    """Every style on its modules. The row-parallel layers of `scattered` blocks sum into shards of the tokens."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = getattr(head, "weight", 0) is getattr(embedding, "weight", 1)  # a stage may have neither
+    attentions: set[nn.Module] = set()
     for module in (embedding, head):
-        _keep_odd_vocabulary_whole(model, module, plan, tp_mesh.size())
+        _keep_odd_vocabulary_whole(model, module, plan, mesh.size())
     for name, module in list(model.named_modules()):
         style = _style_of(plan, name)
         if style is None or not any(True for _ in module.parameters()) or (is_experts(module) and not shard_experts):
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
-        if sharded_tokens and parent in uniform and isinstance(style, RowwiseParallel):
+        if parent in scattered and isinstance(style, RowwiseParallel):
             style = scattering()
-        _apply_style(model, name, module, style, tp_mesh)
+        _apply_style(model, name, module, style, mesh)
         if isinstance(style, LocalParameters):
-            _shard_own_parameters(name, module, plan, tp_mesh)
+            _shard_own_parameters(name, module, plan, mesh)
         if _is_local_colwise(style) and name.rpartition(".")[2] in (*_QUERY, *_KEY):
             attentions.add(parent)
     if is_tied:
         head.weight = embedding.weight
     for attention in attentions:
-        _count_local_heads(attention, tp_mesh.size())
-    if sharded_tokens:
-        apply_sequence_parallel(layers, tp_mesh, uniform)
-    else:
-        for block in uniform:
-            share_input(block, tp_mesh)
-    whole = sorted(set(_whole_modules(model)))
-    logger.info("tensor parallel over %d ranks; whole on each: %s", tp_mesh.size(), ", ".join(whole) or "nothing")
+        _count_local_heads(attention, mesh.size())
+
+
+def use_async_collectives(mesh: DeviceMesh) -> None:
+    """Let the compiler overlap the gathers and scatters of sequence parallelism with the products next to them, through
+    symmetric memory. It needs sequence parallelism, which is switched on with a warning, and CUDA.
+    """
+    if mesh.device_type != "cuda":
+        raise ConfigError(
+            f"enable_async_tensor_parallel works through symmetric memory, which needs CUDA, not {mesh.device_type}",
+            keys=("parallelizer.enable_async_tensor_parallel",),
+            fix="parallelizer.enable_async_tensor_parallel=false",
+        )
+    from torch._inductor import config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    logger.warning("enable_async_tensor_parallel overlaps what sequence parallelism communicates: it is on")
+    inductor._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # needed in torch 2.11, done by itself in 2.13
+        enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def check_heads(config: PretrainedConfig, plan: Plan, tp_size: int) -> None:
@@ -145,6 +185,9 @@ def _keep_odd_vocabulary_whole(model: nn.Module, module: nn.Module | None, plan:
 def _apply_style(model: PreTrainedModel, name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
     if isinstance(style, MLAKeyProjection):
         style = MLAKeyProjection(model.config.get_text_config().qk_rope_head_dim)
+    if hasattr(module, "lora_A"):  # the adapter library's wrapper around the layer that the plan means
+        _apply_to_adapter(name, module, style, mesh)
+        return
     if isinstance(style, ExpertsOverTP):
         returns_input = any(isinstance(child, nn.Identity) for child in module.children())
         if not is_experts(module) or returns_input or module.num_experts % mesh.size():  # type: ignore[operator]
@@ -152,6 +195,36 @@ def _apply_style(model: PreTrainedModel, name: str, module: nn.Module, style: Pa
     else:
         _check_features(name, module, style, mesh.size())
     parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """The wrapped layer as planned; of its adapter `B @ A`, the matrix with the sharded features likewise. The other
+    one is whole, and so is what passes between them.
+    """
+    base = wrapper.get_base_layer()
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in wrapper.modules()):
+        raise ConfigError(
+            "lora.dropout would drop other inputs on every tp rank: adapters need dropout 0 under tensor parallelism",
+            keys=("model.lora.dropout", "mesh.tp_size"),
+            fix="model.lora.dropout=0",
+        )
+    if isinstance(style, MLAKeyProjection):  # works on what comes out, whole
+        parallelize_module(wrapper, mesh, style)
+        return
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        raise ConfigError(
+            f"an adapter around {name} cannot be sharded as {type(style).__name__}",
+            keys=("model.lora.target_modules", "mesh.tp_size"),
+            fix="lora.target_modules without it",
+        )
+    _check_features(name, base, style, mesh.size())
+    parallelize_module(base, mesh, style, src_data_rank=None)
+    if isinstance(style, ColwiseParallel):
+        matrices = wrapper.lora_B.values()
+    else:
+        matrices = wrapper.lora_A.values() if style.input_layouts == (Shard(-1),) else ()
+    for matrix in matrices:
+        parallelize_module(matrix, mesh, style, src_data_rank=None)
 
 
 def _check_features(name: str, module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
