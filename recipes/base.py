@@ -20,6 +20,8 @@ from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from automodel_cli.config.compose import Composed
     from automodel_cli.data.batch import Batch
     from recipes.session import Session
@@ -45,6 +47,8 @@ class Recipe:
     output_dir: str = "runs"
     seed: int = 0
 
+    kind: ClassVar[str] = ""
+    """What `automodel KIND llm` insists on: sft, dpo, ..."""
     preferences: ClassVar[bool] = False
     """Whether rows are pairs or judged responses."""
 
@@ -88,7 +92,9 @@ class Recipe:
         raise NotImplementedError
 
     def batch_columns(self, session: Session) -> Callable[[list[Batch]], list[Batch]]:
-        """What adds the columns that the objective reads besides the rows. Called once, while the model is as loaded."""
+        """What adds the columns that the objective reads besides the rows. Called once, while the model is as
+        loaded.
+        """
         return lambda batches: batches
 
     def inspect_data(self, source: Composed, **options: Any) -> None:

@@ -58,7 +58,7 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
 
     whole = dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None)
     tokenizer = load_tokenizer(recipe.model)
-    data = prepare(recipe.data, tokenizer, seed=recipe.seed)
+    data = prepare(recipe.data, tokenizer, seed=recipe.seed, preferences=recipe.preferences)
     device = process_group.start("gloo")
     try:
         model = Model.build(whole, build_mesh(Layout(), device.type))
@@ -97,7 +97,7 @@ def export_and_verify(
     prompts = [rows.tokens(row)[0][:_PROMPT_TOKENS].tolist() for row in range(min(_NUM_PROMPTS, len(rows)))]
     trust = recipe.model.trust_remote_code
     gap = verify_export(folder, model.parts, prompts, score=model.score, trust_remote_code=trust)
-    tolerance = _TOLERANCE[_compute_dtype(recipe)]
+    tolerance = _TOLERANCE[compute_dtype(recipe)]
     if not gap <= tolerance:
         raise RunError(
             f"the export in {folder} does not compute what was trained: max |log-prob difference| {gap:.2e}, "
@@ -107,7 +107,7 @@ def export_and_verify(
     return gap
 
 
-def _compute_dtype(recipe: Recipe) -> torch.dtype:
+def compute_dtype(recipe: Recipe) -> torch.dtype:
     """What matrix products run in: it decides how far two implementations may differ."""
     return recipe.parallelizer.compute_dtype() or getattr(torch, recipe.model.dtype)
 

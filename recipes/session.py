@@ -63,6 +63,7 @@ class Session:
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.model = Model.build(recipe, mesh)
+        self._columns = recipe.batch_columns(self)
         self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps)
         rng.seed(recipe.seed, dist.get_rank())
@@ -70,6 +71,7 @@ class Session:
         self.first_step = self._resume()
         self.stopped_by = 0
         self._metrics: dict[str, float] = {}
+        self.last_validation: tuple[int, dict[str, float]] = -1, {}
         self.meter = Meter(
             run_dir,
             recipe.logging,
@@ -107,7 +109,7 @@ class Session:
         try:
             result = train_step(
                 self.model.stages,
-                batches,
+                self._columns(batches),
                 self.recipe.objective,
                 self.optimizer,
                 self.mesh,
@@ -135,7 +137,9 @@ class Session:
         return result
 
     def validate(self, step: int) -> None:
-        """Measure the loss on the validation rows, if there are any."""
+        """Measure and record the loss, and what else the objective measures, on the validation rows, if there are
+        any.
+        """
         if self.data.validation is None:
             return
         with self.meter.pause():
@@ -146,9 +150,10 @@ class Session:
                 dp_size=self.mesh.dp_size,
                 num_batches=self.recipe.validation.num_batches,
             )
-            result = evaluate(self.model.stages, batches, self.recipe.objective, self.mesh)
+            result = evaluate(self.model.stages, self._columns(batches), self.recipe.objective, self.mesh)
             values = {f"val_{name}": value.item() for name, value in result.metrics.items()}
         self._metrics = {"val_loss": result.loss.item(), **values}
+        self.last_validation = step, self._metrics
         self.meter.validation(step, val_loss=self._metrics["val_loss"], **values)
 
     def save(self, step: int) -> None:
@@ -241,7 +246,7 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
     if recipe.train.cpu_threads is not None:
         torch.set_num_threads(recipe.train.cpu_threads)
     tokenizer = load_tokenizer(recipe.model)
-    data = prepare(recipe.data, tokenizer, seed=recipe.seed)
+    data = prepare(recipe.data, tokenizer, seed=recipe.seed, preferences=recipe.preferences)
     device = process_group.start(recipe.parallelizer.backend)
     try:
         mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)

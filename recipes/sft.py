@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from recipes.base import Recipe
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class SFTRecipe(Recipe):
     """The whole story: prepare, train, export. `objective` is usually `automodel_cli.objectives.sft.SFT`."""
+
+    kind: ClassVar[str] = "sft"
 
     def run(self, source: Composed) -> int:
         from recipes.quiz import Quiz

@@ -57,6 +57,16 @@ class Recipe(Protocol):
         ...
 
 
+@runtime_checkable
+class KindOfRecipe(Protocol):
+    """A recipe that says which method it trains by."""
+
+    @property
+    def kind(self) -> str:
+        """sft, dpo, ..."""
+        ...
+
+
 def trust_option(function: F) -> F:
     """`--trust-package NAME`, repeatable."""
     return click.option(

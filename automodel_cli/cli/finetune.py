@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch import local, memory, placement, startup, stop, worker
 
 if TYPE_CHECKING:
@@ -30,6 +31,32 @@ def llm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: tupl
     """
     composed, recipe = common.load(conf, overrides, trust)
     return start(composed, recipe, arguments)
+
+
+def of_kind(kind: str, what: str) -> click.Group:
+    """The group `automodel KIND` with its command `llm`, which insists on a recipe of that kind."""
+
+    @click.group(name=kind, help=what)
+    def group() -> None:
+        pass
+
+    @group.command(name="llm", help=f"{what}\n\nLike `finetune llm`, for configs whose recipe is of kind {kind} only.")
+    @common.config_options
+    @click.pass_obj
+    def llm_of_kind(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: tuple[str, ...]) -> int:
+        composed, recipe = common.load(conf, overrides, trust)
+        if not (isinstance(recipe, common.KindOfRecipe) and recipe.kind == kind):
+            raise ConfigError(
+                f"{conf} is no {kind} recipe: it makes a {type(recipe).__name__}",
+                origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
+                fix=f"automodel finetune llm -c {conf}, or a config that begins with `defaults: [{kind}, _self_]`",
+            )
+        return start(composed, recipe, arguments)
+
+    return group
+
+
+dpo = of_kind("dpo", "Train on preferences: pairs of responses, or responses judged good or bad.")
 
 
 @click.command(short_help="Continue a run in its folder.")

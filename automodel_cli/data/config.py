@@ -212,7 +212,7 @@ class DataConfig:
                 kind = "rows with preferences" if preferences else "plain rows"
                 raise ConfigError(
                     f"format={fmt} does not hold {kind}, which this recipe trains on",
-                    keys=("format",),
+                    keys=("data.format",),
                     fix="data.format=auto, or a recipe of the other kind",
                 )
         if not preferences:
@@ -221,13 +221,13 @@ class DataConfig:
             raise ConfigError(
                 f"packing={self.packing} with long_documents={self.long_documents} cuts responses, but the two of a "
                 "pair are compared whole and in one row",
-                keys=("packing", "long_documents"),
+                keys=("data.packing", "data.long_documents"),
                 fix="data.packing=best_fit data.long_documents=drop",
             )
         if self.mask == "all":
             raise ConfigError(
                 "mask=all would compare prompts; only responses are",
-                keys=("mask",),
+                keys=("data.mask",),
                 fix="data.mask=assistant",
             )
 

@@ -50,9 +50,22 @@ class PackedDataset:
                 fix="train on pairs and on judged responses in runs of their own",
             )
         self.kind: str = kinds.pop()
+        lengths = [np.diff(store.offsets[store.row_offsets]) for store in stores]
+        self.token_starts = np.cumsum(np.concatenate([[0], *lengths])).astype(np.int64)
+        self._columns: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows; row r has those from `token_starts[r]` to `token_starts[r + 1]`."""
+        return int(self.token_starts[-1])
+
+    def attach(self, name: str, values: np.ndarray) -> None:
+        """Give every batch a column of the objective, `extra[name]`: one value for each of the `num_tokens`."""
+        assert values.shape == (self.num_tokens,), f"{values.shape} values for {self.num_tokens} tokens"
+        self._columns[name] = values
 
     def _locate(self, row: int) -> tuple[PackedStore, int]:
         if not 0 <= row < len(self):
@@ -134,8 +147,20 @@ class PackedDataset:
             cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
             max_seqlen=int(lengths.max()),
             row_ids_B=torch.tensor([int(row) for row in row_indices], dtype=torch.int64),
-            extra=self._preferences(row_indices, [len(of_row) for of_row in starts]),
+            extra={
+                **self._preferences(row_indices, [len(of_row) for of_row in starts]),
+                **{name: self._column(values, row_indices, shape) for name, values in self._columns.items()},
+            },
         )
+
+    def _column(self, values: np.ndarray, row_indices: Sequence[int], shape: tuple[int, int]) -> torch.Tensor:
+        """Attached values of the rows, 0 where there is no token."""
+        out_BT = np.zeros(shape, values.dtype)
+        for i, row in enumerate(row_indices):
+            if row != DUMMY_ROW:
+                first, last = self.token_starts[int(row) : int(row) + 2]
+                out_BT[i, : last - first] = values[first:last]
+        return torch.from_numpy(out_BT)
 
     def _preferences(self, row_indices: Sequence[int], counts: Sequence[int]) -> dict[str, torch.Tensor]:
         """What objectives of this kind of rows read; `counts` are the documents of each row, padding included."""

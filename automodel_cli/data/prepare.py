@@ -240,7 +240,7 @@ class _Builder:
                 "held_out": part.held_out,
             }
         )
-        folder, built = get_or_build(self.root, key, lambda folder: self._write_packed(folder, part))
+        folder, built = get_or_build(self.root, key, lambda folder: self._write_packed(folder, part, key))
         store = PackedStore.open(folder)
         meta, counts = part.tokens.meta, store.meta
         report = SourceReport(
@@ -264,7 +264,7 @@ class _Builder:
         )
         return store, report
 
-    def _write_packed(self, folder: Path, part: _Part) -> None:
+    def _write_packed(self, folder: Path, part: _Part, key: str) -> None:
         config, tokens = self.config, part.tokens
         documents = np.arange(tokens.num_documents) if part.documents is None else part.documents
         lengths = tokens.lengths[documents]
@@ -281,6 +281,7 @@ class _Builder:
             tokens,
             packed,
             meta={
+                "key": key,
                 "num_documents": len(documents),
                 "num_tokens": int(lengths.sum()),
                 "fill": packed.fill(config.seq_len),

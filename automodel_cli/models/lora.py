@@ -120,6 +120,21 @@ def bare(model: nn.Module) -> Iterator[None]:
             parent._modules[leaf] = wrapper
 
 
+@contextmanager
+def adapters_off(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the models compute what their base does: updates are scaled by 0. Under any sharding, and for layers that
+    are frozen or trained; the adapter library's own switch would also change what is trained.
+    """
+    scales = [(layer.scaling, layer.scaling[_ADAPTER]) for model in models for _, layer in wrappers(model)]
+    for scaling, _ in scales:
+        scaling[_ADAPTER] = 0.0
+    try:
+        yield
+    finally:
+        for scaling, value in scales:
+            scaling[_ADAPTER] = value
+
+
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
     """A is uniform as in a linear layer's default, B is zero: the step-0 model is the base, under any layout."""

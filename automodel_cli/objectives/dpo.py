@@ -51,7 +51,8 @@ class DPO:
     given. `tau`: the temperature of discopop's blend, 0.05 if not given.
 
     Metrics are means over pairs of all ranks: `accuracy` (chosen above rejected; a tie is a miss), `rewards_chosen`,
-    `rewards_rejected` and their difference `rewards_margin`: c, r and c - r, NOT multiplied by beta.
+    `rewards_rejected` and their difference `rewards_margin`: c, r and c - r, NOT multiplied by beta; `likelier` (the
+    chosen response has the larger sum of log-probs, whatever the reference says).
     """
 
     loss: Loss = "sigmoid"
@@ -149,6 +150,7 @@ class DPO:
             "rewards_chosen": Metric("num_pairs"),
             "rewards_rejected": Metric("num_pairs"),
             "rewards_margin": Metric("num_pairs", shown=True),
+            "likelier": Metric("num_pairs"),
         }
         if self.sft_weight:
             of_pairs["sft_loss"] = Metric("num_pairs")
@@ -176,6 +178,7 @@ class DPO:
             "rewards_chosen": pairs.c_P,
             "rewards_rejected": pairs.r_P,
             "rewards_margin": pairs.c_P - pairs.r_P,
+            "likelier": (pairs.chosen_logprob_P > pairs.rejected_logprob_P).float(),
         }
         if self.sft_weight:
             values["sft_loss"] = self._nll(pairs)

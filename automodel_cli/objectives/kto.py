@@ -88,6 +88,18 @@ class KTO:
         return ((judged_S == 1) & spoken_S).float(), ((judged_S == 0) & spoken_S).float()
 
 
+def reference_point_sums(logprobs_BT: Tensor, batch: Batch) -> Tensor:
+    """What `kl_baseline_1` is made of: sum of log-ratios over documents that are neither good nor bad (a prompt with
+    another prompt's response), and their number. The baseline is sum / number over the whole step, at least 0.
+    """
+    import torch
+
+    from automodel_cli.objectives.documents import labels_by_document
+
+    other_S = (batch.extra["desirable_S"] == -1) & (labels_by_document(batch) > 0)
+    return torch.stack([(log_ratios(logprobs_BT, batch) * other_S).sum(), other_S.sum().float()])
+
+
 def log_ratios(logprobs_BT: Tensor, batch: Batch) -> Tensor:
     """By document: sum of log-probs minus that of the reference."""
     from automodel_cli.objectives.documents import sum_by_document

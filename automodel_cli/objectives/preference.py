@@ -29,6 +29,7 @@ class Pairs:
     r_P: Tensor
     valid_P: Tensor
     chosen_logprob_P: Tensor
+    rejected_logprob_P: Tensor
     chosen_tokens_P: Tensor
 
 
@@ -51,6 +52,7 @@ def gather_pairs(logprobs_BT: Tensor, batch: Batch, *, reference: bool, average:
         r_P=ratios_P2[:, 1],
         valid_P=(tokens_P2 > 0).all(1).float(),
         chosen_logprob_P=logprobs_P2[:, 0],
+        rejected_logprob_P=logprobs_P2[:, 1],
         chosen_tokens_P=tokens_P2[:, 0],
     )
 

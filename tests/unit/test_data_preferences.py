@@ -185,7 +185,7 @@ def test_pairs_longer_than_a_row_are_dropped_or_named(tmp_path):
 def test_what_would_take_pairs_apart_is_refused(tmp_path, options, key):
     with pytest.raises(ConfigError) as caught:
         data(tmp_path, pairs(2), **options).check_kind(preferences=True)
-    assert key in caught.value.keys
+    assert f"data.{key}" in caught.value.keys
 
 
 def test_a_format_of_pairs_is_refused_where_plain_rows_are_trained(tmp_path):

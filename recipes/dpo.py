@@ -1,0 +1,102 @@
+"""Preference optimisation: pairs (or judged responses) from a dataset, compared with a reference model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.objectives.dpo import DPO
+from automodel_cli.objectives.kto import KTO
+from recipes.base import Recipe
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+    from recipes.reference import Columns
+    from recipes.session import Session
+
+Choice = Literal["auto", "precomputed", "adapters_off", "frozen_copy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPORecipe(Recipe):
+    """The whole story: prepare, measure the reference, train, export.
+
+    `reference`: where the reference's log-probs come from, see `recipes/reference.py`: `precomputed`, `adapters_off`,
+    `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing for objectives without a reference
+    (simpo, orpo).
+    """
+
+    objective: DPO | KTO
+    reference: Choice = "auto"
+
+    kind: ClassVar[str] = "dpo"
+    preferences: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference == "adapters_off" and self.model.lora is None:
+            raise ConfigError(
+                "reference=adapters_off switches adapters off, but the model has none",
+                keys=("reference",),
+                fix="reference=precomputed, or model.lora={rank: 16}",
+            )
+        if self.reference != "auto" and not self.objective.uses_reference:
+            raise ConfigError(
+                f"reference={self.reference}, but this objective compares with no reference",
+                keys=("reference", "objective.loss"),
+                fix="reference=auto",
+            )
+
+    def run(self, source: Composed) -> int:
+        from recipes.quiz import Quiz
+        from recipes.session import open_session
+
+        with open_session(self, source) as session:
+            session.header()
+            if session.first_step == 0:
+                _tell(session, "before", 0)
+            for step, batches in session.steps():
+                session.train(step, batches)
+            if session.stopped_by:
+                return session.exit_code()
+            _tell(session, "after", session.num_steps)
+
+            from recipes.results import finish  # later: the first step should not wait for the last page
+
+            return finish(session, Quiz())
+
+    def batch_columns(self, session: Session) -> Columns:
+        """Log-probs of the reference, and for KTO the reference point of the step. Collective."""
+        from recipes.reference import reference_columns, reference_point
+
+        wanted = "judged" if isinstance(self.objective, KTO) else "pairs"
+        for rows in filter(None, (session.data.train, session.data.validation)):
+            if rows.kind != wanted:
+                raise DataError(
+                    f"{type(self.objective).__name__} compares {_KINDS[wanted]}, the data holds {_KINDS[rows.kind]}",
+                    keys=("objective", "data"),
+                    fix=f"objective._target_=automodel_cli.objectives.{_OBJECTIVES[rows.kind]}",
+                )
+        if not self.objective.uses_reference:
+            return lambda batches: batches
+        columns = reference_columns(session, self.reference)
+        if isinstance(self.objective, KTO) and self.objective.reference_point == "kl":
+            return lambda batches: reference_point(session, columns(batches))
+        return columns
+
+
+_KINDS = {"pairs": "pairs of responses", "judged": "single responses judged good or bad"}
+_OBJECTIVES = {"pairs": "dpo.DPO", "judged": "kto.KTO"}
+
+
+def _tell(session: Session, when: str, step: int) -> None:
+    """The line about the held-out pairs, before and after training. Collective where they are not yet measured."""
+    if session.last_validation[0] != step:
+        session.validate(step)
+    measured = session.last_validation[1]
+    if "val_accuracy" in measured:
+        session.meter.print(
+            f"preference accuracy {when} training: {measured['val_accuracy']:.1%} of {measured['val_num_pairs']:.0f} "
+            f"held-out pairs (chosen response likelier: {measured['val_likelier']:.1%})"
+        )

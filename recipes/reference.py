@@ -1,0 +1,190 @@
+"""Where the log-probs of the reference model come from: the model as it was loaded, before the first step.
+
+`precomputed`: one forward pass over the rows that the run will see, before it starts; kept with the cached data, so
+that a second run, or one that is resumed, finds them. Costs 4 bytes per token on disk and in host memory, and nothing
+on the device. `adapters_off`: the same model with its adapters switched off, one more forward pass each step, no
+memory. `frozen_copy`: a second model, sharded like the first: its parameters once more on the device (no gradients, no
+optimizer), and one more forward pass each step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.data.cache import cache_root
+from automodel_cli.data.dataset import DUMMY_ROW, PackedDataset
+from automodel_cli.models.lora import adapters_off
+from automodel_cli.objectives.kto import reference_point_sums
+from automodel_cli.training.stages import Stages
+from recipes.model import Model
+from recipes.results import compute_dtype
+
+if TYPE_CHECKING:
+    from recipes.base import Recipe
+    from recipes.dpo import Choice
+    from recipes.session import Session
+
+Columns = Callable[[list[Batch]], list[Batch]]
+"""Batches with more columns in `extra`. Collective; every rank brings equally many."""
+
+_CHUNK = 1 << 24
+"""Values summed over ranks at a time: 64 MiB of device memory."""
+_CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Mean |difference| of a log-prob up to which a cached value is that of this model: rounding, not other weights."""
+
+
+def reference_columns(session: Session, choice: Choice) -> Columns:
+    """`ref_logprobs_BT` for the batches of this run. Call it while the model is still as loaded. Collective."""
+    model = session.model
+    if choice == "auto":
+        choice = "adapters_off" if session.recipe.model.lora is not None else "precomputed"
+    if choice == "precomputed":
+        _precompute(session)
+        return lambda batches: batches
+    if choice == "frozen_copy":
+        copy = Model.build(session.recipe, session.mesh)
+        for part in copy.parts:
+            part.requires_grad_(False)
+        return lambda batches: _with(batches, _logprobs(copy.stages, batches, session.mesh.device))
+
+    def without_adapters(batches: list[Batch]) -> list[Batch]:
+        with adapters_off([part.model for part in model.parts]):
+            return _with(batches, _logprobs(model.stages, batches, session.mesh.device))
+
+    return without_adapters
+
+
+def _logprobs(stages: Stages, batches: Sequence[Batch], device: torch.device) -> list[Tensor]:
+    return stages.forward([batch.to(device) for batch in batches], lambda logprobs_BT, _: logprobs_BT)
+
+
+def _with(batches: Sequence[Batch], logprobs: Sequence[Tensor]) -> list[Batch]:
+    pairs = zip(batches, logprobs, strict=True)
+    return [replace(batch, extra={**batch.extra, "ref_logprobs_BT": values_BT}) for batch, values_BT in pairs]
+
+
+def _precompute(session: Session) -> None:
+    """Attach `ref_logprobs_BT` to the rows that the run trains on and validates with. Collective."""
+    recipe, loader, data = session.recipe, session.loader, session.data
+    num_rows = session.num_steps * loader.global_batch_size
+    _attach(session, data.train, np.unique(loader.stream.rows(0, num_rows)), "training")
+    if data.validation is not None:
+        limit = recipe.validation.num_batches
+        seen = len(data.validation)
+        if limit is not None:
+            seen = min(seen, limit * recipe.train.microbatch_size * session.mesh.dp_size)
+        _attach(session, data.validation, np.arange(seen), "validation")
+
+
+def _attach(session: Session, rows: PackedDataset, needed: np.ndarray, name: str) -> None:
+    """Values of the rows from the cache, what is missing there measured and added to it."""
+    path = cache_root(session.recipe.data.cache_dir) / "reference" / f"{_key(session.recipe, rows)}.npy"
+    values = _read(path, rows.num_tokens)
+    missing = needed[np.isnan(values[rows.token_starts[needed]])]
+    if _any_rank(len(missing) > 0, session):  # caches of several hosts may hold different rows
+        missing = needed if _any_rank(len(missing) < len(needed), session) else missing
+    if not _any_rank(len(missing) > 0, session) and not _still_right(session, rows, values, needed):
+        missing = needed
+    if _any_rank(len(missing) > 0, session):
+        if session.is_main:
+            print(f"reference log-probs of {len(missing):,} {name} rows", file=sys.stderr, flush=True)
+        values = _measured(session, rows, values, missing)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            _write(path, values)
+        dist.barrier()
+        values = np.load(path, mmap_mode="r")
+    rows.attach("ref_logprobs_BT", values)
+
+
+def _any_rank(yes: bool, session: Session) -> bool:
+    flag = torch.tensor(int(yes), device=session.mesh.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _key(recipe: Recipe, rows: PackedDataset) -> str:
+    """Of the rows, and of what the config says of the weights and of how they compute."""
+    model = {**dataclasses.asdict(recipe.model), "tokenizer": None, "lora": None}
+    ingredients = {
+        "rows": [store.meta["key"] for store in rows.stores],
+        "model": repr(sorted(model.items(), key=lambda item: item[0])),
+        "seed": recipe.seed,
+        "dtype": str(compute_dtype(recipe)),
+    }
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(path: Path, num_tokens: int) -> np.ndarray:
+    """The cached values of all rows, nan where a row was never measured."""
+    if path.exists():
+        values = np.load(path, mmap_mode="r")
+        if values.shape == (num_tokens,):
+            return values
+    return np.full(num_tokens, np.nan, np.float32)
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}.npy")
+    np.save(temporary, values)
+    os.replace(temporary, path)
+
+
+def _still_right(session: Session, rows: PackedDataset, values: np.ndarray, needed: np.ndarray) -> bool:
+    """Whether this model gives the cached values, on the first rows: a folder may hold other weights than last time."""
+    sample = needed[: session.recipe.train.microbatch_size * session.mesh.dp_size]
+    fresh = _measured(session, rows, values, sample)
+    spans = [slice(rows.token_starts[row], rows.token_starts[row + 1]) for row in sample.tolist()]
+    gap = np.concatenate([np.abs(fresh[span] - values[span]) for span in spans])
+    labels = max(1, sum(rows.num_label_tokens(row) for row in sample.tolist()))
+    return not _any_rank(not gap.sum() / labels <= _CLOSE[compute_dtype(session.recipe)], session)
+
+
+def _measured(session: Session, rows: PackedDataset, values: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """`values` with those of the missing rows filled in, on every rank."""
+    mesh, train = session.mesh, session.recipe.train
+    per_call = train.num_microbatches(mesh.dp_size) if session.recipe.pipeline is not None else 1
+    unit = train.microbatch_size * mesh.dp_size * per_call
+    padded = np.full(-(-len(missing) // unit) * unit, DUMMY_ROW)
+    padded[: len(missing)] = missing
+    mine = padded.reshape(-1, per_call, mesh.dp_size, train.microbatch_size)[:, :, mesh.dp_rank]
+    found = np.zeros(rows.num_tokens, np.float32)
+    for numbers in mine:
+        batches = [rows.collate(of_batch) for of_batch in numbers]
+        for of_batch, values_BT in zip(numbers, _logprobs(session.model.stages, batches, mesh.device), strict=True):
+            for row, values_T in zip(of_batch.tolist(), values_BT.cpu().numpy(), strict=True):
+                if row != DUMMY_ROW:
+                    first, last = rows.token_starts[row : row + 2]
+                    found[first:last] = values_T[: last - first]
+    for first in range(0, len(found), _CHUNK):
+        part = torch.from_numpy(found[first : first + _CHUNK])
+        found[first : first + _CHUNK] = mesh.sum_over(mesh.dp, part).cpu().numpy()
+    filled = np.array(values)
+    for row in missing.tolist():
+        span = slice(rows.token_starts[row], rows.token_starts[row + 1])
+        filled[span] = found[span]
+    return filled
+
+
+def reference_point(session: Session, batches: list[Batch]) -> list[Batch]:
+    """`kl_baseline_1` for the batches of one step: one more forward pass of the model as it is now. Collective."""
+    mesh = session.mesh
+    on_device = [batch.to(mesh.device) for batch in batches]
+    sums = session.model.stages.forward(on_device, reference_point_sums)
+    total, count = mesh.sum_over(mesh.dp, torch.stack(sums).sum(0)).unbind()
+    baseline_1 = (total / count.clamp(min=1)).clamp(min=0)[None]
+    return [replace(batch, extra={**batch.extra, "kl_baseline_1": baseline_1}) for batch in on_device]
