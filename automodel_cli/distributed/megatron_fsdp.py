@@ -190,6 +190,7 @@ def megatron_fsdp_strategy_parallelize(
             device_mesh=mesh,
             dp_shard_dim=shard_dim,
             tp_dim=tp_dim,
+            expt_device_mesh=mesh,  # experts, which the package knows by their name, are sharded like all else
             fsdp_unit_modules=unit_modules(model, megatron_fsdp_unit_modules),
             zero_dp_strategy=zero_strategy(zero_dp_strategy),
             device=_device(device_mesh.device_type),

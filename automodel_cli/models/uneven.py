@@ -38,6 +38,14 @@ def cut_like(value: Any, param: Any) -> None:
 
 
 @torch.no_grad()
+def compact(tensor: Any) -> Any:
+    """The same shard in storage of its own, not a view into a flat buffer."""
+    copy = tensor.detach().clone()
+    cut_like(copy, tensor)
+    return copy
+
+
+@torch.no_grad()
 def gathered(tensor: Any) -> Tensor:
     """The whole tensor, bit by bit. Collective over the tensor's mesh; ranks may hold shards of any size."""
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)

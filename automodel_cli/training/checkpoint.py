@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed.megatron_fsdp import weights_changed
-from automodel_cli.models.uneven import cut_like, is_uneven
+from automodel_cli.models.uneven import compact, cut_like, is_uneven
 from automodel_cli.training import rng
 from automodel_cli.training.checkpoint_dir import CheckpointDir, read_meta
 from automodel_cli.training.config import CheckpointConfig
@@ -125,6 +125,8 @@ class Checkpointer:
         if self._stager is None or self._thread is None:
             self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # torch's stager takes the offset of a view into a flat buffer for an address, and copies what is not there.
+        state = {key: compact(tensor) if is_uneven(tensor) else tensor for key, tensor in state.items()}
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was asked to copy before it returns"
         for key, tensor in state.items():

@@ -70,5 +70,11 @@ def install() -> None:
     cuda.current_device = cuda.memory_allocated = lambda *args: 0
     cuda.mem_get_info = lambda *args: (2**40, 2**40)
     cuda.get_device_properties = lambda *args: _Properties()
+    make_empty = torch.empty
+
+    def empty(*size, device=None, **kwargs):
+        return make_empty(*size, device="cpu" if isinstance(device, int) else device, **kwargs)  # "cuda:0"
+
+    torch.empty = empty
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.record_stream = lambda *args, **kwargs: None

@@ -7,16 +7,39 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import megatron_fsdp
 from automodel_cli.distributed.config import MegatronFSDPConfig
+from automodel_cli.distributed.gradients import gradient_sync
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.load import load_weights
+from automodel_cli.models.uneven import gathered, is_uneven
+from automodel_cli.models.weights import iter_hf_weights
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.training.checkpoint import Checkpointer
+from automodel_cli.training.config import CheckpointConfig
+from automodel_cli.training.lr_scheduler import Constant
+from automodel_cli.training.optim import AdamW, Muon, build_optimizer
+from automodel_cli.training.stages import SingleStage
+from automodel_cli.training.step import train_step
+from tests import tiny
 from tests.dist import cuda_stand_in
-from tests.dist.harness import launch
-from tests.dist.parity import Case, compare
+from tests.dist.harness import launch, launch_all
+from tests.dist.parity import FSDP2, Case, compare, step_batches, tiny_part
 
 pytest.importorskip("megatron_fsdp", reason="pip install automodel-cli[megatron]")
 
 TOLERANCE = 1e-6
 MEGATRON = MegatronFSDPConfig()
+STEPS, SAVED_AFTER = 4, 2
 
 
 def _compare(rank, world, cases, sabotage=None):
@@ -29,3 +52,191 @@ def test_every_strategy_has_the_numbers_of_one_process(strategy):
     cases = [Case("qwen3", config=replace(MEGATRON, zero_dp_strategy=strategy), num_microbatches=n) for n in (3, 1)]
     for errors in launch(_compare, 2, cases):
         assert errors.within(TOLERANCE), errors
+
+
+OPTIONS = {
+    "no overlap, whole copies": {"zero_dp_strategy": 0, "overlap_grad_reduce": False, "overlap_param_gather": False},
+    "no overlap, sharded state": {"zero_dp_strategy": 1, "overlap_grad_reduce": False, "overlap_param_gather": False},
+    "no overlapped gathering": {"zero_dp_strategy": 2, "overlap_param_gather": False},
+    "one bucket": {"disable_bucketing": True},
+    "double buffer": {"fsdp_double_buffer": True},
+    "fp32 copies": {"preserve_fp32_weights": True, "grad_reduce_in_fp32": True},
+    "units by path": {"megatron_fsdp_unit_modules": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_do_not_change_the_numbers(option):
+    (errors,) = launch(_compare, 2, [Case(config=replace(MEGATRON, **OPTIONS[option]))])
+    assert errors.within(TOLERANCE), errors
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_tied_embeddings_and_experts(family):
+    (errors,) = launch(_compare, 2, [Case(family, config=MEGATRON)])
+    assert errors.within(TOLERANCE), errors
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}], ids=str)
+def test_under_tensor_and_context_parallelism(sizes):
+    (errors,) = launch(_compare, 4, [Case("qwen3", config=MEGATRON, mesh=MeshConfig(**sizes))])
+    assert errors.within(TOLERANCE), errors
+
+
+def _trained(config, world, folder, *, resume=False, async_save=False):
+    """Losses, norms and final weights of a short run from random weights; `resume` goes on after `SAVED_AFTER`."""
+    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
+    model = ModelConfig(config=tiny.tiny_fields("qwen3", tie_word_embeddings=False))
+    part = build_part(model)
+    stages = SingleStage(parallelize(part, mesh, config))
+    load_weights(part, model, device=mesh.device, seed=3)
+    megatron_fsdp.weights_changed([part])
+    optimizer = build_optimizer(AdamW(lr=1e-2, weight_decay=0.1), [part])
+    scheduler = Constant().build(optimizer, STEPS)
+    checkpointer = Checkpointer(folder, CheckpointConfig(async_save=async_save, resume="auto" if resume else None))
+    first = 0
+    if resume:
+        first = checkpointer.load(checkpointer.resume_path(), [part], optimizer, scheduler).step
+    results = []
+    for step in range(first, STEPS):
+        everyone = [batch for batches in step_batches(Case(num_microbatches=2), 2) for batch in batches]
+        count = len(everyone) // mesh.dp_size
+        mine = everyone[mesh.dp_rank * count :][:count]
+        if step == 1:
+            stages.forward(mine, lambda logprobs_BT, batch: logprobs_BT.sum())  # a forward alone, as validation is
+        result = train_step(stages, mine, SFT(), optimizer, mesh, max_grad_norm=0.5)
+        scheduler.step()
+        results += [result.loss.item(), result.grad_norm.item()]
+        if step + 1 == SAVED_AFTER:
+            checkpointer.save(step + 1, [part], optimizer, scheduler)
+    checkpointer.close()
+    weights = {name: tensor for bucket in iter_hf_weights([part]) for name, tensor in bucket}
+    return results, weights
+
+
+def _train(rank, world, config, folder, options):
+    cuda_stand_in.install()
+    return _trained(config, world, folder, **options)
+
+
+def _difference(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_a_run_trains_resumes_and_exports_like_one_process(tmp_path, strategy):
+    want, want_weights = launch(_train, 1, FSDP2, tmp_path / "one", {})
+    config = replace(MEGATRON, zero_dp_strategy=strategy, init_fsdp_with_meta_device=strategy == 3)
+    got, weights = launch(_train, 2, config, tmp_path / "two", {})
+    assert got == pytest.approx(want, rel=1e-5)
+    assert _difference(weights, want_weights) < 1e-5
+    resumed, resumed_weights = launch(_train, 2, config, tmp_path / "two", {"resume": True})
+    assert resumed == got[2 * SAVED_AFTER :]
+    assert _difference(resumed_weights, weights) == 0
+
+
+def test_checkpoints_go_on_under_another_strategy(tmp_path):
+    got, weights = launch(_train, 2, MEGATRON, tmp_path, {"async_save": True})
+    resumed, resumed_weights = launch(_train, 1, FSDP2, tmp_path, {"resume": True})
+    assert resumed == pytest.approx(got[2 * SAVED_AFTER :], rel=1e-5)
+    assert _difference(resumed_weights, weights) < 1e-5
+
+
+def _loaded(rank, world, folder, config):
+    """Largest difference from the file after loading, and whether shards are really unequal."""
+    cuda_stand_in.install()
+    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
+    model = ModelConfig(pretrained=folder)
+    part = build_part(model)
+    module = parallelize(part, mesh, config)
+    load_weights(SingleStage(module).parts[0], model, device=mesh.device, seed=0)
+    want = dict(tiny.build_hf("llama").named_parameters())
+    got = {part.hub_name(name): gathered(p) if is_uneven(p) else p.full_tensor() for name, p in part.named_parameters()}
+    return _difference(got, want), any(p._local_tensor.shape[0] * world != p.shape[0] for p in part.parameters())
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_checkpoints_of_the_hub_load_into_uneven_shards(tmp_path, strategy):
+    tiny.build_hf("llama").save_pretrained(tmp_path)
+    results = launch_all(_loaded, 2, str(tmp_path), replace(MEGATRON, zero_dp_strategy=strategy))
+    assert [error for error, _ in results] == [0, 0]
+    assert strategy == 0 or any(uneven for _, uneven in results)
+
+
+def _sgd_updates(rank, world):
+    """What one step of SGD changes: by the older function, and by the documented one with its optimizer."""
+    cuda_stand_in.install()
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    everyone = step_batches(Case(num_microbatches=2), world)
+    weight = sum(int(batch.num_label_tokens) for batches in everyone for batch in batches)
+    updates = []
+    for older in (True, False):
+        part = tiny_part("llama")
+        before = {name: param.detach().clone() for name, param in part.named_parameters()}
+        if older:
+            module = megatron_fsdp.nvfsdp_strategy_parallelize(part, mesh, [LlamaDecoderLayer])
+            optimizer = torch.optim.SGD(part.parameters(), lr=1.0)
+            megatron_fsdp.follow_optimizer(optimizer, [part])
+        else:
+            optimizer = torch.optim.SGD(part.parameters(), lr=1.0)
+            module, _ = megatron_fsdp.megatron_fsdp_strategy_parallelize(
+                part, mesh, [LlamaDecoderLayer], optimizer=optimizer
+            )
+        for i, batch in enumerate(everyone[rank]):
+            with gradient_sync(module, is_last=i == 1):
+                (-module(labels=batch.labels_BT, **batch.model_inputs()).sum() / weight).backward()
+        optimizer.step()
+        updates.append({name: before[name] - gathered(param) for name, param in part.named_parameters()})
+    return updates
+
+
+def test_the_documented_functions():
+    model = tiny_part("llama")
+    everyone = [batch for batches in step_batches(Case(num_microbatches=2), 2) for batch in batches]
+    weight = sum(int(batch.num_label_tokens) for batch in everyone)
+    for batch in everyone:
+        (-model(labels=batch.labels_BT, **batch.model_inputs()).sum() / weight).backward()
+    want = tiny.gradients(model)
+    for update in launch(_sgd_updates, 2):
+        assert tiny.gradient_error(want, update) < TOLERANCE
+
+
+def _refusals(rank, world):
+    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
+    with pytest.raises(ConfigError, match="runs on CUDA devices only"):
+        parallelize(tiny_part("llama"), mesh, MEGATRON)
+    cuda_stand_in.install()
+    with pytest.raises(ConfigError, match="contains no Conv2d to gather"):
+        parallelize(tiny_part("llama"), mesh, replace(MEGATRON, megatron_fsdp_unit_modules=["torch.nn.Conv2d"]))
+    with pytest.raises(ConfigError, match="untie the tied weights"):
+        parallelize(tiny_part("gemma3_text"), mesh, replace(MEGATRON, init_fsdp_with_meta_device=True))
+    hybrid = build_mesh(MeshConfig(dp_replicate_size=2).resolve(world), "cpu")
+    with pytest.raises(ConfigError, match="no hybrid sharding"):
+        megatron_fsdp.megatron_fsdp_strategy_parallelize(tiny_part("llama"), hybrid.root)
+    with pytest.raises(ConfigError, match="would weigh ranks, not tokens"):
+        megatron_fsdp.megatron_fsdp_strategy_parallelize(tiny_part("llama"), mesh.root, average_in_collective=True)
+    module = parallelize(tiny_part("llama"), mesh, MEGATRON)
+    with pytest.raises(ConfigError, match="which megatron_fsdp cuts anywhere"):
+        build_optimizer(Muon(lr=1e-3), SingleStage(module).parts)
+
+
+def test_what_cannot_be_honoured_is_refused():
+    launch(_refusals, 4)
+
+
+def _one_rank(rank, world):
+    cuda_stand_in.install()
+    part = tiny_part("llama")
+    return parallelize(part, build_mesh(MeshConfig().resolve(world), "cpu"), MEGATRON) is part
+
+
+def test_one_rank_has_nothing_to_shard():
+    assert launch(_one_rank, 1)
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr(megatron_fsdp, "HAVE_MEGATRON_FSDP", False)
+    with pytest.raises(ConfigError) as caught:
+        megatron_fsdp.require_megatron_fsdp()
+    assert caught.value.fix == "pip install automodel-cli[megatron]"
