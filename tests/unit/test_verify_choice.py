@@ -1,0 +1,90 @@
+"""Which rows a recipe is verified with, and what a small copy leaves of its settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.choice import choose_rows, pick, small_pipeline
+from automodel_cli.parity.rows import Row
+from automodel_cli.pipelining.config import PipelineConfig
+
+
+def layouts(rows: list[Row]) -> list[str]:
+    return [row.layout for row in rows if row.packed]
+
+
+def choose(parallelizer=None, schedule: str | None = None, **sizes: int) -> list[Row]:
+    pipeline = PipelineConfig(schedule=schedule) if schedule else None
+    return choose_rows(MeshConfig(**sizes), parallelizer or FSDP2Config(), pipeline, SFT())
+
+
+def test_one_rank_and_whatever_ranks_there_are():
+    assert layouts(choose()) == ["one rank", "dp2"]
+    assert layouts(choose(dp_size=1)) == ["one rank"]
+    assert layouts(choose(DDPConfig(), dp_size=4)) == ["one rank", "dp2 ddp"]
+
+
+def test_every_axis_alone_and_all_together():
+    rows = choose(schedule="zbv", pp_size=4, ep_size=8)
+    assert layouts(rows) == ["one rank", "pp2 zbv", "dp2", "dp2 ep2", "pp2 zbv dp2 ep2"]
+    assert [row.world_size for row in rows if row.packed] == [1, 2, 2, 2, 4]
+
+
+def test_packed_and_padded_of_each():
+    rows = choose(cp_size=2, dp_size=1)
+    assert [str(row) for row in rows] == ["one rank, packed", "one rank, padded", "cp2, packed", "cp2, padded"]
+
+
+def test_replicas_need_four_ranks_and_replace_plain_sharding():
+    rows = choose(schedule="1f1b", dp_replicate_size=2, pp_size=2)
+    assert layouts(rows) == ["one rank", "pp2 1f1b", "dp4 hsdp2", "pp2 1f1b dp4 hsdp2"]
+
+
+def test_more_than_eight_ranks_become_every_largest_set_that_fits():
+    rows = choose(schedule="1f1b", pp_size=2, tp_size=2, cp_size=2, dp_size=2)
+    together = [row for row in rows if row.packed and row.world_size == 8]
+    assert [row.layout for row in together] == [
+        "pp2 1f1b cp2 tp2",
+        "pp2 1f1b dp2 tp2",
+        "pp2 1f1b dp2 cp2",
+        "dp2 cp2 tp2",
+    ]
+    assert max(row.world_size for row in rows) == 8
+
+
+def test_options_of_tensor_parallelism_stay_with_it():
+    rows = choose(FSDP2Config(sequence_parallel=True), tp_size=2, dp_size=2)
+    assert layouts(rows) == ["one rank", "tp2 sp", "dp2", "dp2 tp2 sp"]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("cp", [1, 4])
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 4}, {"ep_size": 4}, {"dp_replicate_size": 2}, {"dp_size": 1}])
+def test_every_row_fits_its_ranks_and_its_parallelizer(pp: int, cp: int, sizes: dict[str, int]):
+    if sizes.get("dp_replicate_size") and sizes.get("dp_size") == 1:
+        pytest.skip("no request")
+    for row in choose(schedule="interleaved_1f1b" if pp > 1 else None, pp_size=pp, cp_size=cp, **sizes):
+        layout = row.mesh.resolve(row.world_size)
+        row.parallelizer.check_mesh(row.mesh)
+        count = row.num_microbatches // layout.dp
+        assert row.world_size <= 8 and count >= 2
+        assert (row.pipeline is not None) == (layout.pp > 1)
+        if row.pipeline is not None:
+            row.pipeline.check(layout.pp, count)
+
+
+def test_the_cut_into_stages_is_left_out_and_the_schedule_kept():
+    small = small_pipeline(PipelineConfig(schedule="interleaved_1f1b", layout="Et*3|(tt|)*28,t|t|L", runtime="eager"))
+    assert small == PipelineConfig(schedule="interleaved_1f1b", runtime="eager")
+
+
+def test_rows_by_words():
+    rows = choose(schedule="zbv", pp_size=2)
+    assert [str(row) for row in pick(rows, ["pp2 packed"])] == ["pp2 zbv, packed", "pp2 zbv dp2, packed"]
+    assert pick(rows, []) == rows
+    with pytest.raises(ConfigError, match="no row of this recipe"):
+        pick(rows, ["tp2"])
