@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
+from automodel_cli.distributed.config import CONTEXT_PARALLEL, FSDP2Config, ParallelizerConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
@@ -33,7 +33,7 @@ def choose_rows(
     sets = [(), *((axis,) for axis in used), *_largest_together(used)]
     rows = []
     for axes in dict.fromkeys(sets):
-        config = small if "tp" in axes else _without_tp_options(small)
+        config = _without_idle_options(small, axes)
         row = Row(_mesh(axes), config, stages if "pp" in axes else None, objective=objective)
         rows += [row, replace(row, packed=False)]
     return rows
@@ -77,11 +77,13 @@ def small_parallelizer(config: ParallelizerConfig) -> ParallelizerConfig:
     return replace(config, **changes)
 
 
-def _without_tp_options(config: ParallelizerConfig) -> ParallelizerConfig:
-    """The parallelizer refuses these where there is no tensor parallelism."""
+def _without_idle_options(config: ParallelizerConfig, axes: Sequence[str]) -> ParallelizerConfig:
+    """The parallelizer refuses options of tensor and context parallelism where there is none."""
     if not isinstance(config, FSDP2Config):
         return config
-    return replace(config, sequence_parallel=False, tp_plan=None)
+    if "tp" not in axes:
+        config = replace(config, sequence_parallel=False, tp_plan=None)
+    return config if "cp" in axes else replace(config, context_parallel=CONTEXT_PARALLEL[0])
 
 
 def small_pipeline(config: PipelineConfig | None) -> PipelineConfig | None:
