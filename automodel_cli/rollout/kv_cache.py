@@ -14,9 +14,9 @@ cached tokens of the longest sequence, M copied tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,19 +27,8 @@ from automodel_cli.config.errors import ConfigError
 NAME = "slots"
 
 
-class WholeAttention(Protocol):
-    """Attention over whole sequences in the registry's form; takes `cu_seq_lens_q` and `max_length_q`."""
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query_BHTD: Tensor,
-        key_BKTD: Tensor,
-        value_BKTV: Tensor,
-        attention_mask: Tensor | None,
-        /,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]: ...
+WholeAttention = Callable[..., tuple[Tensor, None]]
+"""Attention over whole sequences in the registry's form; takes `cu_seq_lens_q` and `max_length_q`."""
 
 
 class Prefill:

@@ -31,10 +31,11 @@ from automodel_cli.rollout.sampling import choose, uniforms
 
 @dataclass
 class _Sequence:
-    """One sample on its way: `index` in the call, what it drew so far, and its random stream."""
+    """One sample on its way: `index` in the call, what it drew so far, and its random stream of `limit` numbers."""
 
     index: int
     prompt: Sequence[int]
+    limit: int
     uniform_T: Tensor
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -89,13 +90,22 @@ class Sampler:
         self.weight_version += 1
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int] | None = None,
+        *,
+        limits: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """See `Engine.generate`. Collective over the decoder's groups: all ranks call, those without prompts too."""
+        """See `Engine.generate`. `limits` takes the place of `params.max_new_tokens`, one for each prompt.
+
+        Collective over the decoder's groups: all ranks call, those without prompts too.
+        """
         seeds = resolve_seeds(prompts, params, seeds)
+        limits = [params.max_new_tokens] * len(prompts) if limits is None else limits
         waiting = deque(
-            _Sequence(i, prompt, uniforms(seed, 0 if params.greedy else params.max_new_tokens))
-            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            _Sequence(i, prompt, limit, uniforms(seed, 0 if params.greedy else limit))
+            for i, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True))
         )
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
@@ -111,7 +121,7 @@ class Sampler:
                         self._continue(active, params)
                     else:
                         self._dummy()
-                    self._retire(active, finished, params)
+                    self._retire(active, finished)
         finally:
             self._cache.clear()
         return [finished[i] for i in range(len(prompts))]
@@ -173,12 +183,12 @@ class Sampler:
             sequence.tokens.append(int(token))
             sequence.logprobs.append(logprob)
 
-    def _retire(self, active: list[_Sequence], finished: dict[int, Completion], params: SamplingParams) -> None:
+    def _retire(self, active: list[_Sequence], finished: dict[int, Completion]) -> None:
         """Take out what has ended; the last sequence moves into a freed slot, so that the first B are in use."""
         for slot in reversed(range(len(active))):
             sequence = active[slot]
             stopped = sequence.tokens[-1] in self.stop_token_ids
-            if not stopped and len(sequence.tokens) < params.max_new_tokens:
+            if not stopped and len(sequence.tokens) < sequence.limit:
                 continue
             reason: FinishReason = "stop" if stopped else "length"
             finished[sequence.index] = Completion(sequence.tokens, sequence.logprobs, reason, self.weight_version)

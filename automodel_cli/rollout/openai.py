@@ -1,0 +1,151 @@
+"""Completions from any server that speaks OpenAI's completions API: vLLM, SGLang, `transformers serve`, others.
+
+What a server can do differs. Token ids in (`prompt` as a list) and out (`return_token_ids`, `choices[].token_ids`) and
+log-probs (`logprobs`, `choices[].logprobs.token_logprobs`) are asked for once, with one token, and found out. A server
+without them still serves evaluation; `capabilities` say so, and training on its completions is refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.rollout.engine import (
+    Capabilities,
+    Completion,
+    FinishReason,
+    SamplingParams,
+    WeightStream,
+    resolve_seeds,
+)
+from automodel_cli.rollout.http import Server
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PATH = "/v1/completions"
+
+
+class OpenAIEngine:
+    """One request for each prompt, `concurrency` at a time; batching is the server's.
+
+    `model` None takes the only one that the server lists. Without token ids, prompts travel as text and a completion's
+    tokens are its text tokenised again, with the end-of-sequence token when it ended by itself. Log-probs are those the
+    server reports: whether they are of the distribution sampled from (after temperature, top-k and top-p) is the
+    server's setting (`--logprobs-mode processed_logprobs` of vLLM), so `trust_logprobs` must say that they are.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model: str | None = None,
+        concurrency: int = 32,
+        trust_logprobs: bool = False,
+    ):
+        self.server, self.tokenizer, self.concurrency = server, tokenizer, concurrency
+        self.model = model or self._only_model()
+        self.weight_version = 0
+        self._token_ids, self._logprobs = self._probe()
+        self.capabilities = Capabilities(
+            logprobs=self._logprobs and trust_logprobs, weight_updates=False, token_ids=self._token_ids, seeds=False
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """See `Engine.generate`; seeds are passed on, and what they fix is the server's affair.
+
+        `logprobs` of a completion are empty where `capabilities.logprobs` is False. Raises ConfigError for top_k, which
+        OpenAI's API does not have and a server without token ids cannot be trusted to know; RunError for the server.
+        """
+        if params.top_k and not self._token_ids:
+            raise ConfigError(
+                f"top_k={params.top_k} is not in OpenAI's API, and {self.server.url} might ignore it",
+                keys=("top_k",),
+                fix="top_k=0",
+            )
+        seeds = resolve_seeds(prompts, params, seeds)
+        with ThreadPoolExecutor(min(self.concurrency, max(1, len(prompts)))) as threads:
+            return list(threads.map(lambda prompt, seed: self._complete(prompt, params, seed), prompts, seeds))
+
+    def update_weights(self, stream: WeightStream) -> None:
+        """Refused: the API has no such call."""
+        raise RunError(
+            f"{self.server.url} serves fixed weights: OpenAI's API cannot replace them", fix="rollout=sampler"
+        )
+
+    def _complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
+        version = self.weight_version
+        body = self._body(prompt, params, seed)
+        choice = self._choice(self.server.post(_PATH, body))
+        reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
+        tokens = choice.get("token_ids") if self._token_ids else self._tokens_of(choice.get("text") or "", reason)
+        if tokens is None:
+            raise RunError(f"{self.server.url} gave no token ids this time, which it did before")
+        logprobs = _token_logprobs(choice) if self.capabilities.logprobs else []
+        if self.capabilities.logprobs and len(logprobs) != len(tokens):
+            raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
+        return Completion(list(tokens), logprobs, reason, version)
+
+    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(prompt) if self._token_ids else self.tokenizer.decode(list(prompt)),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": seed % 2**31,
+        }
+        if self._token_ids:
+            body["return_token_ids"] = True
+        if params.top_k:
+            body["top_k"] = params.top_k
+        if self._logprobs:
+            body["logprobs"] = 0  # of the drawn token alone
+        return body
+
+    def _tokens_of(self, text: str, reason: FinishReason) -> list[int]:
+        ids: list[int] = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        end = self.tokenizer.eos_token_id
+        return [*ids, end] if reason == "stop" and end is not None and ids[-1:] != [end] else ids
+
+    def _probe(self) -> tuple[bool, bool]:
+        """Whether the server takes and gives token ids, and gives log-probs: from one token, asked for in two ways."""
+        prompt = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        base = {"model": self.model, "max_tokens": 1, "temperature": 0.0}
+        try:
+            full = {**base, "prompt": prompt, "return_token_ids": True, "logprobs": 0}
+            choice = self._choice(self.server.post(_PATH, full))
+            if choice.get("token_ids") is not None:
+                return True, bool(_token_logprobs(choice))
+        except RunError:  # some servers refuse what they do not know; the plain request tells whether they work at all
+            pass
+        self._choice(self.server.post(_PATH, {**base, "prompt": self.tokenizer.decode(prompt)}))
+        return False, False
+
+    def _choice(self, answer: Any) -> dict[str, Any]:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not choices:
+            raise RunError(f"{self.server.url}{_PATH} answered without a choice: {str(answer)[:300]}")
+        first: dict[str, Any] = choices[0]
+        return first
+
+    def _only_model(self) -> str:
+        names = [entry["id"] for entry in (self.server.get("/v1/models") or {}).get("data", [])]
+        if len(names) != 1:
+            raise ConfigError(
+                f"{self.server.url} serves {len(names)} models ({', '.join(names[:5])}): which one?",
+                keys=("rollout.model",),
+                fix=f"rollout.model={names[0] if names else '<name>'}",
+            )
+        name: str = names[0]
+        return name
+
+
+def _token_logprobs(choice: dict[str, Any]) -> list[float]:
+    found = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    return [float(value) for value in found]
