@@ -15,10 +15,12 @@ from automodel_cli.data.batch import dual_chunks
 from automodel_cli.models import attention_kernels as kernels
 from automodel_cli.models import attention_ring as ring
 from automodel_cli.models import attention_segments as segments
-from automodel_cli.models.attention import packed_attention
+from automodel_cli.models.attention import packed_attention, register
 from automodel_cli.models.context import Context
+from automodel_cli.models.head import HeadKind
+from automodel_cli.models.part import ModelPart
 from automodel_cli.models.support import probe_context
-from tests.tiny import FAMILIES, tiny_config
+from tests.tiny import FAMILIES, build_hf, packed_batch, tiny_config, token_row
 
 LENGTHS = (3, 10, 1, 9, 20, 3)  # of documents in two rows of 23 tokens: no multiple of 2 * cp
 ROWS, TOKENS = 2, 23
@@ -32,7 +34,7 @@ class Exchange:
         self.rank, self.size, self.ring, self._blocks, self._turn = rank, size, ring, blocks, 0
 
     def gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._blocks)
+        return torch.cat(self._blocks) if self._blocks else x
 
     gather_results = gather
 
@@ -219,3 +221,18 @@ def test_models_that_mix_tokens_elsewhere_are_refused(family: str, fields: dict)
     with pytest.raises(ConfigError, match="cannot share its rows between ranks") as refusal:
         probe_context(CONFIG_MAPPING[family](**fields))
     assert refusal.value.fix == "mesh.cp_size=1"
+
+
+def test_a_part_gives_whole_rows_of_log_probs_and_entropies():
+    """One rank that holds both chunks: rows of an odd length are padded inside, and nothing of it is seen outside."""
+    register()
+    model = build_hf("llama")
+    model.set_attn_implementation("packed")
+    part = ModelPart(model, HeadKind("plain"))
+    batch = packed_batch([[token_row(4), token_row(7, 1)], [token_row(11, 2)]])
+    want = part(labels=batch.labels_BT, entropy=True, **batch.model_inputs())
+    part.share_context(Exchange(0, 1, [], ring=False))
+    assert part.boundary_shape(2, 11) == (2, 12)
+    got = part(labels=batch.labels_BT, entropy=True, **batch.model_inputs())
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.shape == (2, 11) and torch.allclose(ours, theirs, atol=1e-6)
