@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import megatron_compat as compat
 from automodel_cli.distributed.config import zero_strategy
 from automodel_cli.distributed.layout import AXES
 from automodel_cli.distributed.mesh import fsdp_mesh
@@ -46,7 +47,9 @@ class MegatronPart(nn.Module):
     def __init__(self, wrapped: Any):
         super().__init__()
         self.wrapped = wrapped
-        self._state_chunks()
+        self._has_tensor_parallelism = wrapped.dist_index.get_submesh(wrapped.dist_index.tp_dim).size() > 1
+        compat.state_chunks(wrapped)
+        compat.align_gradients(wrapped)
         _around[wrapped.module] = weakref.ref(self)
 
     @property
@@ -57,16 +60,6 @@ class MegatronPart(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.wrapped(*args, **kwargs)
 
-    def _state_chunks(self) -> None:
-        """Let every sharded parameter say which rows it holds, as torch's distributed checkpoints ask (shards are no
-        equal chunks). The package does so on the tensors from which it then makes parameters, which forget it."""
-        params: dict[str, Any] = dict(self.part.named_parameters())
-        for name, param in params.items():
-            source = self.wrapped.param_and_grad_buffer.dist_main_weight[name]._local_tensor
-            for method in ("__create_chunk_list__", "__create_write_items__"):
-                if hasattr(source, method):  # whole copies (no_shard) have neither
-                    setattr(param._local_tensor, method, getattr(source, method))
-
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch; after the last one, the parameters carry summed gradients.
@@ -75,6 +68,8 @@ class MegatronPart(nn.Module):
         self.wrapped.is_last_microbatch = is_last and self.wrapped.ddp_config.overlap_grad_reduce
         yield
         if is_last:
+            if self._has_tensor_parallelism:
+                compat.forget_gradients(self.wrapped)
             self.wrapped.finish_grad_sync()
             for param in self.part.parameters():
                 if param.requires_grad and param.grad is None:
@@ -89,7 +84,7 @@ class MegatronPart(nn.Module):
         self.wrapped.install_optimized_model_weights()
         if not self.wrapped.ddp_config.overlap_param_gather:
             self.wrapped.start_param_sync(force_sync=True)
-            self.wrapped._replace_param_with_distributed_if_needed()
+            compat.show_sharded_parameters(self.wrapped)
 
     def step_taken(self) -> None:
         self.weights_changed()
@@ -182,6 +177,8 @@ def megatron_fsdp_strategy_parallelize(
         return model, optimizer
     import megatron_fsdp
 
+    if mesh[tp_dim].size() > 1:
+        compat.correct_tensor_parallel_shards()
     main, reduced = (torch.float32 if wide else None for wide in (preserve_fp32_weights, grad_reduce_in_fp32))
     before = list(model.named_parameters())
     with _fillable_later(model) if init_fsdp_with_meta_device else nullcontext():
