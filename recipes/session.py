@@ -27,6 +27,7 @@ from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.training import rng
 from automodel_cli.training.checkpoint import Checkpointer
+from automodel_cli.training.checkpoint_dir import CheckpointDir
 from automodel_cli.training.config import CheckpointConfig
 from automodel_cli.training.evaluate import evaluate
 from automodel_cli.training.flops import device_peak_flops, training_flops_per_token
@@ -279,7 +280,7 @@ def _shared_run_folder(recipe: Recipe, source: Composed) -> Path:
 
 def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
     """A run with checkpoints of its own goes on from the newest, whatever its config said at its start."""
-    if source.run_dir is None or not list((source.run_dir / "checkpoints").glob("step-*")):
+    if source.run_dir is None or CheckpointDir(source.run_dir / "checkpoints").latest() is None:
         return recipe.checkpoint
     return dataclasses.replace(recipe.checkpoint, resume="auto")
 

@@ -91,6 +91,8 @@ def run(arguments: Sequence[str]) -> int:
         result: Any = cli.main(args=list(arguments), prog_name="automodel", standalone_mode=False, obj=list(arguments))
         return result if isinstance(result, int) else 0
     except ConfigError as error:
+        if (code := _lost_peer(error)) is not None:
+            return code
         click.echo(render(error), err=True)
         return error.exit_code
     except click.NoSuchOption as error:
@@ -102,9 +104,8 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
     except Exception as error:
-        if (lost := peers.lost(error)) is not None:
-            click.echo(render(lost), err=True)
-            return lost.exit_code
+        if (code := _lost_peer(error)) is not None:
+            return code
         traceback.print_exception(error.with_traceback(_own_frames(error)))
         return _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else _FAILED
 
@@ -115,6 +116,16 @@ def render(error: ConfigError) -> str:
     text = re.sub(r"^( +)(from )", lambda m: m[1] + click.style(m[2], dim=True), text, flags=re.M)
     text = re.sub(r"^( +)(fix )", lambda m: m[1] + click.style(m[2], fg="green"), text, flags=re.M)
     return f"{click.style(type(error).__name__ + ':', fg='red', bold=True)} {text}"
+
+
+def _lost_peer(error: Exception) -> int | None:
+    """Say that another rank is gone, if that is what `error` means, and return the exit code."""
+    lost = peers.lost(error)
+    if lost is None:
+        return None
+    click.echo(render(lost), err=True)
+    peers.let_the_first_end()
+    return lost.exit_code
 
 
 def _own_frames(error: BaseException) -> TracebackType | None:

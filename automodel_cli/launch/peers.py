@@ -19,21 +19,26 @@ _SECONDS = 2.0
 def lost(error: BaseException) -> RunError | None:
     """What to tell the user when a collective failed because a rank it needs is gone or stuck; None for other errors.
 
-    Every surviving rank has this error, the one that ended first has the cause. So a survivor waits a moment before it
-    ends: its launcher shall notice the other one first.
+    Every surviving rank has this error, or one that it caused (a checkpoint that cannot be written); the rank that
+    ended first has the reason.
     """
+    error = error.__cause__ or error
     text = str(error)
     if not (type(error).__name__ in _CLASSES or (isinstance(error, RuntimeError) and _GLOO in text)):
         return None
     if not _WORDS.search(text):
         return None  # a wrong call or a broken driver: its traceback says more
-    time.sleep(_SECONDS)
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return RunError(
         f"rank {rank} of {size} on {_host()} has lost another rank, which ended or hangs: {_reason(text)}",
         fix="find the rank that ended first in logs/rank-N.log of the run; then automodel resume RUN goes on from the "
         "newest checkpoint",
     )
+
+
+def let_the_first_end() -> None:
+    """A survivor waits a moment before it ends: its launcher shall notice the rank with the cause first."""
+    time.sleep(_SECONDS)
 
 
 def _host() -> str:

@@ -92,7 +92,7 @@ case $CODE in
     FIRST=$(tail -c "+$BEGIN" "$LOG" | grep -m 1 -E '^srun: error: [^ ]+: tasks? ')        # srun ended the others
     CODE=1
     [[ $FIRST =~ "exit code "([0-9]+)$ ]] && CODE=${{BASH_REMATCH[1]}}
-    SAVED=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1)
+    SAVED=$(find "$RUN/checkpoints" -maxdepth 1 -regex '.*/step-[0-9]+' 2>/dev/null | sort | tail -n 1)
     say "failed with exit code $CODE${{FIRST:+; the first rank (task) to end: ${{FIRST#srun: error: }}}}"
     say "nothing is lost but the steps since ${{SAVED:-the start}}; go on with: sbatch $RUN/job.sbatch"
     ;;

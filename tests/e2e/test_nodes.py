@@ -37,8 +37,8 @@ def test_two_torchrun_launchers_give_the_numbers_of_one_process(tmp_path: Path) 
     assert [node.returncode for node in nodes] == [0, 0], output
     runs = tmp_path / "runs"
     assert sorted(path.name for path in runs.iterdir()) == ["alone", "nodes"], "both nodes write into one folder"
-    for key in ("loss", "grad_norm", "val_loss"):
-        assert curve(runs / "nodes", key) == pytest.approx(curve(runs / "alone", key), rel=1e-5)
+    for key, tolerance in (("loss", 1e-5), ("val_loss", 1e-5), ("grad_norm", 1e-4)):
+        assert curve(runs / "nodes", key) == pytest.approx(curve(runs / "alone", key), rel=tolerance)
     assert curve(runs / "nodes", "num_label_tokens") == curve(runs / "alone", "num_label_tokens")
     assert sum("step 8/8" in text for text in output) == 1, "rank 0 speaks for all"
 
@@ -48,17 +48,23 @@ def test_a_killed_worker_is_named_and_costs_the_steps_since_the_last_checkpoint(
     nodes = launchers(tmp_path, *_RUN, "train.max_steps=4000", "checkpoint.every=3", "run_name=lost")
     run = tmp_path / "runs" / "lost"
     deadline = time.monotonic() + 240
-    while not list(run.glob("checkpoints/step-*")):
+    while not _saved_steps(run):
         assert time.monotonic() < deadline and not any(node.poll() for node in nodes)
         time.sleep(0.05)
     os.kill(_worker_of_rank(nodes, 1), signal.SIGKILL)
     output = "".join(node.communicate(timeout=240)[0] for node in nodes)
     assert all(node.returncode != 0 for node in nodes), output
     assert "rank 0 of 2 on" in output and "has lost another rank, which ended or hangs" in output
-    saved = max(int(path.name[5:]) for path in run.glob("checkpoints/step-*"))
+    saved = max(_saved_steps(run))
     resumed = automodel(tmp_path, "resume", "runs/lost", "mesh.dp_size=2", f"train.max_steps={saved + 2}")
     assert resumed.returncode == 0 and f"from step {saved}" in resumed.stdout, resumed.stdout + resumed.stderr
     assert [row["step"] for row in metrics(run) if "loss" in row] == list(range(1, saved + 3))
+
+
+def _saved_steps(run: Path) -> list[int]:
+    """Of whole checkpoints: one that is being written has a longer name."""
+    names = [path.name.removeprefix("step-") for path in run.glob("checkpoints/step-*")]
+    return [int(name) for name in names if name.isdigit()]
 
 
 def _worker_of_rank(nodes: list[subprocess.Popen[str]], rank: int) -> int:

@@ -132,7 +132,6 @@ def test_submit_gives_sbatch_a_folder_that_is_ready(toy: Path) -> None:
 
 
 def test_a_lost_peer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_SECONDS", 0.0)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
@@ -143,6 +142,9 @@ def test_a_lost_peer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(error, RunError) and error.exit_code == 1
     assert "rank 3 of 8 on gpu07 has lost another rank" in str(error)
     assert "Read error [10.0.0.7]:41677: Connection reset by peer\n" in str(error)
+    wrapped = RunError("checkpoint x could not be written")
+    wrapped.__cause__ = RuntimeError(gloo)
+    assert "lost another rank" in str(peers.lost(wrapped)) and peers.lost(RunError("disk full")) is None
     backend = type("DistBackendError", (RuntimeError,), {})
     assert peers.lost(backend("NCCL error: ncclRemoteError: A call failed possibly due to a network error"))
     assert peers.lost(backend("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0")) is None
