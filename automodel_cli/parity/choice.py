@@ -21,14 +21,14 @@ _ATTENTIONS = ("packed", "sdpa", "eager")
 
 
 def choose_rows(
-    mesh: MeshConfig, parallelizer: ParallelizerConfig, pipeline: PipelineConfig | None, objective: Any
+    wanted: MeshConfig, parallelizer: ParallelizerConfig, pipeline: PipelineConfig | None, objective: Any
 ) -> list[Row]:
     """One rank, each axis alone, then as many together as 8 ranks hold; each on packed and on padded rows.
 
     `dp_size: null` counts as data parallelism: a run takes the ranks there are. Experts are split over ranks that other
     axes bring, so `ep` alone comes with data parallelism.
     """
-    used = _used(mesh)
+    used = _used(wanted)
     small, stages = small_parallelizer(parallelizer), small_pipeline(pipeline)
     sets = [(), *((axis,) for axis in used), *_largest_together(used)]
     rows = []

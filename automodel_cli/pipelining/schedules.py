@@ -163,7 +163,7 @@ def check_schedule(
 
 def _microbatches(text: str, wish: int, other: str = "") -> ConfigError:
     fix = f"{wish} microbatches per step (train.global_batch_size and train.microbatch_size){other}"
-    return ConfigError(text, keys=("num_microbatches",), fix=fix)
+    return ConfigError(text, keys=("train.global_batch_size", "train.microbatch_size"), fix=fix)
 
 
 def _check_group(schedule: Schedule, p: int, m: int, g: int) -> None:

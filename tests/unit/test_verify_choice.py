@@ -32,6 +32,7 @@ def test_every_axis_alone_and_all_together():
     rows = choose(schedule="zbv", pp_size=4, ep_size=8)
     assert layouts(rows) == ["one rank", "pp2 zbv", "dp2", "dp2 ep2", "pp2 zbv dp2 ep2"]
     assert [row.world_size for row in rows if row.packed] == [1, 2, 2, 2, 4]
+    assert layouts(choose(ep_size=4)) == ["one rank", "dp2", "dp2 ep2"], "nothing twice"
 
 
 def test_packed_and_padded_of_each():
