@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 CONTEXT_PARALLEL = ("all_gather", "ring")
+EXPERT_DISPATCH = ("all_to_all", "deepep")
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -74,8 +75,8 @@ class FSDP2Config(ParallelizerConfig):
     """Fully sharded data parallelism, and hybrid sharding with `mesh.dp_replicate_size`.
 
     `sequence_parallel`, `tp_plan`, `enable_async_tensor_parallel`: tensor parallelism (need mesh.tp_size > 1).
-    `patch_is_packed_sequence`: switch off the library's packed-row detection; refused, because batches state their
-    document boundaries and the detection never runs.
+    `patch_is_packed_sequence`: keep the library's own attention from searching every batch for packed rows, which waits
+    for the device. For unpacked data only; `model.attention=packed` never searches.
     `mp_policy`: null = `MixedPrecision()`, bfloat16 compute with float32 reduction; or MixedPrecision, or torch's
     MixedPrecisionPolicy. `offload_policy`: null, CPUOffload, or torch's CPUOffloadPolicy.
     `autocast_dtype` wants an `mp_policy` that leaves parameters in float32: autocast casts nothing that is bfloat16.
@@ -84,6 +85,8 @@ class FSDP2Config(ParallelizerConfig):
     `enable_fsdp2_prefetch`: gather `fsdp2_forward_prefetch_depth` / `fsdp2_backward_prefetch_depth` layers ahead.
     `context_parallel`: how attention reaches the keys of other ranks where mesh.cp_size > 1. "all_gather" holds all of
     them during one layer; "ring" passes them around, for rows so long that this is too much. The numbers are the same.
+    `expert_dispatch`: how tokens reach experts on other ranks where mesh.ep_size > 1. "all_to_all" is torch's; "deepep"
+    are DeepEP's kernels (CUDA, a package of their own), which send a token once to a rank with several of its experts.
     """
 
     sequence_parallel: bool = False
@@ -97,19 +100,14 @@ class FSDP2Config(ParallelizerConfig):
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
     context_parallel: str = CONTEXT_PARALLEL[0]
+    expert_dispatch: str = EXPERT_DISPATCH[0]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_policy("mp_policy", self.mp_policy, MixedPrecision, "MixedPrecisionPolicy")
         _check_policy("offload_policy", self.offload_policy, CPUOffload, "CPUOffloadPolicy")
         check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL, "parallelizer.context_parallel")
-        if self.patch_is_packed_sequence:
-            raise ConfigError(
-                "patch_is_packed_sequence=true is wrong with packed rows, and saves nothing here: every batch carries "
-                "its document boundaries, so the library's detection never runs",
-                keys=("patch_is_packed_sequence",),
-                fix="parallelizer.patch_is_packed_sequence=false",
-            )
+        check_choice("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCH, "parallelizer.expert_dispatch")
         if self.enable_async_tensor_parallel and not self.enable_compile:
             raise ConfigError(
                 "enable_async_tensor_parallel is something that the compiler does, but enable_compile=false",
@@ -137,12 +135,16 @@ class FSDP2Config(ParallelizerConfig):
     def check_mesh(self, mesh: MeshConfig) -> None:
         """Refuse what this strategy cannot do on this mesh."""
         refuse_idle_tp_options(self, ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"), mesh)
-        if self.context_parallel != CONTEXT_PARALLEL[0] and (mesh.cp_size or 1) == 1:
-            raise ConfigError(
-                f"context_parallel={self.context_parallel} does nothing while mesh.cp_size={mesh.cp_size or 1}",
-                keys=("parallelizer.context_parallel", "mesh.cp_size"),
-                fix=f"parallelizer.context_parallel={CONTEXT_PARALLEL[0]}",
-            )
+        for name, axis, default in (
+            ("context_parallel", "cp_size", CONTEXT_PARALLEL[0]),
+            ("expert_dispatch", "ep_size", EXPERT_DISPATCH[0]),
+        ):
+            if getattr(self, name) != default and (getattr(mesh, axis) or 1) == 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} does nothing while mesh.{axis}={getattr(mesh, axis) or 1}",
+                    keys=(f"parallelizer.{name}", f"mesh.{axis}"),
+                    fix=f"parallelizer.{name}={default}",
+                )
 
     def build_mp_policy(self) -> MixedPrecisionPolicy:
         policy = MixedPrecision() if self.mp_policy is None else self.mp_policy

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.token_dispatch import AllToAll, TokenDispatcher, all_rows, share_of_rows
 
@@ -57,6 +58,9 @@ def apply_expert_parallel(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> N
 
 def make_dispatcher(config: FSDP2Config, num_local_experts: int, mesh: Mesh) -> TokenDispatcher:
     assert mesh.ep is not None
+    if config.expert_dispatch == "deepep":
+        require_deep_ep(mesh.device.type)
+        return DeepEP(num_local_experts, mesh.ep.get_group())
     return AllToAll(num_local_experts, mesh.ep.get_group())
 
 

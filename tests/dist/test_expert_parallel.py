@@ -21,7 +21,6 @@ from automodel_cli.distributed.expert_parallel import apply_expert_parallel, is_
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.distributed.token_dispatch import all_rows, share_of_rows
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.load import load_weights
@@ -32,7 +31,7 @@ from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
 from tests import tiny
-from tests.dist.harness import launch, launch_all
+from tests.dist.harness import launch
 from tests.dist.parity import FSDP2, Errors, microbatch, tiny_part
 
 TOLERANCE = 1e-6
@@ -243,21 +242,6 @@ def test_adapters_beside_frozen_experts():
     got, norm = launch(_frozen_experts, 2)
     assert want and all("lora_" in name for name in want)
     assert tiny.gradient_error(want, got) <= TOLERANCE and norm == pytest.approx(want_norm, rel=TOLERANCE)
-
-
-def _uneven_rows(rank, world):
-    """The two halves of tp's sharing of rows, there and back, and their gradients: `(rows equal, gradients equal)`."""
-    group = dist.group.WORLD
-    rows = torch.arange(14.0).view(7, 2).requires_grad_()
-    share = share_of_rows(rows, group)
-    back = all_rows(share * (rank + 1), 7, group)
-    (back * back.detach()).sum().backward()
-    scale = torch.tensor([1.0, 1, 1, 2, 2, 2, 3])[:, None]
-    return torch.equal(back, rows * scale), torch.allclose(rows.grad, rows * scale**2), share.shape[0]
-
-
-def test_rows_that_do_not_divide_are_shared_and_gathered():
-    assert launch_all(_uneven_rows, 3) == [(True, True, 3), (True, True, 3), (True, True, 1)]
 
 
 def _refused(rank, world, family):

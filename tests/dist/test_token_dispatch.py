@@ -1,0 +1,90 @@
+"""Dispatchers against the plain sum over experts, in whole numbers, so that bfloat16 is exact and equal means equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.token_dispatch import AllToAll, all_rows, share_of_rows
+from tests.dist import deep_ep_stand_in
+from tests.dist.harness import launch, launch_all
+
+NUM_EXPERTS, TOKENS, WIDTH = 6, 5, 4
+
+
+def _tokens(rank, crowded):
+    """(hidden, experts, weights) of a rank; crowded: nobody wants an expert of the last rank."""
+    generator = torch.Generator().manual_seed(rank)
+    hidden_TD = torch.randint(-3, 4, (TOKENS, WIDTH), generator=generator).bfloat16()
+    experts = NUM_EXPERTS // 3 * 2 if crowded else NUM_EXPERTS
+    index_TK = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(TOKENS)])
+    weight_TK = 2.0 ** torch.randint(-1, 2, (TOKENS, 2), generator=generator)
+    return hidden_TD.requires_grad_(), index_TK, weight_TK.requires_grad_()
+
+
+def _weights():
+    return torch.randint(-2, 3, (NUM_EXPERTS, WIDTH), generator=torch.Generator().manual_seed(99)).bfloat16()
+
+
+def _dispatched(rank, world, backend, crowded):
+    """Whether result and all gradients are those of the plain sum, on this rank."""
+    deep_ep_stand_in.install()
+    hidden_TD, index_TK, weight_TK = _tokens(rank, crowded)
+    num_local = NUM_EXPERTS // world
+    mine = _weights()[rank * num_local : (rank + 1) * num_local].clone().requires_grad_()
+    dispatch = backend(num_local, dist.group.WORLD)
+    result_TD = dispatch(hidden_TD, index_TK, weight_TK, lambda hidden_ND, expert_N: hidden_ND * mine[expert_N])
+    result_TD.backward(torch.full_like(result_TD, 1 + rank))
+
+    whole = _weights().requires_grad_()
+    for r in range(world):
+        hidden, index, weight = _tokens(r, crowded)
+        expected = (hidden[:, None] * whole[index] * weight[..., None]).sum(1)
+        expected.backward(torch.full_like(expected, 1 + r))
+        if r == rank:
+            same = [(result_TD, expected), (hidden_TD.grad, hidden.grad), (weight_TK.grad, weight.grad)]
+    same.append((mine.grad, whole.grad[rank * num_local : (rank + 1) * num_local]))
+    return [torch.equal(got.float(), want.float()) for got, want in same]
+
+
+@pytest.mark.parametrize("crowded", [False, True], ids=["", "a rank without tokens"])
+@pytest.mark.parametrize("backend", [AllToAll, DeepEP])
+def test_result_and_gradients_are_those_of_the_plain_sum(backend, crowded):
+    assert launch_all(_dispatched, 3, backend, crowded) == [[True] * 4] * 3
+
+
+def _refuses_float32(rank, world):
+    dispatch = DeepEP(2, dist.group.WORLD)
+    with pytest.raises(ConfigError, match=r"sends bfloat16, but tokens are torch.float32"):
+        dispatch(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), lambda *_: None)
+
+
+def test_deep_ep_is_refused_where_it_cannot_run():
+    launch(_refuses_float32, 1)
+    with pytest.raises(ConfigError, match="needs the package deep_ep") as caught:
+        require_deep_ep("cuda")
+    assert caught.value.fix.startswith("pip install ")
+    with pytest.raises(ConfigError, match=r"expert_dispatch=deepep does nothing while mesh.ep_size=1"):
+        FSDP2Config(expert_dispatch="deepep").check_mesh(MeshConfig())
+    with pytest.raises(ConfigError, match="expert_dispatch='nccl' is not one of all_to_all, deepep"):
+        FSDP2Config(expert_dispatch="nccl")
+
+
+def _uneven_rows(rank, world):
+    """tp's sharing of rows, there and back: (rows equal, gradients equal, rows of this rank)."""
+    group = dist.group.WORLD
+    rows = torch.arange(14.0).view(7, 2).requires_grad_()
+    share = share_of_rows(rows, group)
+    back = all_rows(share * (rank + 1), 7, group)
+    (back * back.detach()).sum().backward()
+    scale = torch.tensor([1.0, 1, 1, 2, 2, 2, 3])[:, None]
+    return torch.equal(back, rows * scale), torch.allclose(rows.grad, rows * scale**2), len(share)
+
+
+def test_rows_that_do_not_divide_are_shared_and_gathered():
+    assert launch_all(_uneven_rows, 3) == [(True, True, 3), (True, True, 3), (True, True, 1)]
