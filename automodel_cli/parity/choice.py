@@ -32,9 +32,9 @@ def choose_rows(
     small, stages = small_parallelizer(parallelizer), small_pipeline(pipeline)
     sets = [(), *((axis,) for axis in used), *_largest_together(used)]
     rows = []
-    for axes in dict.fromkeys(sets):
+    for mesh, axes in {_mesh(axes): axes for axes in sets}.items():  # ep alone may be what dp and ep together are
         config = _without_idle_options(small, axes)
-        row = Row(_mesh(axes), config, stages if "pp" in axes else None, objective=objective)
+        row = Row(mesh, config, stages if "pp" in axes else None, objective=objective)
         rows += [row, replace(row, packed=False)]
     return rows
 
