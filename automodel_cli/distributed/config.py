@@ -135,6 +135,13 @@ class FSDP2Config(ParallelizerConfig):
     def check_mesh(self, mesh: MeshConfig) -> None:
         """Refuse what this strategy cannot do on this mesh."""
         refuse_idle_tp_options(self, ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"), mesh)
+        if (mesh.ep_size or 1) > 1 and self.enable_compile and self.activation_checkpointing:
+            raise ConfigError(
+                f"mesh.ep_size={mesh.ep_size}: how many tokens reach an expert is known only while the layer runs, so "
+                "it cannot compile whole, as activation_checkpointing together with enable_compile needs",
+                keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "mesh.ep_size"),
+                fix="parallelizer.enable_compile=false, or parallelizer.activation_checkpointing=false",
+            )
         for name, axis, default in (
             ("context_parallel", "cp_size", CONTEXT_PARALLEL[0]),
             ("expert_dispatch", "ep_size", EXPERT_DISPATCH[0]),

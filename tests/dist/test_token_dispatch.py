@@ -75,6 +75,13 @@ def test_deep_ep_is_refused_where_it_cannot_run():
         FSDP2Config(expert_dispatch="nccl")
 
 
+def test_recomputed_layers_are_not_compiled_around_a_dispatch():
+    config = FSDP2Config(enable_compile=True, activation_checkpointing="full")
+    config.check_mesh(MeshConfig())
+    with pytest.raises(ConfigError, match=r"mesh.ep_size=2: .* cannot compile whole"):
+        config.check_mesh(MeshConfig(ep_size=2))
+
+
 def _uneven_rows(rank, world):
     """tp's sharing of rows, there and back: (rows equal, gradients equal, rows of this rank)."""
     group = dist.group.WORLD
