@@ -11,9 +11,11 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
+from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.megatron_fsdp import weights_changed
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models import compat
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.build import build_part
 from automodel_cli.models.load import load_weights
@@ -44,6 +46,8 @@ class Model:
         """From config to loaded weights under the parallelizer, whole or cut into pipeline stages. Collective."""
         config = recipe.model
         _check_compile(recipe, mesh)
+        if isinstance(recipe.parallelizer, FSDP2Config) and recipe.parallelizer.patch_is_packed_sequence:
+            compat.assume_unpacked()
         probe_packing(
             hf_config(config),
             attention=config.attention,

@@ -162,6 +162,14 @@ def gathered(tensor: Any) -> Tensor:
     return whole.detach()
 
 
+def assume_unpacked() -> None:
+    """Answer the library's question whether rows are packed, in this process, without looking at them."""
+    from transformers import masking_utils, modeling_flash_attention_utils
+
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the library's progress bars, and its warnings about tiny copies of a config (odd rope factors)."""

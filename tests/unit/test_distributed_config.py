@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.config import CPUOffload, DDPConfig, FSDP2Config, MixedPrecision
+from automodel_cli.distributed.config import (
+    CPUOffload,
+    DDPConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    MixedPrecision,
+    zero_strategy,
+)
 from automodel_cli.distributed.layout import MeshConfig
 
 COMMON = {
@@ -29,6 +36,7 @@ FSDP2_FIELDS = COMMON | {
     "enable_fsdp2_prefetch": False,
     "fsdp2_backward_prefetch_depth": 2,
     "fsdp2_forward_prefetch_depth": 1,
+    "expert_dispatch": "all_to_all",
     "context_parallel": "all_gather",
 }
 DDP_FIELDS = COMMON | {
@@ -38,9 +46,28 @@ DDP_FIELDS = COMMON | {
     "bucket_cap_mb": None,
     "gradient_as_bucket_view": False,
 }
+MEGATRON_FIELDS = COMMON | {
+    "sequence_parallel": False,
+    "megatron_fsdp_unit_modules": None,
+    "zero_dp_strategy": 3,
+    "init_fsdp_with_meta_device": False,
+    "grad_reduce_in_fp32": False,
+    "preserve_fp32_weights": False,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "check_for_nan_in_grad": True,
+    "average_in_collective": False,
+    "disable_bucketing": False,
+    "calculate_per_token_loss": False,
+    "keep_fp8_transpose_cache": False,
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+}
 
 
 def test_documented_fields_and_defaults():
+    assert MegatronFSDPConfig().to_dict() == MEGATRON_FIELDS
+    assert MegatronFSDPConfig(tp_plan={"a": "colwise"}).to_dict() == MEGATRON_FIELDS  # taken, not kept
     assert FSDP2Config().to_dict() == FSDP2_FIELDS
     assert DDPConfig().to_dict() == DDP_FIELDS
 
@@ -60,7 +87,30 @@ REFUSED = {
     "checkpointing word": (DDPConfig, {"activation_checkpointing": "some"}, "is not one of false, true, full"),
     "backend": (FSDP2Config, {"backend": "mpi"}, "backend='mpi' is not one of nccl, gloo"),
     "autocast": (DDPConfig, {"autocast_dtype": "int8"}, "is not one of float32, bfloat16, float16"),
-    "packed probe": (FSDP2Config, {"patch_is_packed_sequence": True}, "wrong with packed rows"),
+    "zero strategy": (MegatronFSDPConfig, {"zero_dp_strategy": 4}, "0 = no_shard, 1 = optim, 2 = optim_grads, 3 ="),
+    "older zero name": (MegatronFSDPConfig, {"zero_dp_strategy": "grads_params"}, "is not one of 0 = no_shard"),
+    "megatron sequence": (MegatronFSDPConfig, {"sequence_parallel": True}, "has no sequence parallelism"),
+    "megatron checkpointing": (
+        MegatronFSDPConfig,
+        {"activation_checkpointing": "full"},
+        "knows nothing of recomputing",
+    ),
+    "megatron average": (MegatronFSDPConfig, {"average_in_collective": True}, "would weigh ranks, not tokens"),
+    "megatron nan": (MegatronFSDPConfig, {"check_for_nan_in_grad": False}, "checked before the optimizer sees it"),
+    "megatron transpose": (MegatronFSDPConfig, {"keep_fp8_transpose_cache": True}, "parameters stored in fp8"),
+    "megatron compile": (MegatronFSDPConfig, {"enable_compile": True}, "break every layer's graph"),
+    "megatron reduce": (MegatronFSDPConfig, {"overlap_grad_reduce": False}, "communicates inside forward and backward"),
+    "megatron gather": (
+        MegatronFSDPConfig,
+        {"overlap_param_gather": False},
+        "communicates inside forward and backward",
+    ),
+    "megatron meta": (
+        MegatronFSDPConfig,
+        {"init_fsdp_with_meta_device": True, "zero_dp_strategy": 0},
+        "has nothing to shard",
+    ),
+    "megatron nccl": (MegatronFSDPConfig, {"nccl_ub": True, "backend": "gloo"}, "but backend=gloo"),
     "depth": (FSDP2Config, {"fsdp2_forward_prefetch_depth": -1}, "not a number of layers"),
     "idle depth": (FSDP2Config, {"fsdp2_backward_prefetch_depth": 3}, "does nothing while enable_fsdp2_prefetch=false"),
     "idle compile backend": (DDPConfig, {"compile_backend": "eager"}, "does nothing while enable_compile=false"),
@@ -83,8 +133,16 @@ def test_refused_values_name_the_field_and_a_fix(name):
 
 REFUSED_WITH_MESH = {
     "sequence": (FSDP2Config(sequence_parallel=True), {}, "sequence_parallel needs tensor parallelism"),
-    "async": (FSDP2Config(enable_async_tensor_parallel=True), {}, "needs tensor parallelism, but mesh.tp_size=1"),
+    "async": (
+        FSDP2Config(enable_async_tensor_parallel=True, enable_compile=True),
+        {},
+        "needs tensor parallelism, but mesh.tp_size=1",
+    ),
     "plan": (FSDP2Config(tp_plan={"model.layers.*.q_proj": "colwise"}), {}, "tp_plan needs tensor parallelism"),
+    "megatron pp2": (MegatronFSDPConfig(), {"pp_size": 2}, "no pipeline parallelism: pp_size=2 must be 1"),
+    "megatron ep2": (MegatronFSDPConfig(), {"ep_size": 2}, "no expert parallelism: ep_size=2 must be 1"),
+    "megatron rep2": (MegatronFSDPConfig(), {"dp_replicate_size": 2}, "dp_replicate_size=2 is for hybrid sharding"),
+    "megatron plan": (MegatronFSDPConfig(tp_plan={"a": "colwise"}), {}, "tp_plan needs tensor parallelism"),
     "ddp tp2": (DDPConfig(), {"tp_size": 2}, "tp_size=2 must be 1"),
     "ddp cp2": (DDPConfig(), {"cp_size": 2}, "cp_size=2 must be 1"),
     "ddp ep2": (DDPConfig(), {"ep_size": 2}, "ep_size=2 must be 1"),
@@ -104,6 +162,12 @@ def test_refused_with_this_mesh(name):
 def test_accepted_meshes():
     FSDP2Config().check_mesh(MeshConfig(dp_replicate_size=2, pp_size=2))
     DDPConfig().check_mesh(MeshConfig(dp_size=8))
+    MegatronFSDPConfig(tp_plan={"a": "colwise"}).check_mesh(MeshConfig(tp_size=2, cp_size=2))
+
+
+def test_zero_strategies_have_numbers_and_names():
+    names = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+    assert [zero_strategy(number) for number in range(4)] == [zero_strategy(name) for name in names] == names
 
 
 def test_policies_build_torchs_objects():

@@ -1,0 +1,69 @@
+"""Rules between sections: each names the keys, the values and a fix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import masking_utils, modeling_flash_attention_utils
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.config import DataConfig
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.models import compat
+from automodel_cli.models.config import ModelConfig, TransformerEngineConfig
+from recipes.rules import check_packed_probe, check_transformer_engine
+from tests import tiny
+
+PATCH = FSDP2Config(patch_is_packed_sequence=True)
+ENGINE = TransformerEngineConfig()
+
+
+def _model(**fields) -> ModelConfig:
+    return ModelConfig(pretrained="x", **fields)
+
+
+def test_the_packed_probe_is_patched_for_unpacked_rows_and_library_attention_only():
+    unpacked, packed = DataConfig(path="x", packing="none"), DataConfig(path="x")
+    check_packed_probe(PATCH, _model(attention="flash_attention_2"), unpacked)
+    check_packed_probe(FSDP2Config(), _model(), packed)
+    check_packed_probe(DDPConfig(), _model(), packed)
+    with pytest.raises(ConfigError, match=r"but data\.packing=best_fit"):
+        check_packed_probe(PATCH, _model(attention="flash_attention_2"), packed)
+    with pytest.raises(ConfigError, match=r"does nothing with model\.attention=packed"):
+        check_packed_probe(PATCH, _model(), unpacked)
+
+
+def test_an_assumed_answer_is_not_looked_up(monkeypatch):
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_is_packed_sequence", None)
+    model = tiny.build_hf("llama").eval()
+    ids = tiny.token_row(9)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    searched = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    compat.assume_unpacked()
+    assumed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert not torch.allclose(searched[:, 4:], assumed[:, 4:], atol=1e-3)  # one document now
+    assert not modeling_flash_attention_utils._is_packed_sequence(positions, batch_size=1)
+
+
+REFUSED = {
+    "linear under tp": (FSDP2Config(), {"tp_size": 2}, "linear=true holds whole layers, but mesh.tp_size=2"),
+    "attention under cp": (FSDP2Config(), {"cp_size": 2}, "sees whole rows, but mesh.cp_size=2"),
+    "compile": (FSDP2Config(enable_compile=True), {}, "cannot look into"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_transformer_engine_refuses(case):
+    parallelizer, sizes, reason = REFUSED[case]
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_transformer_engine(parallelizer, _model(transformer_engine=ENGINE), MeshConfig(**sizes))
+    assert caught.value.fix and caught.value.keys
+
+
+def test_transformer_engine_is_accepted_elsewhere():
+    attention_only = _model(transformer_engine=TransformerEngineConfig(linear=False, norm=False))
+    check_transformer_engine(FSDP2Config(), attention_only, MeshConfig(tp_size=2, pp_size=2))
+    check_transformer_engine(FSDP2Config(), _model(transformer_engine=ENGINE), MeshConfig(pp_size=2))
+    check_transformer_engine(FSDP2Config(), _model(), MeshConfig(tp_size=2, cp_size=2))
