@@ -61,15 +61,20 @@ class _GatherTokens(torch.autograd.Function):
         return _own_tokens(grad, ctx.mesh), None, None
 
 
+# Both give new tensors, never views: FSDP2 warns about a layer that returns one.
+
+
 def _own_tokens(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     share = -(-whole.shape[_TOKENS] // mesh.size())
-    return _padded(whole, share * mesh.size()).narrow(_TOKENS, share * mesh.get_local_rank(), share).contiguous()
+    own = _padded(whole, share * mesh.size()).narrow(_TOKENS, share * mesh.get_local_rank(), share)
+    return own.clone(memory_format=torch.contiguous_format)
 
 
 def _all_tokens(own: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
     of_ranks = own.new_empty(mesh.size() * own.shape[0], *own.shape[1:])
     dist.all_gather_into_tensor(of_ranks, own.contiguous(), group=mesh.get_group())
-    return torch.cat(of_ranks.chunk(mesh.size()), _TOKENS).narrow(_TOKENS, 0, num_tokens)
+    whole = torch.cat(of_ranks.chunk(mesh.size()), _TOKENS)
+    return whole if whole.shape[_TOKENS] == num_tokens else whole.narrow(_TOKENS, 0, num_tokens).clone()
 
 
 def _padded(hidden: Tensor, num_tokens: int) -> Tensor:

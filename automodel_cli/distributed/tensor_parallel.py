@@ -195,6 +195,9 @@ def _apply_style(model: PreTrainedModel, name: str, module: nn.Module, style: Pa
     else:
         _check_features(name, module, style, mesh.size())
     parallelize_module(module, mesh, style, src_data_rank=None)
+    for leaf, buffer in module._buffers.items():  # torch makes DTensors of them too; a scale stays a plain number
+        if isinstance(buffer, DTensor):
+            module._buffers[leaf] = buffer.to_local()
 
 
 def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:

@@ -1,0 +1,221 @@
+"""Tensor and sequence parallelism against one eager process, on loss, gradient norm and every gradient: packed rows,
+several microbatches, weights read shard by shard. Then what they must not break: export, entropy, adapters, optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from automodel_cli.distributed import tp_plan
+from automodel_cli.distributed.config import CPUOffload, FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models import compat
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.load import load_weights
+from automodel_cli.models.lora import wrappers
+from automodel_cli.models.weights import iter_hf_weights
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.compare import run_rows
+from automodel_cli.parity.reference import Original
+from automodel_cli.parity.rows import FP32, Row
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.training.param_groups import decay_groups, trainable
+from automodel_cli.training.stages import SingleStage
+from automodel_cli.training.step import train_step
+from tests import tiny
+from tests.dist.harness import launch
+
+TOLERANCE = 1e-6  # against a reference in float64
+FP32_ON_BOTH_SIDES = 2e-6  # 1.04e-6 measured: two roundings instead of one
+CLEARLY_WRONG = 1e-3
+
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {"tie_word_embeddings": True},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "deepseek_v3": {},
+    "deepseek_v3 without q_lora": {"q_lora_rank": None},
+}
+TP = FSDP2Config(mp_policy=FP32)
+SP = replace(TP, sequence_parallel=True)
+
+
+def row(config=TP, **sizes):
+    return Row(mesh=MeshConfig(**{"dp_size": 1, "tp_size": 2, **sizes}), parallelizer=config)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """Saved model and reference of a family, made when first asked for."""
+    made = {}
+
+    def get(name, **extra):
+        if name not in made:
+            model = tiny.build_hf(name.partition(" ")[0], **FAMILIES.get(name, {}), **extra)
+            made[name] = Original.write(tmp_path_factory.mktemp("model"), model, SFT(), kinds=(True,))
+        return made[name]
+
+    return get
+
+
+def assert_exact(original, rows):
+    for case, errors in zip(rows, launch(run_rows, rows[0].world_size, original, rows), strict=True):
+        assert errors.within(TOLERANCE), f"{case}: {errors}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_have_one_process_numbers(originals, family):
+    assert_exact(originals(family), [row(), row(SP)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_top_of_data_parallelism(originals, family):
+    recomputed = replace(SP, activation_checkpointing=True)
+    assert_exact(originals(family), [row(dp_size=2), row(SP, dp_size=2), row(recomputed, dp_size=2)])
+
+
+def test_rows_that_do_not_divide_over_the_ranks(originals):
+    """22 tokens over 4 ranks."""
+    original = originals("llama 4 kv heads", num_key_value_heads=4)
+    assert_exact(
+        original, [row(tp_size=4), row(SP, tp_size=4), row(replace(SP, activation_checkpointing=True), tp_size=4)]
+    )
+
+
+def test_routers_refuse_to_count_padding(originals):
+    original = originals("qwen3_moe 4 kv heads", num_key_value_heads=4)
+    with pytest.raises(Exception, match=r"data\.pad_multiple=4"):
+        launch(run_rows, 4, original, [row(SP, tp_size=4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss"])
+def test_stages_of_a_pipeline(originals, family):
+    pipelines = [replace(row(config, pp_size=2), pipeline=PipelineConfig(schedule="1f1b")) for config in (TP, SP)]
+    assert_exact(originals(family), pipelines)
+
+
+def _without_the_norm_rule(rank, world, original):
+    with patch.dict(tp_plan._STYLES, {"replicated_with_grad_allreduce": lambda: None}):
+        return run_rows(rank, world, original, [row()])
+
+
+def test_forgetting_the_norms_of_heads_shows(originals):
+    (errors,) = launch(_without_the_norm_rule, 2, originals("qwen3"))
+    assert errors.gradient > CLEARLY_WRONG and "_norm" in errors.name
+
+
+def _exported(rank, world, original, sizes):
+    """Every weight after loading it in shards; how many parameters are split over tp; bytes read and bytes held."""
+    mesh = build_mesh(MeshConfig(**sizes).resolve(world), "cpu")
+    config = original.model_config()
+    part = build_part(config)
+    parallelize(part, mesh, SP if world > 1 else TP)
+    report = load_weights(part, config, device="cpu", seed=0)
+    weights = {name: tensor for bucket in iter_hf_weights([part]) for name, tensor in bucket}
+    return weights, report.num_bytes_read
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "gemma3_text"])
+def test_what_was_loaded_in_shards_is_exported_whole(originals, family):
+    whole, all_bytes = launch(_exported, 1, originals(family), {})
+    for world, sizes in ((2, {"tp_size": 2}), (4, {"tp_size": 2, "dp_size": 2})):
+        got, num_bytes = launch(_exported, world, originals(family), sizes)
+        assert got.keys() == whole.keys()
+        assert all(torch.equal(got[name], whole[name]) for name in whole)
+        assert num_bytes < 0.75 * all_bytes * 2 / world
+
+
+def _logprobs(rank, world, fields):
+    mesh = build_mesh(MeshConfig(tp_size=world).resolve(world), "cpu")
+    config = ModelConfig(config=fields, head_chunk_size=7)
+    part = build_part(config)
+    parallelize(part, mesh, TP)
+    load_weights(part, config, device="cpu", seed=3)
+    batch = step_batches(packed=True)[0]
+    logprobs_BT, entropy_BT = part(labels=batch.labels_BT, entropy=True, **batch.model_inputs())
+    gradient_BT = torch.linspace(0, 1, logprobs_BT.numel()).view_as(logprobs_BT)  # no two tokens have the same
+    (logprobs_BT * gradient_BT).sum().backward()
+    return logprobs_BT.detach(), entropy_BT, tiny.gradients(part)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        tiny.tiny_fields("llama"),
+        tiny.tiny_fields("gemma2"),
+        tiny.tiny_fields("granite"),
+        tiny.tiny_fields("llama", vocab_size=161),
+    ],
+    ids=["plain", "soft cap", "scale", "odd vocabulary"],
+)
+def test_heads_on_vocabulary_shards(fields):
+    want, got = launch(_logprobs, 1, fields), launch(_logprobs, 2, fields)
+    assert torch.allclose(got[0], want[0], rtol=0, atol=1e-5) and torch.allclose(got[1], want[1], rtol=0, atol=1e-5)
+    assert tiny.gradient_error(want[2], got[2]) < FP32_ON_BOTH_SIDES
+
+
+def _adapted(rank, world, sp):
+    """Gradients of adapters whose B is not zero any more."""
+    mesh = build_mesh(MeshConfig(tp_size=world).resolve(world), "cpu")
+    config = ModelConfig(config=tiny.tiny_fields("qwen3"), lora=LoRAConfig(rank=4, target_modules="all-linear"))
+    part = build_part(config)
+    parallelize(part, mesh, replace(TP, sequence_parallel=sp))
+    load_weights(part, config, device="cpu", seed=3)
+    for i, (_, layer) in enumerate(wrappers(part.model)):
+        weight = layer.lora_B["default"].weight
+        whole = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i)) * 0.05
+        _fill(weight, whole)
+    for batch in step_batches(packed=True)[1:3]:
+        part(labels=batch.labels_BT, **batch.model_inputs()).sum().backward()
+    return tiny.gradients(part)
+
+
+@torch.no_grad()
+def _fill(param, whole):
+    compat.local(param).copy_(compat.local_part(param, whole))
+
+
+def test_adapters():
+    want = launch(_adapted, 1, False)
+    assert want and all("lora_" in name for name in want)
+    for sp in (False, True):
+        got = launch(_adapted, 2, sp)
+        assert got.keys() == want.keys(), f"sequence parallel {sp}"
+        assert tiny.gradient_error(want, got) < FP32_ON_BOTH_SIDES, f"sequence parallel {sp}"
+
+
+def _three_steps(rank, world, sizes, config):
+    """(loss, gradient norm) of three steps with clipping, on parameters that tp shards and parameters that it does
+    not."""
+    mesh = build_mesh(MeshConfig(**sizes).resolve(world), "cpu")
+    model = ModelConfig(config=tiny.tiny_fields("gpt_oss"))
+    part = build_part(model)
+    module = parallelize(part, mesh, config)
+    load_weights(part, model, device=config.parameter_device(mesh.device), seed=1)
+    optimizer = torch.optim.AdamW(decay_groups(list(trainable([part])), 0.1), lr=1e-2, foreach=True)
+    mine = step_batches(packed=True, count=4)[mesh.dp_rank :: mesh.dp_size]
+    steps = []
+    for _ in range(3):
+        result = train_step(SingleStage(module), mine, SFT(), optimizer, mesh, max_grad_norm=0.5)
+        steps.append((result.loss.item(), result.grad_norm.item()))
+    return steps
+
+
+def test_three_clipped_steps():
+    want = torch.tensor(launch(_three_steps, 1, {}, TP))
+    assert want[0, 0] > want[2, 0]
+    for world, config in ((2, TP), (4, SP), (2, replace(TP, offload_policy=CPUOffload()))):
+        got = torch.tensor(launch(_three_steps, world, {"tp_size": 2}, config))
+        assert torch.allclose(got, want, rtol=1e-5), (world, config, got, want)
