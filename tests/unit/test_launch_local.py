@@ -89,6 +89,7 @@ def wait_for_start(process: subprocess.Popen[str], folder: Path, num_ranks: int)
         (1, signal.SIGTERM, False, 75),
         (2, signal.SIGINT, True, 130),
         (2, signal.SIGTERM, False, 75),
+        (2, signal.SIGUSR1, False, 75),
     ],
 )
 def test_a_signal_ends_at_a_step_boundary(toy: Path, num_ranks: int, signum: int, whole_group: bool, code: int) -> None:

@@ -28,6 +28,10 @@ def test_torchrun() -> None:
         detect({"RANK": "3", "WORLD_SIZE": "8"})
 
 
+def _without_rank(env: dict[str, str]) -> dict[str, str]:
+    return {k: v for k, v in env.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
 def test_srun_fills_in_what_torch_reads() -> None:
     env = {
         "SLURM_JOB_ID": "4711",
@@ -43,6 +47,8 @@ def test_srun_fills_in_what_torch_reads() -> None:
     wanted = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"}
     assert wanted.items() <= env.items()
     assert 20_000 <= int(env["MASTER_PORT"]) < 32_000
+    for gpus, local_rank in (("0,1,2,3", 1), ("3", 0)):
+        assert detect(_without_rank(env) | {"CUDA_VISIBLE_DEVICES": gpus}).local_rank == local_rank
     other = {**env, "SLURM_JOB_ID": "4712"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         del other[name]
