@@ -121,5 +121,10 @@ def test_pipeline_of_expert_parallel_stages(family):
     assert check(4, family, MeshConfig(dp_size=2, pp_size=2, ep_size=2), "1f1b") == {0, 1}
 
 
+@pytest.mark.parametrize(("family", "dp"), [("llama", 1), ("qwen3_moe", 2)])
+def test_tensor_parallel_ranks_draw_the_same(family, dp):
+    check(2 * dp, family, MeshConfig(dp_size=dp, tp_size=2))
+
+
 def test_context_parallel_ranks_generate_the_same():
     check(2, "gpt_oss", MeshConfig(dp_size=1, cp_size=2))

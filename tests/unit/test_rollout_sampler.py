@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import one_document
@@ -17,6 +18,7 @@ from automodel_cli.rollout.engine import SamplingParams, sample_seed
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.sampler import Sampler
 from automodel_cli.rollout.sampling import Shaping, choose, draw, uniforms
+from recipes.engines import check_decoding
 from tests import tiny
 
 STOP = [2, 5, 9]
@@ -149,6 +151,18 @@ def test_the_training_mode_comes_back_after_an_error(llama):
         sampler.generate([[tiny.VOCAB + 5]], SamplingParams())
     assert llama.training and llama.model.config._attn_implementation == "packed"
     assert len(sampler.generate([[4]], SamplingParams(max_new_tokens=3))) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_decode_pass_the_check(family):
+    check_decoding(tiny.tiny_config(family))
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mamba", "qwen3_next"])
+def test_families_with_another_state_are_refused(model_type):
+    """No registry, no attention, and attention in some layers only."""
+    with pytest.raises(ConfigError, match=f"cannot generate with {model_type}"):
+        check_decoding(CONFIG_MAPPING[model_type]())
 
 
 @pytest.mark.parametrize("kind", ["llama", "granite", "gemma2"])
