@@ -38,9 +38,8 @@ class Row:
             size = getattr(self.mesh, key) or 1
             if size > 1:
                 words.append(f"{name}{size}{self._detail(name)}")
-        if self.parallelizer.activation_checkpointing:
-            words.append("recompute")
-        return " ".join(words) or "one rank"
+        words = words or ["one rank"]
+        return " ".join([*words, "recompute"] if self.parallelizer.activation_checkpointing else words)
 
     def _detail(self, axis: str) -> str:
         if axis == "pp" and self.pipeline is not None:
