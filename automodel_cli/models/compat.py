@@ -136,6 +136,8 @@ def local_part(param: Tensor, whole: Tensor) -> Tensor:
         return whole
     if uneven.is_uneven(param):
         return whole[uneven.chunk(param)]
+    if local(param).numel() == 0:  # the library has no interval for it
+        return local(param)
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
     operation: Any = DtensorShardOperation(param)  # type: ignore[arg-type]  # is_dtensor cannot narrow the type

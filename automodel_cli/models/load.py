@@ -136,9 +136,15 @@ def _skeleton(part: ModelPart, config: ModelConfig, target: _Target) -> tuple[Pr
                 full_name = f"{prefix}.{name}".lstrip(".")
                 if full_name not in target.names:
                     del store[name]
-                elif compat.is_dtensor(tensor := target.tensors[target.names[full_name]]) and not is_uneven(tensor):
+                elif compat.is_dtensor(tensor := target.tensors[target.names[full_name]]) and not _read_whole(tensor):
                     store[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
     return skeleton, mapping
+
+
+def _read_whole(tensor: Any) -> bool:
+    """Uneven shards, and those of which this rank has nothing (few heads over many ranks): the library's reader cannot
+    cut them out."""
+    return is_uneven(tensor) or (compat.is_dtensor(tensor) and compat.local(tensor).numel() == 0)
 
 
 def unit_of(key: str) -> str:
@@ -187,8 +193,8 @@ def _load_safetensors(
             value = module._parameters.get(leaf, module._buffers.get(leaf))
             assert value is not None
             if not value.is_meta:
-                param = target.tensors[target.names[name]]  # read whole where shards are uneven, else in its part
-                target.fill(name, compat.local_part(param, value.detach()) if is_uneven(param) else value.detach())
+                param = target.tensors[target.names[name]]
+                target.fill(name, compat.local_part(param, value.detach()) if _read_whole(param) else value.detach())
                 _to_meta(module, leaf)
     if missing := target.missing():
         raise ConfigError(
