@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,12 @@ import pytest
 from tests.e2e.command import automodel, curve, environment, metrics, write_config
 
 _RUN = ("finetune", "llm", "-c", "tiny.yaml", "train.max_steps=8", "logging.report=false")
+_SECONDS = 500
+"""For a busy machine; 20 to 60 s otherwise."""
 
 
-def launchers(folder: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+@contextmanager
+def launchers(folder: Path, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Two `torchrun --nnodes 2` of one rank each, which meet on localhost."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -25,15 +30,21 @@ def launchers(folder: Path, *arguments: str) -> list[subprocess.Popen[str]]:
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "-m", "automodel_cli", *arguments]
     environ = environment(folder) | {"AUTOMODEL_LOG_DIR": str(folder / "logs")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [subprocess.Popen(command, cwd=folder, env=environ, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    nodes = [subprocess.Popen(command, cwd=folder, env=environ, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    try:
+        yield nodes
+    finally:  # after a failure: TERM makes a launcher end its workers
+        for node in nodes:
+            node.terminate()
+            node.wait(60)
 
 
 def test_two_torchrun_launchers_give_the_numbers_of_one_process(tmp_path: Path) -> None:
     write_config(tmp_path)
     alone = automodel(tmp_path, *_RUN, "run_name=alone")
     assert alone.returncode == 0, alone.stdout + alone.stderr
-    nodes = launchers(tmp_path, *_RUN, "run_name=nodes")
-    output = [node.communicate(timeout=240)[0] for node in nodes]
+    with launchers(tmp_path, *_RUN, "run_name=nodes") as nodes:
+        output = [node.communicate(timeout=_SECONDS)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], output
     runs = tmp_path / "runs"
     assert sorted(path.name for path in runs.iterdir()) == ["alone", "nodes"], "both nodes write into one folder"
@@ -45,14 +56,14 @@ def test_two_torchrun_launchers_give_the_numbers_of_one_process(tmp_path: Path) 
 
 def test_a_killed_worker_is_named_and_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     write_config(tmp_path)
-    nodes = launchers(tmp_path, *_RUN, "train.max_steps=4000", "checkpoint.every=3", "run_name=lost")
     run = tmp_path / "runs" / "lost"
-    deadline = time.monotonic() + 240
-    while not _saved_steps(run):
-        assert time.monotonic() < deadline and not any(node.poll() for node in nodes)
-        time.sleep(0.05)
-    os.kill(_worker_of_rank(nodes, 1), signal.SIGKILL)
-    output = "".join(node.communicate(timeout=240)[0] for node in nodes)
+    deadline = time.monotonic() + _SECONDS
+    with launchers(tmp_path, *_RUN, "train.max_steps=4000", "checkpoint.every=3", "run_name=lost") as nodes:
+        while not _saved_steps(run):
+            assert time.monotonic() < deadline and not any(node.poll() for node in nodes)
+            time.sleep(0.05)
+        os.kill(_worker_of_rank(nodes, 1), signal.SIGKILL)
+        output = "".join(node.communicate(timeout=_SECONDS)[0] for node in nodes)
     assert all(node.returncode != 0 for node in nodes), output
     assert "rank 0 of 2 on" in output and "has lost another rank, which ended or hangs" in output
     saved = max(_saved_steps(run))
