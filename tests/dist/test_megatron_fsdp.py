@@ -77,10 +77,12 @@ def test_tied_embeddings_and_experts(family):
     assert errors.within(TOLERANCE), errors
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"cp_size": 2}], ids=str)
-def test_under_tensor_and_context_parallelism(sizes):
-    (errors,) = launch(_compare, 4, [Case("qwen3", config=MEGATRON, mesh=MeshConfig(**sizes))])
-    assert errors.within(TOLERANCE), errors
+@pytest.mark.parametrize("sizes, strategies", [({"tp_size": 2}, (0, 1, 3)), ({"cp_size": 2}, (3,))], ids=str)
+def test_under_tensor_and_context_parallelism(sizes, strategies):
+    mesh = MeshConfig(**sizes)
+    configs = [replace(MEGATRON, zero_dp_strategy=strategy) for strategy in strategies]
+    for errors in launch(_compare, 4, [Case("qwen3", config=c, mesh=mesh, num_microbatches=2) for c in configs]):
+        assert errors.within(TOLERANCE), errors
 
 
 def _trained(config, world, folder, *, resume=False, async_save=False):
