@@ -107,6 +107,27 @@ def _apply_plan(
         _count_local_heads(attention, mesh.size())
 
 
+def cut_parameters(
+    model: PreTrainedModel, config: FSDP2Config | MegatronFSDPConfig, tp_size: int, *, shard_experts: bool = True
+) -> Iterator[nn.Parameter]:
+    """What `apply_tensor_parallel` would cut, without ranks to cut it over: for planning."""
+    plan = get_hf_tp_shard_plan(model) if config.tp_plan is None else custom_plan(config.tp_plan, model)
+    check_heads(model.config, plan, tp_size)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        _keep_odd_vocabulary_whole(model, module, plan, tp_size)
+    for name, module in model.named_modules():
+        style = _style_of(plan, name)
+        if is_experts(module):
+            divides = int(module.num_experts) % tp_size == 0  # type: ignore[arg-type]
+            yield from module.parameters() if style is not None and shard_experts and divides else ()
+            continue
+        for leaf, param in module.named_parameters(recurse=False):
+            in_style = style if not isinstance(style, LocalParameters) else _style_of(plan, f"{name}.{leaf}")
+            whole_bias = isinstance(in_style, RowwiseParallel) and leaf == "bias"
+            if isinstance(in_style, (ColwiseParallel, RowwiseParallel, PackedColwise)) and not whole_bias:
+                yield param
+
+
 def use_async_collectives(mesh: DeviceMesh) -> None:
     """Let the compiler overlap the gathers and scatters of sequence parallelism with the products next to them, through
     symmetric memory. It needs sequence parallelism, which is switched on with a warning, and CUDA.

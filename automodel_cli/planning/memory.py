@@ -50,8 +50,8 @@ class Accounting:
     layout: Layout
     optimizer: Any
     num_microbatches: int
-    over_tp: frozenset[nn.Module] = frozenset()
-    """Modules whose parameters tensor parallelism cuts."""
+    over_tp: frozenset[nn.Parameter] = frozenset()
+    """Parameters that tensor parallelism cuts."""
 
     def held_numel(self, item: TrainableParam) -> int:
         """Elements that a rank computes with: its experts, its tensor shard, or all; FSDP2 gathers as many."""
@@ -68,7 +68,7 @@ class Accounting:
     def _model_shards(self, item: TrainableParam) -> int:
         if self.layout.ep > 1 and is_experts(item.owner):
             return self.layout.ep
-        return self.layout.tp if item.owner in self.over_tp else 1
+        return self.layout.tp if item.param in self.over_tp else 1
 
     def rank_memory(self, stages: Sequence[Sequence[Unit]], num_outside: int = 1) -> Memory:
         """Of a rank that holds these stages. Without a pipeline, the first `num_outside` units are the root group."""

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from automodel_cli.distributed.config import ParallelizerConfig
+from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig, ParallelizerConfig
 from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.tensor_parallel import cut_parameters
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.placement import place_layout, render_table
 from automodel_cli.pipelining.programs import Program
@@ -106,7 +109,7 @@ def make_plan(request: Request) -> Plan:
     checkpointing = request.parallelizer.activation_checkpointing
     tokens = -(-request.seq_len // request.layout.cp)  # of a row on one rank; keys and values of others not counted
     activations = trace_activations(part, request.compute_dtype, checkpointing, rows=request.rows, seq_len=tokens)
-    estimate = _Estimate(request, units, activations)
+    estimate = _Estimate(request, units, activations, _cut_over_tp(request, part))
     whole = {id(p): p for p in part.parameters()}.values()
     plan = Plan(
         request,
@@ -147,11 +150,20 @@ def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: Cutter) -> Plan:
     )
 
 
+def _cut_over_tp(request: Request, part: ModelPart) -> frozenset[nn.Parameter]:
+    layout, parallelizer = request.layout, request.parallelizer
+    if layout.tp == 1:
+        return frozenset()
+    assert isinstance(parallelizer, (FSDP2Config, MegatronFSDPConfig)), "other strategies refuse tp_size"
+    return frozenset(cut_parameters(part.model, parallelizer, layout.tp, shard_experts=layout.ep == 1))
+
+
 @dataclass(frozen=True)
 class _Estimate:
     request: Request
     units: Units
     activations: Activations
+    over_tp: frozenset[nn.Parameter]
 
     def of_plan(self, plan: StagePlan, program: Program) -> tuple[tuple[StageRow, ...], tuple[Memory, ...]]:
         return self.of_stages(plan.layers, plan.owner, lambda amounts: peak_activations(program, amounts))
@@ -170,7 +182,9 @@ class _Estimate:
             StageRow(s, owner[s], r, s == 0, s == last, sum(unit.num_parameters for unit in held[s]), amounts[s])
             for s, r in enumerate(layers)
         )
-        accounting = Accounting(request.parallelizer, request.layout, request.optimizer, request.num_microbatches)
+        accounting = Accounting(
+            request.parallelizer, request.layout, request.optimizer, request.num_microbatches, self.over_tp
+        )
         memory = []
         for rank, peak in enumerate(peaks(amounts)):
             own = [units for units, owned_by in zip(held, owner, strict=True) if owned_by == rank]
