@@ -84,8 +84,8 @@ def test_check_is_quick_and_torch_free(toy: Path) -> None:
 
 @pytest.mark.parametrize("name", bundled.names())
 def test_every_bundled_config_checks_without_torch(tmp_path: Path, name: str) -> None:
-    """`sft` is a base: what its users fill in is all that it lacks."""
-    filled = ["model.pretrained=org/name", "data.path=train.jsonl"] if name == "sft" else []
+    """What the users of a method's base fill in is all that it lacks."""
+    filled = ["model.pretrained=org/name", "data.path=train.jsonl"] if name in ("sft", "dpo", "grpo") else []
     assert cpu_seconds(tmp_path, "torch,rich,transformers", "check", "-c", name, *filled) <= 1.0
 
 

@@ -179,13 +179,13 @@ def test_the_printed_quoting_works_when_pasted(here: Path) -> None:
 def test_groups_on_the_command_line(here: Path) -> None:
     write(here / "opt/adam.yaml", "lr: 1\n")
     write(here / "opt/sgd.yaml", "lr: 2\nmomentum: 0\n")
-    write(here / "data/train.jsonl", "{}")
+    write(here / "corpus/train.jsonl", "{}")
     write(here / "x.yaml", "defaults:\n  - opt: adam\n  - _self_\n")
     write(here / "bare.yaml", "a: 1\n")
     assert compose("x.yaml", ["opt=sgd", "opt.momentum=0.9"]).tree == {"opt": {"lr": 2, "momentum": 0.9}}
     assert compose("bare.yaml", ["opt=sgd"]).tree["opt"] == {"lr": 2, "momentum": 0}, "no + needed"
     assert compose("x.yaml", ["opt=null"]).tree == {"opt": None}
-    assert compose("bare.yaml", ["data=some/path"]).tree["data"] == "some/path", "a folder of data is no group"
+    assert compose("bare.yaml", ["corpus=some/path"]).tree["corpus"] == "some/path", "a folder of data is no group"
     with pytest.raises(ConfigError) as error:
         compose("x.yaml", ["opt=adma"])
     assert (
