@@ -26,6 +26,20 @@ def show_sharded_parameters(wrapped: Any) -> None:
     wrapped._replace_param_with_distributed_if_needed()
 
 
+def zero_gradient(wrapped: Any, name: str) -> DTensor:
+    """Zeros for a parameter, on the mesh of all gradients. (What torch derives from a DTensor may come from its cache
+    with an equal mesh of earlier: then ranks would reduce over groups of different meshes, and wait for each other.)"""
+    shard = wrapped.param_and_grad_buffer.dist_main_weight[name]
+    return DTensor.from_local(
+        shard.to_local().detach().clone().zero_(),
+        shard.device_mesh,
+        shard.placements,
+        run_check=False,
+        shape=shard.shape,
+        stride=shard.stride(),
+    )
+
+
 def forget_gradients(wrapped: Any) -> None:
     """Make the package build its gradients' DTensors again: where it reuses one, it computes the shape that
     `correct_tensor_parallel_shards` corrects."""
@@ -69,7 +83,7 @@ def _make_fsdp_dtensor(
     mesh, placements = package._get_fsdp_tensor_spec(
         param, dist_index, is_sharded_param=is_sharded_param, is_expert_param=is_expert_param
     )
-    mine = param.to_local() if isinstance(param, DTensor) else param
+    mine, local_tensor = (x.to_local() if isinstance(x, DTensor) else x for x in (param, local_tensor))
     sharded = DTensor.from_local(
         local_tensor.view(-1, *mine.shape[1:]),
         mesh,

@@ -71,9 +71,9 @@ class MegatronPart(nn.Module):
             if self._has_tensor_parallelism:
                 compat.forget_gradients(self.wrapped)
             self.wrapped.finish_grad_sync()
-            for param in self.part.parameters():
+            for name, param in self.part.named_parameters():
                 if param.requires_grad and param.grad is None:
-                    param.grad = torch.zeros_like(param)
+                    param.grad = compat.zero_gradient(self.wrapped, name)
 
     def reshard(self) -> None:
         """Show the optimizer's parameters again, after a forward without backward. Collective."""
