@@ -52,6 +52,8 @@ class Recipe:
     """What `automodel KIND llm` insists on: sft, dpo, ..."""
     preferences: ClassVar[bool] = False
     """Whether rows are pairs or judged responses."""
+    row_name: ClassVar[str] = "rows"
+    """What a step counts."""
 
     def __post_init__(self) -> None:
         """The rules between sections; each section has checked itself."""
@@ -94,6 +96,19 @@ class Recipe:
         """Train. Returns the exit code; `source` is what `config.yaml` in the run directory will say."""
         raise NotImplementedError
 
+    def prepared(self, tokenizer: Any) -> Any:
+        """The data as a run reads it: `train`, `validation` (or None) and `report`. Needs no process group."""
+        from automodel_cli.data.prepare import prepare
+
+        return prepare(self.data, tokenizer, seed=self.seed, preferences=self.preferences)
+
+    def rows_of_a_step(self) -> dict[str, int]:
+        """How many rows of the data a step reads over all ranks, and how many of them belong together."""
+        return {
+            "global_batch_size": self.train.global_batch_size,
+            "microbatch_size": self.train.microbatch_size,
+        }
+
     def batch_columns(self, session: Session) -> Callable[[list[Batch]], list[Batch]]:
         """What adds the columns that the objective reads besides the rows. Called once, while the model is as
         loaded.
@@ -103,12 +118,10 @@ class Recipe:
     def inspect_data(self, source: Composed, **options: Any) -> None:
         """Print prepared rows with trained tokens marked, and the totals."""
         from automodel_cli.data.inspect import show
-        from automodel_cli.data.prepare import prepare
         from automodel_cli.models.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(self.model)
-        data = prepare(self.data, tokenizer, seed=self.seed, preferences=self.preferences)
-        show(data, tokenizer, **options)
+        show(self.prepared(tokenizer), tokenizer, **options)
 
     def plan(self, source: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
         """Print stages, memory of a GPU and idle time on `num_gpus`, from the model's config alone."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,18 +18,107 @@ from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
 from automodel_cli.pipelining.torch_compat import reshards_after_forward
+from automodel_cli.rollout.config import HFConfig, SamplerConfig, ServerConfig, VLLMConfig
 from automodel_cli.rollout.decoder import Decoder, Stage, fsdp_gathered
-from automodel_cli.rollout.engine import SamplingParams
+from automodel_cli.rollout.engine import (
+    Capabilities,
+    Completion,
+    Engine,
+    SamplingParams,
+    WeightStream,
+    resolve_seeds,
+)
+from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.sampler import Sampler
+from automodel_cli.rollout.vllm import NCCLTransfer, VLLMEngine
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from automodel_cli.distributed.mesh import Mesh
     from automodel_cli.training.stages import Stages
+    from recipes.session import Session
 
 _PROMPTS, _NEW_TOKENS = (13, 5), 9  # longer than every window of a shrunken config
 _TOLERANCE = 1e-4
+
+
+def build_engine(config: SamplerConfig | HFConfig | ServerConfig, session: Session) -> Engine:
+    """The engine that a `rollout` section names, on the run's own weights or ready to be given them. Collective."""
+    model, tokenizer = session.model, session.tokenizer
+    hf_config = model.parts[0].model.config
+    trust = session.recipe.model.trust_remote_code
+    stops = stop_token_ids(tokenizer, hf_config)
+    if isinstance(config, SamplerConfig):
+        check_decoding(model.parts[0].source_config, trust_remote_code=trust)
+        return build_sampler(model.stages, session.mesh, stop_token_ids=stops, **dataclasses.asdict(config))
+    if isinstance(config, HFConfig):
+        return HFEngine.from_config(
+            hf_config,
+            device=session.mesh.device,
+            dtype=model.parts[0].model.dtype,
+            attention="eager" if hf_config.model_type == "gpt_oss" else "sdpa",
+            trust_remote_code=trust,
+            stop_token_ids=stops,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0],
+            max_batch_tokens=config.max_batch_tokens,
+        )
+    assert isinstance(config, VLLMConfig), "RolloutConfig refuses servers whose weights are fixed"
+    engine = None
+    if session.is_main:
+        transfer = NCCLTransfer(config.address, config.port)
+        engine = VLLMEngine(config.server(), tokenizer, transfer, model=config.model, concurrency=config.concurrency)
+    return FirstRankEngine(engine)
+
+
+def stop_token_ids(tokenizer: Any, hf_config: PretrainedConfig) -> list[int]:
+    """The tokens that end a response: the tokenizer's, and those that the model's config lists."""
+    listed = hf_config.get_text_config().eos_token_id
+    more = listed if isinstance(listed, list) else [listed]
+    return list(dict.fromkeys(i for i in (tokenizer.eos_token_id, *more) if i is not None))
+
+
+class FirstRankEngine:
+    """An engine that one process speaks to (rank 0), for all ranks; the others pass None."""
+
+    def __init__(self, engine: Engine | None):
+        self._engine = engine
+        about: list[Any] = [None if engine is None else engine.capabilities]
+        dist.broadcast_object_list(about, src=0, device=torch.device("cpu"))
+        self.capabilities: Capabilities = about[0]
+        self.weight_version = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """See `Engine.generate`. Collective over all ranks. Ranks that share prompts must pass the same `seeds`: a
+        prompt with a seed is asked once."""
+        seeds = resolve_seeds(prompts, params, seeds)
+        asked = list(zip(map(tuple, prompts), seeds, strict=True))
+        everywhere: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, asked)
+        unique = list(dict.fromkeys(pair for of_rank in everywhere for pair in of_rank))
+        outcome: list[Any] = [None, None]
+        if self._engine is not None:
+            try:
+                done = self._engine.generate([list(p) for p, _ in unique], params, [seed for _, seed in unique])
+                outcome[0] = [dataclasses.replace(c, weight_version=self.weight_version) for c in done]
+            except ConfigError as error:  # of the server: every rank must hear of it
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+        if outcome[1] is not None:
+            raise outcome[1]
+        found = dict(zip(unique, outcome[0], strict=True))
+        return [found[pair] for pair in asked]
+
+    def update_weights(self, stream: WeightStream) -> None:
+        """See `Engine.update_weights`. Collective: every rank takes part in the stream."""
+        if self._engine is not None:
+            self._engine.update_weights(stream)
+        else:
+            for _ in stream:
+                pass
+        self.weight_version += 1
 
 
 def build_sampler(stages: Stages, mesh: Mesh, *, stop_token_ids: list[int], **options: Any) -> Sampler:

@@ -53,12 +53,11 @@ def finish(session: Session, quiz: Quiz) -> int:
 
 def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
     """What `automodel export RUN` does, in one process: the newest checkpoint as a Hugging Face folder, checked."""
-    from automodel_cli.data.prepare import prepare
     from recipes.model import Model
 
     whole = dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None)
     tokenizer = load_tokenizer(recipe.model)
-    data = prepare(recipe.data, tokenizer, seed=recipe.seed, preferences=recipe.preferences)
+    data = recipe.prepared(tokenizer)
     device = process_group.start("gloo")
     try:
         model = Model.build(whole, build_mesh(Layout(), device.type))
@@ -115,7 +114,7 @@ def compute_dtype(recipe: Recipe) -> torch.dtype:
 def _card(session: Session) -> str:
     summary = session.meter.summary()
     lines = [f"- {line.strip()}" for line in session.data.report.lines()[:-1]]
-    lines.append(f"- {session.num_steps} steps of {session.recipe.train.global_batch_size} rows")
+    lines.append(f"- {session.num_steps} steps of {session.loader.global_batch_size} {session.recipe.row_name}")
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
         if summary.get(key) is not None:
             lines.append(f"- {name}: {summary[key]:.4f}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models.config import ModelConfig
+
+_PROMPT_FIELDS = ("messages", "prompt", "system", "tools")
 
 
 def check_packed_probe(parallelizer: ParallelizerConfig, model: ModelConfig, data: DataConfig) -> None:
@@ -52,3 +56,49 @@ def check_transformer_engine(parallelizer: ParallelizerConfig, model: ModelConfi
             keys=("parallelizer.enable_compile", "model.transformer_engine"),
             fix="parallelizer.enable_compile=false",
         )
+
+
+def check_exported(model: ModelConfig) -> None:
+    """A recipe that starts from another one's export says which command makes it. Raises ConfigError."""
+    path = Path(model.pretrained or "")
+    if path.name != "export" or path.parent.parent.name != "runs" or path.is_dir():
+        return
+    raise ConfigError(
+        f"model.pretrained={model.pretrained} does not exist: it is what the recipe {path.parent.name} exports",
+        keys=("model.pretrained",),
+        fix=f"automodel finetune llm -c {path.parent.name}   (from the same folder)",
+    )
+
+
+def check_prompt_data(data: DataConfig) -> None:
+    """Refuse settings of the data section that have no meaning for prompts. Raises ConfigError."""
+    if data.mask != "assistant":
+        raise ConfigError(
+            f"data.mask={data.mask}: prompts have no answer to learn from; what the model says is trained",
+            keys=("data.mask",),
+            fix="data.mask=assistant",
+        )
+    if data.packing == "wrapped" or data.long_documents in ("split", "truncate"):
+        raise ConfigError(
+            f"packing={data.packing} with long_documents={data.long_documents} cuts prompts and responses",
+            keys=("data.packing", "data.long_documents"),
+            fix="data.packing=best_fit data.long_documents=drop",
+        )
+    formats = [data.format, *(source.format for source in data.sources or ())]
+    for fmt in formats:
+        if fmt not in ("auto", "messages", "sharegpt", "prompt_completion"):
+            raise ConfigError(
+                f"data.format={fmt} holds no prompts",
+                keys=("data.format",),
+                fix="data.format=auto, with a prompt column",
+            )
+    maps = [data.columns, *(source.columns for source in data.sources or ())]
+    for columns in maps:
+        for field in columns:
+            if field not in _PROMPT_FIELDS:
+                raise ConfigError(
+                    f"data.columns.{field} is not read from prompts, only {', '.join(_PROMPT_FIELDS)}; rewards name "
+                    "the columns that they read",
+                    keys=("data.columns",),
+                    fix="data.columns='{prompt: question}' rewards.<name>.column=<the answer's column>",
+                )

@@ -7,24 +7,27 @@ data (before any process group) -> process group and mesh -> run folder -> model
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from automodel_cli import __version__
 from automodel_cli.config import bundled
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.loader import StepLoader, eval_batches
-from automodel_cli.data.prepare import PreparedData, prepare
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.objectives.base import MeasuredObjective
 from automodel_cli.training import rng
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.checkpoint_dir import CheckpointDir
@@ -33,7 +36,7 @@ from automodel_cli.training.evaluate import evaluate
 from automodel_cli.training.flops import device_peak_flops, training_flops_per_token
 from automodel_cli.training.lr_scheduler import build_lr_scheduler
 from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
-from automodel_cli.training.meter import Machine, Meter
+from automodel_cli.training.meter import Machine, Meter, Scalar
 from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.profiling import StepProfiler
 from automodel_cli.training.step import NonFiniteError, StepResult, train_step
@@ -49,14 +52,13 @@ if TYPE_CHECKING:
 class Session:
     """What a recipe's loop needs: the next microbatches, one step, and what is due after it. Made by `open_session`."""
 
-    def __init__(self, recipe: Recipe, source: Composed, data: PreparedData, tokenizer: Any, mesh: Mesh, run_dir: Path):
+    def __init__(self, recipe: Recipe, source: Composed, data: Any, tokenizer: Any, mesh: Mesh, run_dir: Path):
         self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
         self.mesh, self.run_dir = mesh, run_dir
         self.is_main = dist.get_rank() == 0
-        self.loader = StepLoader(
+        self.loader: StepLoader[Any] = StepLoader(
             data.train,
-            global_batch_size=recipe.train.global_batch_size,
-            microbatch_size=recipe.train.microbatch_size,
+            **recipe.rows_of_a_step(),
             dp_rank=mesh.dp_rank,
             dp_size=mesh.dp_size,
             seed=recipe.seed,
@@ -72,6 +74,7 @@ class Session:
         self.first_step = self._resume()
         self.stopped_by = 0
         self._metrics: dict[str, float] = {}
+        self.measure: Callable[[], dict[str, float]] = self._measure_loss
         self.last_validation: tuple[int, dict[str, float]] = -1, {}
         self.meter = Meter(
             run_dir,
@@ -84,8 +87,8 @@ class Session:
         )
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
 
-    def steps(self) -> Iterator[tuple[int, list[Batch]]]:
-        """The number of each optimizer step (1-based) and this rank's microbatches, until the run's end or a signal.
+    def steps(self) -> Iterator[tuple[int, list[Any]]]:
+        """The number of each step (1-based) and this rank's microbatches, until the run's end or a signal.
 
         After the body of the loop: what is due (validation, checkpoint), and the agreement of all ranks to stop.
         """
@@ -105,10 +108,42 @@ class Session:
                 self.meter.print(f"stopped after step {step}; continue with: automodel resume {self.run_dir}")
                 return
 
-    def train(self, step: int, batches: list[Batch]) -> StepResult:
-        """One optimizer step, recorded. A step that is not finite ends the run with its rows named."""
+    def train(
+        self,
+        step: int,
+        *updates: list[Batch],
+        shown: Mapping[str, Scalar] = MappingProxyType({}),
+        unshown: Mapping[str, Scalar] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        """The optimizer updates of one step (usually one), recorded as one row: the means over updates.
+
+        Returns what the objective measured. `shown` and `unshown` are further columns of the row; the former also stand
+        on the step line. A step that is not finite ends the run with its rows named.
+        """
+        results = [self._update(step, batches) for batches in updates]
+        lr = self.scheduler.get_last_lr()[0]
+        self.scheduler.step()
+        counts = [(b.input_ids_BT.numel(), int(b.num_label_tokens)) for batches in updates for b in batches]
+        local = torch.tensor(counts, dtype=torch.int64).view(-1, 2).sum(0)
+        num_tokens, num_label_tokens = self.mesh.sum_over(self.mesh.dp, local).unbind()
+        metrics = _over_updates([result.metrics for result in results], self.recipe.objective)
+        on_line = shown_metrics(self.recipe.objective)
+        self.meter.step(
+            step,
+            loss=_mean([result.loss for result in results]),
+            grad_norm=_mean([result.grad_norm for result in results]),
+            lr=lr,
+            num_label_tokens=num_label_tokens,
+            num_tokens=num_tokens,
+            memory_gib=self._memory() if self.meter.due(step) else None,
+            unshown={**{name: value for name, value in metrics.items() if name not in on_line}, **unshown},
+            **{**shown, **{name: value for name, value in metrics.items() if name in on_line}},
+        )
+        return metrics
+
+    def _update(self, step: int, batches: list[Batch]) -> StepResult:
         try:
-            result = train_step(
+            return train_step(
                 self.model.stages,
                 self._columns(batches),
                 self.recipe.objective,
@@ -119,43 +154,28 @@ class Session:
             )
         except NonFiniteError as error:
             raise error.located(step, self.data.train.describe) from error
-        lr = self.scheduler.get_last_lr()[0]
-        self.scheduler.step()
-        counts = [(batch.input_ids_BT.numel(), int(batch.num_label_tokens)) for batch in batches]
-        num_tokens, num_label_tokens = self.mesh.sum_over(self.mesh.dp, torch.tensor(counts).sum(0)).unbind()
-        shown = shown_metrics(self.recipe.objective)
-        self.meter.step(
-            step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=lr,
-            num_label_tokens=num_label_tokens,
-            num_tokens=num_tokens,
-            memory_gib=self._memory() if self.meter.due(step) else None,
-            unshown={name: value for name, value in result.metrics.items() if name not in shown},
-            **{name: value for name, value in result.metrics.items() if name in shown},
-        )
-        return result
 
     def validate(self, step: int) -> None:
-        """Measure and record the loss, and what else the objective measures, on the validation rows, if there are
-        any.
-        """
+        """Measure and record what says how good the model is on the validation rows, if there are any."""
         if self.data.validation is None:
             return
         with self.meter.pause():
-            batches = eval_batches(
-                self.data.validation,
-                microbatch_size=self.recipe.train.microbatch_size,
-                dp_rank=self.mesh.dp_rank,
-                dp_size=self.mesh.dp_size,
-                num_batches=self.recipe.validation.num_batches,
-            )
-            result = evaluate(self.model.stages, self._columns(batches), self.recipe.objective, self.mesh)
-            values = {f"val_{name}": value.item() for name, value in result.metrics.items()}
-        self._metrics = {"val_loss": result.loss.item(), **values}
+            self._metrics = self.measure()
         self.last_validation = step, self._metrics
-        self.meter.validation(step, val_loss=self._metrics["val_loss"], **values)
+        self.meter.validation(step, **self._metrics)
+
+    def _measure_loss(self) -> dict[str, float]:
+        """The loss, and what else the objective measures."""
+        batches = eval_batches(
+            self.data.validation,
+            microbatch_size=self.recipe.train.microbatch_size,
+            dp_rank=self.mesh.dp_rank,
+            dp_size=self.mesh.dp_size,
+            num_batches=self.recipe.validation.num_batches,
+        )
+        result = evaluate(self.model.stages, self._columns(batches), self.recipe.objective, self.mesh)
+        values = {f"val_{name}": value.item() for name, value in result.metrics.items()}
+        return {"val_loss": result.loss.item(), **values}
 
     def save(self, step: int) -> None:
         """Write a checkpoint of everything the next step depends on."""
@@ -183,9 +203,8 @@ class Session:
         """What is about to run, before the first step."""
         recipe, model = self.recipe, self.model
         share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
-        steps = (
-            f"{self.num_steps} = {self.num_steps * recipe.train.global_batch_size / self._rows_per_epoch():.2f} epochs"
-        )
+        num_rows = self.loader.global_batch_size
+        steps = f"{self.num_steps} = {self.num_steps * num_rows / self._rows_per_epoch():.2f} epochs"
         ranks = f"{_plural(dist.get_world_size(), 'rank')} on {self.mesh.device.type}"
         begin = f", from step {self.first_step}" if self.first_step else ""
         self.meter.header(
@@ -198,7 +217,7 @@ class Session:
                 ),
                 ("layout", f"{ranks}   {_layout(recipe, self.mesh)}"),
                 ("data", "\n".join(self.data.report.lines())),
-                ("steps", f"{steps}   {recipe.train.global_batch_size} rows a step{begin}"),
+                ("steps", f"{steps}   {num_rows} {recipe.row_name} a step{begin}"),
             ]
         )
 
@@ -247,7 +266,7 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
     if recipe.train.cpu_threads is not None:
         torch.set_num_threads(recipe.train.cpu_threads)
     tokenizer = load_tokenizer(recipe.model)
-    data = prepare(recipe.data, tokenizer, seed=recipe.seed, preferences=recipe.preferences)
+    data = recipe.prepared(tokenizer)
     device = process_group.start(recipe.parallelizer.backend)
     try:
         mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
@@ -283,6 +302,23 @@ def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
     if source.run_dir is None or CheckpointDir(source.run_dir / "checkpoints").latest() is None:
         return recipe.checkpoint
     return dataclasses.replace(recipe.checkpoint, resume="auto")
+
+
+def _mean(values: Sequence[Tensor]) -> Scalar:
+    """nan where a step had no update."""
+    return torch.stack(list(values)).mean() if values else math.nan
+
+
+def _over_updates(results: Sequence[Mapping[str, Tensor]], objective: Any) -> dict[str, Tensor]:
+    """The metrics of several updates as those of their step: extrema stay extrema, all else is a mean."""
+    declared = objective.metrics if isinstance(objective, MeasuredObjective) else {}
+    combine = {name: metric.combine for name, metric in declared.items()}
+    found = {}
+    for name in results[0] if results else ():
+        values = torch.stack([result[name] for result in results])
+        kind = combine.get(name, "mean")
+        found[name] = values.amin(0) if kind == "min" else values.amax(0) if kind == "max" else values.float().mean(0)
+    return found
 
 
 def _model_name(recipe: Recipe) -> str:

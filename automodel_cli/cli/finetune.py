@@ -57,6 +57,7 @@ def of_kind(kind: str, what: str) -> click.Group:
 
 
 dpo = of_kind("dpo", "Train on preferences: pairs of responses, or responses judged good or bad.")
+grpo = of_kind("grpo", "Train on the model's own samples and what rewards say of them.")
 
 
 @click.command(short_help="Continue a run in its folder.")

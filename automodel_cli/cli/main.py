@@ -30,6 +30,7 @@ _CLICK = str(Path(click.__file__).parent)
 COMMANDS = {
     "finetune": ("automodel_cli.cli.finetune", "finetune"),
     "dpo": ("automodel_cli.cli.finetune", "dpo"),
+    "grpo": ("automodel_cli.cli.finetune", "grpo"),
     "resume": ("automodel_cli.cli.finetune", "resume"),
     "submit": ("automodel_cli.cli.submit", "submit"),
     "check": ("automodel_cli.cli.check", "check"),

@@ -7,13 +7,28 @@ with another number of ranks, or another microbatch size, and trains on the same
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.dataset import DUMMY_ROW, PackedDataset, shuffled
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+
+class Rows(Protocol[T_co]):
+    """Numbered rows of one or more datasets: dataset i has those from `first_rows[i]` on, and is seen `weights[i]`
+    times per epoch."""
+
+    first_rows: np.ndarray
+    weights: list[float]
+
+    def collate(self, row_indices: Sequence[int], /) -> T_co:
+        """These rows as what a step reads."""
 
 
 class RowStream:
@@ -23,7 +38,7 @@ class RowStream:
     weight 0.5 two epochs together see every row once. Within an epoch the datasets are mixed.
     """
 
-    def __init__(self, dataset: PackedDataset, seed: int, shuffle: bool):
+    def __init__(self, dataset: Rows[Any], seed: int, shuffle: bool):
         self.seed, self.shuffle = seed, shuffle
         self.first = dataset.first_rows[:-1].tolist()
         self.sizes = np.diff(dataset.first_rows).tolist()
@@ -62,14 +77,14 @@ class RowStream:
         return rows + self.first[source]
 
 
-class StepLoader:
+class StepLoader(Generic[T]):
     """The microbatches of this rank, optimizer step by optimizer step. Stateful; `state_dict` is the same on every
     rank.
     """
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: Rows[T],
         *,
         global_batch_size: int,
         microbatch_size: int,
@@ -108,7 +123,7 @@ class StepLoader:
         rows = self.stream.rows(self.position, self.global_batch_size)
         return rows.reshape(-1, self.dp_size, self.microbatch_size)[:, self.dp_rank]
 
-    def next_step(self) -> list[Batch]:
+    def next_step(self) -> list[T]:
         """This rank's microbatches of one optimizer step; the stream goes on into the next epoch."""
         batches = [self.dataset.collate(rows) for rows in self.next_rows()]
         self.position += self.global_batch_size

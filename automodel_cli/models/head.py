@@ -50,7 +50,9 @@ class HeadKind:
 class Shaping(Protocol):
     """How sampling turned logits into the distribution it drew from (`rollout.sampling.Shaping`)."""
 
-    temperature: float
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
 
     @property
     def filters(self) -> bool:

@@ -125,14 +125,15 @@ class Meter:
         """Is a line printed (and the device waited for) at this step? Always at the first and the last."""
         return step == self._resume_step + 1 or step % self._every == 0 or step >= self._num_steps
 
-    def validation(self, step: int, *, val_loss: Scalar, **more: Scalar) -> None:
-        """Record a validation after `step` steps."""
+    def validation(self, step: int, **values: Scalar) -> None:
+        """Record a validation after `step` steps; the first value (`val_loss`) is printed."""
         self.flush()
-        self._last_val = {"step": step, **_fetch({"val_loss": val_loss, **more})}
+        self._last_val = {"step": step, **_fetch(values)}
         if self._is_main:
             self._write(self._last_val)
-            loss = show_number(self._last_val["val_loss"])
-            self._display.line(f"{step_label(step, self._num_steps)}  val loss {loss}")
+            name = next(iter(values))
+            number = show_number(self._last_val[name])
+            self._display.line(f"{step_label(step, self._num_steps)}  {name.replace('_', ' ')} {number}")
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -1,0 +1,136 @@
+"""The `rollout` section of a recipe that trains on its own samples. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.config import HFConfig, SamplerConfig, ServerConfig, VLLMConfig
+from automodel_cli.rollout.engine import SamplingParams
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Sample further prompts until `prompts_per_step` groups have different rewards (DAPO, arXiv:2503.14476).
+
+    Groups are kept or dropped whole. After `max_batches` batches of prompts with too few such groups the run ends with
+    an error: the prompts are too easy or too hard.
+    """
+
+    max_batches: int = 10
+
+    def __post_init__(self) -> None:
+        if self.max_batches < 1:
+            raise ConfigError(
+                f"max_batches={self.max_batches} must be at least 1", keys=("max_batches",), fix="max_batches=10"
+            )
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """What a response that was cut off at `max_new_tokens` means.
+
+    `filter`: it is left out of training and of its group's baseline. `buffer` and `penalty`: responses that come within
+    `buffer` tokens of the limit lose up to `penalty` of their reward, linearly (arXiv:2503.14476, eq. 13). `factor`
+    multiplies the reward of a cut response (0..1). Groups are told apart by rewards before this.
+    """
+
+    filter: bool = False
+    buffer: int | None = None
+    penalty: float = 1.0
+    factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.buffer is not None and self.buffer < 1:
+            raise ConfigError(f"buffer={self.buffer} must be at least 1", keys=("buffer",), fix="buffer=128")
+        if self.buffer is None and self.penalty != 1.0:
+            raise ConfigError("penalty needs a buffer", keys=("penalty", "buffer"), fix="buffer=128")
+        if not self.penalty > 0:
+            raise ConfigError(f"penalty={self.penalty} must be above 0", keys=("penalty",), fix="penalty=1.0")
+        if self.factor is not None and not 0 <= self.factor <= 1:
+            raise ConfigError(f"factor={self.factor} must be from 0 to 1", keys=("factor",), fix="factor=0.5")
+
+    def shaped(self, reward: float, num_tokens: int, truncated: bool, max_new_tokens: int) -> float:
+        """The reward as training sees it."""
+        if self.factor is not None and truncated:
+            reward *= self.factor
+        if self.buffer is not None:
+            reward += min(-(num_tokens - (max_new_tokens - self.buffer)) / self.buffer * self.penalty, 0.0)
+        return reward
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How samples are drawn, and what becomes of them. A step is one rollout and the updates on it.
+
+    Each step takes `prompts_per_step` prompts over all ranks and draws `group_size` responses to each. `temperature`,
+    `top_p` and `top_k` shape the distribution, in the sampler and in every log-prob of the trainer. A response ends at
+    the end-of-sequence token, or after `max_new_tokens`.
+
+    `passes`: how often each sample is trained on; each pass has `prompts_per_step x group_size /
+    train.global_batch_size` updates. Advantages are rewards minus the mean of the group's other samples
+    (`leave_one_out`; else of all), divided by their deviation where `normalise`. Groups whose rewards are all equal
+    teach nothing: they are skipped and counted, or with `dynamic_sampling` replaced.
+
+    `max_mult_prob_error`: sampler and trainer disagree on the probabilities of the sampled tokens by this factor on
+    average before a warning is printed (1 is agreement). `show_every` steps a table of samples is printed, `show`
+    of them (null: never).
+    """
+
+    engine: SamplerConfig | HFConfig | VLLMConfig | ServerConfig = field(default_factory=SamplerConfig)
+    prompts_per_step: int = 32
+    group_size: int = 8
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    passes: int = 1
+    leave_one_out: bool = True
+    normalise: bool = True
+    dynamic_sampling: DynamicSampling | None = None
+    overlong: Overlong = field(default_factory=Overlong)
+    max_mult_prob_error: float = 1.05
+    show_every: int | None = 10
+    show: int = 4
+
+    def __post_init__(self) -> None:
+        params = self.params()  # has the rules of the sampling itself
+        if params.greedy:
+            raise ConfigError(
+                "temperature=0 draws the same response every time, so all samples of a prompt would be equal",
+                keys=("temperature",),
+                fix="temperature=1.0",
+            )
+        for name, least in (("prompts_per_step", 1), ("group_size", 2), ("passes", 1), ("show", 1), ("show_every", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}", keys=(name,), fix=f"{name}={least}")
+        if not self.max_mult_prob_error > 1:
+            raise ConfigError(
+                f"max_mult_prob_error={self.max_mult_prob_error} must be above 1, which is agreement",
+                keys=("max_mult_prob_error",),
+                fix="max_mult_prob_error=1.05",
+            )
+        buffer = self.overlong.buffer
+        if buffer is not None and buffer > self.max_new_tokens:
+            raise ConfigError(
+                f"overlong.buffer={buffer} is longer than max_new_tokens={self.max_new_tokens}",
+                keys=("overlong.buffer", "max_new_tokens"),
+                fix=f"overlong.buffer={max(1, self.max_new_tokens // 4)}",
+            )
+        if isinstance(self.engine, ServerConfig) and not isinstance(self.engine, VLLMConfig):
+            raise ConfigError(
+                "a server of OpenAI's API keeps the weights it was started with, so its samples are never the policy's",
+                keys=("engine",),
+                fix="engine._target_=automodel_cli.rollout.config.SamplerConfig",
+            )
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    def params(self, *, greedy: bool = False) -> SamplingParams:
+        """For training, or (`greedy`) to measure with."""
+        if greedy:
+            return SamplingParams(self.max_new_tokens, temperature=0.0)
+        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k)

@@ -1,0 +1,116 @@
+"""Reinforcement learning on the model's own samples: rollouts, rewards, advantages, clipped policy gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import MegatronFSDPConfig
+from automodel_cli.objectives.grpo import GRPO
+from automodel_cli.rollout.config import SamplerConfig
+from automodel_cli.rollout.rewards.base import Reward
+from automodel_cli.rollout.settings import RolloutConfig
+from recipes.base import Recipe
+from recipes.rules import check_exported, check_prompt_data
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPORecipe(Recipe):
+    """The whole story: sample, judge, compare within each group, update, give the sampler the new weights.
+
+    A step is one rollout and the updates on it; `train.global_batch_size` counts the samples of one update. `rewards`
+    are nodes by name: the sum of weight x score is a sample's reward.
+    """
+
+    objective: GRPO
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: dict[str, Reward] = field(default_factory=dict)
+
+    kind: ClassVar[str] = "grpo"
+    row_name: ClassVar[str] = "prompts"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_prompt_data(self.data)
+        self._check_rollout()
+        if not self.rewards:
+            raise ConfigError(
+                "no reward says what a good response is",
+                keys=("rewards",),
+                fix="rewards=exact",
+            )
+        if isinstance(self.parallelizer, MegatronFSDPConfig) and isinstance(self.rollout.engine, SamplerConfig):
+            raise ConfigError(
+                "the sampler cannot read weights that Megatron-FSDP shards",
+                keys=("parallelizer", "rollout.engine"),
+                fix="parallelizer=fsdp2, or rollout=hf",
+            )
+
+    def _check_rollout(self) -> None:
+        rollout, per_update = self.rollout, self.train.global_batch_size
+        if rollout.samples_per_step % per_update:
+            raise ConfigError(
+                f"rollout.prompts_per_step={rollout.prompts_per_step} x group_size={rollout.group_size} samples are no "
+                f"whole number of updates of train.global_batch_size={per_update} samples",
+                keys=("rollout.prompts_per_step", "rollout.group_size", "train.global_batch_size"),
+                fix=f"train.global_batch_size={rollout.samples_per_step}",
+            )
+        if self.objective.ratio == "on_policy" and rollout.samples_per_step * rollout.passes > per_update:
+            raise ConfigError(
+                "objective.ratio=on_policy is right for one update per rollout only",
+                keys=("objective.ratio", "rollout.passes", "train.global_batch_size"),
+                fix="objective.ratio=token",
+            )
+        if rollout.max_new_tokens >= self.data.seq_len:
+            raise ConfigError(
+                f"data.seq_len={self.data.seq_len} has no room for a prompt and rollout.max_new_tokens="
+                f"{rollout.max_new_tokens}",
+                keys=("data.seq_len", "rollout.max_new_tokens"),
+                fix=f"data.seq_len={2 * rollout.max_new_tokens}",
+            )
+
+    def _check_batch(self, dp_size: int) -> None:
+        super()._check_batch(dp_size)
+        if self.rollout.prompts_per_step % dp_size:
+            raise ConfigError(
+                f"rollout.prompts_per_step={self.rollout.prompts_per_step} is not a multiple of the {dp_size} "
+                "data-parallel ranks",
+                keys=("rollout.prompts_per_step",),
+                fix=f"rollout.prompts_per_step={max(1, self.rollout.prompts_per_step // dp_size) * dp_size}",
+            )
+
+    def prepared(self, tokenizer: Any) -> Any:
+        """Prompts: the rows without their answers."""
+        from automodel_cli.data.prompts import prepare_prompts
+
+        room = self.data.seq_len - self.rollout.max_new_tokens
+        return prepare_prompts(self.data, tokenizer, seed=self.seed, max_tokens=room)
+
+    def rows_of_a_step(self) -> dict[str, int]:
+        return {"global_batch_size": self.rollout.prompts_per_step, "microbatch_size": 1}
+
+    def run(self, source: Composed) -> int:
+        check_exported(self.model)
+        from recipes.rollouts import open_rollouts
+        from recipes.session import open_session
+
+        with open_session(self, source) as session, open_rollouts(session, self) as rollouts:
+            session.header()
+            rollouts.tell("before")
+            for step, prompts in session.steps():
+                rollout = rollouts.collect(step, prompts)
+                with rollouts.scoring():
+                    measured = session.train(step, *rollout.passes(), shown=rollout.shown, unshown=rollout.unshown)
+                rollouts.record(step, rollout, measured)
+                rollouts.sync(step)
+            if session.stopped_by:
+                return session.exit_code()
+            rollouts.tell("after")
+
+            from recipes.results import finish  # later: the first step should not wait for the last page
+
+            return finish(session, rollouts.quiz)

@@ -1,0 +1,135 @@
+"""What a person sees of rollouts: rollouts.jsonl, a table of samples, numbers for the step line, a warning."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automodel_cli.rollout.accuracy import Accuracy
+from automodel_cli.rollout.accuracy import Sample as Answered
+from automodel_cli.training.metrics import keep_rows_until
+from recipes.experience import Sample
+
+if TYPE_CHECKING:
+    from recipes.rollouts import Rollout
+
+_WIDTH, _MOST = 118, 60
+
+
+class RolloutLog:
+    """Appends to `rollouts.jsonl` (rank 0), one line a sample. Lines of steps that are trained again are removed."""
+
+    def __init__(self, run_dir: Path, resume_step: int, *, is_main: bool):
+        self._file = None
+        if is_main:
+            path = run_dir / "rollouts.jsonl"
+            keep_rows_until(path, resume_step)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+
+    def write(self, step: int, rollout: Rollout) -> None:
+        """Every sample of the step."""
+        if self._file is None:
+            return
+        trained = set(rollout.trained)
+        for number, sample in enumerate(rollout.samples):
+            row = {
+                "step": step,
+                "prompt": sample.prompt.messages,
+                "completion": sample.text,
+                "reward": sample.score.total,
+                "parts": sample.score.parts,
+                "errors": sample.score.errors,
+                "advantage": rollout.advantages_N[number].item(),
+                "trained": number in trained,
+                "num_tokens": len(sample.tokens),
+                "finish_reason": sample.finish_reason,
+                "weight_version": sample.weight_version,
+                "origin": sample.prompt.origin,
+            }
+            self._file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def sample_table(step: int, rollout: Rollout, count: int) -> str:
+    """The best and the worst samples of the first groups that have something to teach, as text."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"samples of step {step}", title_justify="left")
+    for name in ("prompt", "completion", "reward", "advantage", "end"):
+        table.add_column(name, justify="right" if name in ("reward", "advantage") else "left")
+    for number in _telling(rollout, count):
+        sample = rollout.samples[number]
+        table.add_row(
+            _cut(str(sample.prompt.messages[-1]["content"])),
+            _cut(sample.text),
+            f"{sample.score.total:.3g}",
+            f"{rollout.advantages_N[number].item():+.2f}",
+            f"{sample.finish_reason}, {len(sample.tokens)}",
+        )
+    stream = io.StringIO()
+    Console(file=stream, width=_WIDTH, markup=False).print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def _telling(rollout: Rollout, count: int) -> list[int]:
+    """Of each group the highest and the lowest advantage, groups with a difference first."""
+    groups: dict[int, list[int]] = {}
+    for number, sample in enumerate(rollout.samples):
+        groups.setdefault(sample.place, []).append(number)
+    advantage = rollout.advantages_N.tolist()
+    order = sorted(groups.values(), key=lambda numbers: not bool(rollout.differs_N[numbers[0]]))
+    chosen = []
+    for numbers in order:
+        best, worst = max(numbers, key=lambda n: advantage[n]), min(numbers, key=lambda n: advantage[n])
+        chosen += [best] if best == worst else [best, worst]
+    return chosen[:count]
+
+
+def _cut(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _MOST else f"{flat[: _MOST - 4]} ..."
+
+
+def disagreement(value: float, limit: float) -> str | None:
+    """The warning about sampler and trainer, if they are further apart than `limit`."""
+    if value <= limit:
+        return None
+    return (
+        f"WARNING: sampler and trainer disagree: sampled tokens are {value:.3f} times as likely to one as to the other "
+        f"on average (rollout.max_mult_prob_error={limit}); ratios and KL are off by as much"
+    )
+
+
+def reward_line(samples: Sequence[Sample], when: str) -> str:
+    """The mean reward on held-out prompts, and that of each kind where the rows tell one."""
+    kinds: dict[str, list[float]] = {}
+    for sample in samples:
+        kinds.setdefault(str(sample.prompt.row.get("kind", "")), []).append(sample.score.total)
+    means = "  ".join(f"{kind} {sum(found) / len(found):.2f}" for kind, found in sorted(kinds.items()) if kind)
+    mean = sum(sample.score.total for sample in samples) / len(samples)
+    text = f"reward {when} training: {mean:.3f}, the mean of {len(samples)} held-out prompts"
+    return f"{text} ({means})" if means else text
+
+
+def accuracy_of(samples: Sequence[Sample], check_answer: Callable[[str, str], bool]) -> Accuracy:
+    """The same responses as right and wrong answers, for the report."""
+    return Accuracy(
+        tuple(
+            Answered(
+                question=str(sample.prompt.messages[-1]["content"]),
+                completion=sample.text,
+                answer=str(sample.prompt.row["answer"]),
+                correct=not sample.truncated and check_answer(sample.text, sample.prompt.row["answer"]),
+                kind=str(sample.prompt.row.get("kind", "")),
+            )
+            for sample in samples
+        )
+    )

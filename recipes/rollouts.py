@@ -1,0 +1,399 @@
+"""One rollout after another: prompts to responses, rewards, advantages and the columns that the objective reads."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.data.batch import Batch
+from automodel_cli.data.prompts import Prompt
+from automodel_cli.models.lora import adapters_off
+from automodel_cli.models.weights import iter_hf_weights
+from automodel_cli.objectives.advantages import group_advantages
+from automodel_cli.rollout.config import VLLMConfig
+from automodel_cli.rollout.engine import Completion, sample_seed
+from automodel_cli.rollout.rewards.base import Judged
+from automodel_cli.rollout.rewards.combine import RewardSum
+from automodel_cli.rollout.sampling import Shaping
+from automodel_cli.training.stages import Stages
+from recipes.engines import build_engine
+from recipes.experience import RowPlan, Sample, Update, kl_sums, plan_updates
+from recipes.model import Model
+from recipes.quiz import Quiz
+from recipes.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
+
+if TYPE_CHECKING:
+    from recipes.grpo import GRPORecipe
+    from recipes.session import Session
+
+
+@runtime_checkable
+class AnswerChecker(Protocol):
+    """A task that knows right answers."""
+
+    def check_answer(self, completion: str, answer: str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """All samples of a step, whole groups in the order of the prompts; the same on every rank.
+
+    `trained`: numbers of the samples that are trained on. `differs_N`: of each sample, whether the rewards of its group
+    are not all the same. `num_sampled`: samples drawn, those of dropped groups too.
+    """
+
+    samples: list[Sample]
+    advantages_N: Tensor
+    differs_N: Tensor
+    trained: list[int]
+    updates: list[Update]
+    num_passes: int
+    num_sampled: int
+    seconds: float
+
+    def passes(self) -> Iterator[list[Batch]]:
+        """This rank's microbatches of each optimizer update."""
+        for _ in range(self.num_passes):
+            for update in self.updates:
+                yield update.batches
+
+    @property
+    def shown(self) -> dict[str, float]:
+        """What stands on the step line."""
+        count = len(self.samples)
+        return {
+            "reward": sum(sample.score.total for sample in self.samples) / count,
+            "response_length": sum(len(sample.tokens) for sample in self.samples) / count,
+        }
+
+    @property
+    def unshown(self) -> dict[str, float | int]:
+        """What only metrics.jsonl gets."""
+        samples, lengths = self.samples, [len(sample.tokens) for sample in self.samples]
+        names = sorted({name for sample in samples for name in sample.score.parts})
+        equal = {s.place for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if not differs}
+        return {
+            "reward_std": statistics.pstdev(sample.score.total for sample in samples),
+            **{f"reward_{name}": _mean_part(samples, name) for name in names},
+            "reward_errors": sum(bool(sample.score.errors) for sample in samples),
+            "response_length_max": max(lengths),
+            "truncated": sum(sample.truncated for sample in samples) / len(samples),
+            "num_groups": len({sample.place for sample in samples}),
+            "num_equal_groups": len(equal),
+            "num_sampled": self.num_sampled,
+            "num_trained_samples": len(self.trained),
+            "rollout_seconds": self.seconds,
+            "rollout_tokens_per_second": sum(lengths) / max(self.seconds, 1e-9),
+            "weight_version": min(sample.weight_version for sample in samples),
+        }
+
+
+@contextmanager
+def open_rollouts(session: Session, recipe: GRPORecipe) -> Iterator[Rollouts]:
+    """Build everything that generates and judges; end its processes whatever happens. Collective."""
+    rollouts = Rollouts(session, recipe)
+    session.measure = rollouts.measure
+    try:
+        yield rollouts
+    finally:
+        rollouts.close()
+
+
+class Rollouts:
+    """What GRPO has besides a session: an engine, rewards, and a reference model where the objective needs one."""
+
+    def __init__(self, session: Session, recipe: GRPORecipe):
+        self.session, self.recipe, self.config = session, recipe, recipe.rollout
+        self.mesh, self.model = session.mesh, session.model
+        self.rewards = RewardSum(recipe.rewards)
+        self.engine = build_engine(self.config.engine, session)
+        capabilities = self.engine.capabilities
+        if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
+            raise ConfigError(
+                f"{type(self.config.engine).__name__}: training needs token ids, log-probs of the distribution sampled "
+                f"from, and weight updates; this engine has {capabilities}",
+                keys=("rollout.engine",),
+                fix="rollout=sampler",
+            )
+        self._reference = self._build_reference()
+        self._plan = RowPlan(
+            seq_len=recipe.data.seq_len,
+            packed=recipe.data.packing != "none",
+            pad_multiple=recipe.data.pad_multiple,
+            microbatch_size=recipe.train.microbatch_size,
+            pad_id=_pad_id(session.tokenizer),
+            fits=self._fits,
+        )
+        self.quiz = Quiz()
+        self._answers: list[Sample] = []
+        self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
+        self.sync(session.first_step)
+
+    def close(self) -> None:
+        self.rewards.close()
+        self._log.close()
+
+    # -- a rollout
+
+    def collect(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Rollout:
+        """Samples to the prompts of this rank and, with dynamic sampling, to more of them; and their updates.
+
+        Collective over all ranks.
+        """
+        began = time.perf_counter()
+        dynamic = self.config.dynamic_sampling
+        samples = self._sample(step, prompts)
+        num_sampled, num_batches = len(samples), 1
+        if dynamic is not None:
+            samples = self._different(samples)
+            while len(samples) < self.config.samples_per_step:
+                if num_batches == dynamic.max_batches:
+                    raise _too_few(step, len(samples) // self.config.group_size, self.config.prompts_per_step, dynamic)
+                more = self._sample(step, self.session.loader.next_step())
+                num_sampled, num_batches = num_sampled + len(more), num_batches + 1
+                samples += self._different(more)
+            samples = samples[: self.config.samples_per_step]
+        seconds = time.perf_counter() - began
+        return self._learnt_from(samples, num_sampled, seconds)
+
+    def _sample(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> list[Sample]:
+        """Everything that all ranks drew, in the order of the prompts."""
+        mine = [prompt for of_batch in prompts for prompt in of_batch]
+        size, dp_size = self.config.group_size, self.mesh.dp_size
+        first = self.session.loader.position - self.config.prompts_per_step
+        places = [first + i * dp_size + self.mesh.dp_rank for i in range(len(mine))]
+        asked = [(place, index, prompt) for place, prompt in zip(places, mine, strict=True) for index in range(size)]
+        seeds = [sample_seed(self.recipe.seed, step, place, index) for place, index, _ in asked]
+        return self._judged(asked, self.config.params(), seeds)
+
+    def _judged(
+        self, asked: Sequence[tuple[int, int, Prompt]], params: Any, seeds: Sequence[int] | None = None
+    ) -> list[Sample]:
+        """Responses with their rewards, of all ranks, by place and index."""
+        completions = self.engine.generate([prompt.tokens for _, _, prompt in asked], params, seeds)
+        found: list[Sample] | None = None
+        if self._speaks():
+            found = self._scored(asked, completions)
+        everywhere: list[list[Sample] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        samples = [sample for of_rank in everywhere for sample in of_rank or ()]
+        return sorted(samples, key=lambda sample: (sample.place, sample.index))
+
+    def _scored(self, asked: Sequence[tuple[int, int, Prompt]], completions: Sequence[Completion]) -> list[Sample]:
+        texts = [str(self.session.tokenizer.decode(c.tokens, skip_special_tokens=True)) for c in completions]
+        judged = [
+            Judged(
+                name=f"sample {index} of {prompt.origin}",
+                completion=text,
+                row=prompt.row,
+                messages=prompt.messages,
+                num_tokens=len(completion.tokens),
+                finished=completion.finish_reason == "stop",
+            )
+            for (_, index, prompt), completion, text in zip(asked, completions, texts, strict=True)
+        ]
+        scores = self.rewards(judged)
+        return [
+            Sample(place, index, prompt, c.tokens, c.logprobs, text, c.finish_reason, c.weight_version, score)
+            for (place, index, prompt), c, text, score in zip(asked, completions, texts, scores, strict=True)
+        ]
+
+    def _speaks(self) -> bool:
+        """One of the ranks that share these prompts: what it found is what all of them use."""
+        return all(axis.get_local_rank() == 0 for axis in (self.mesh.pp, self.mesh.cp, self.mesh.tp))
+
+    # -- what is learnt from it
+
+    def _valid(self, samples: Sequence[Sample]) -> Tensor:
+        cut = self.config.overlong.filter
+        return torch.tensor([s.score.valid and not (cut and s.truncated) for s in samples])
+
+    def _different(self, samples: Sequence[Sample]) -> list[Sample]:
+        differs_N = self._advantages(samples, _totals(samples)).differs_N.tolist()
+        return [sample for sample, differs in zip(samples, differs_N, strict=True) if differs]
+
+    def _advantages(self, samples: Sequence[Sample], rewards_N: Tensor) -> Any:
+        places_N = torch.tensor([sample.place for sample in samples])
+        return group_advantages(
+            rewards_N,
+            places_N,
+            valid_N=self._valid(samples),
+            leave_one_out=self.config.leave_one_out,
+            normalise=self.config.normalise,
+        )
+
+    def _learnt_from(self, samples: list[Sample], num_sampled: int, seconds: float) -> Rollout:
+        """Groups without a difference and samples that do not count are left out; log-probs are measured for the rest
+        before the first update, under the distribution that was sampled from."""
+        overlong, limit = self.config.overlong, self.config.max_new_tokens
+        differs_N = self._advantages(samples, _totals(samples)).differs_N
+        chosen_N = differs_N & self._valid(samples)
+        trained = chosen_N.nonzero()[:, 0].tolist()
+        num_updates = self.config.samples_per_step // self.recipe.train.global_batch_size
+        mesh = self.mesh
+        updates = plan_updates(samples, trained, num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+        updates = self._measured(updates)
+        rewards = [overlong.shaped(s.score.total, len(s.tokens), s.truncated, limit) for s in samples]
+        rewards_N = torch.tensor(rewards, dtype=torch.float64)
+        objective = self.recipe.objective
+        if objective.kl_in == "reward":
+            kl_N = mesh.sum_over(mesh.dp, kl_sums(updates, samples, objective.kl_type)).cpu()
+            rewards_N -= objective.kl_coef * kl_N
+        advantages_N = self._advantages(samples, rewards_N).advantages_N
+        updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
+        return Rollout(samples, advantages_N, differs_N, trained, updates, self.config.passes, num_sampled, seconds)
+
+    def _measured(self, updates: list[Update]) -> list[Update]:
+        objective = self.recipe.objective
+        if objective.uses_old_logprobs or objective.kl_in == "reward":
+            with self.scoring():
+                updates = [self._with_logprobs(update, "old", self.model.stages) for update in updates]
+        if self._reference is None:
+            return updates
+        with self._reference as stages:
+            return [self._with_logprobs(update, "ref", stages) for update in updates]
+
+    def _with_logprobs(self, update: Update, name: str, stages: Stages) -> Update:
+        on_device = [batch.to(self.mesh.device) for batch in update.batches]
+        found = stages.forward(on_device, lambda logprobs_BT, _: logprobs_BT)
+        return update.with_column(f"{name}_logprobs_BT", found)
+
+    def _build_reference(self) -> _Reference | None:
+        if not self.recipe.objective.uses_reference:
+            return None
+        if self.recipe.model.lora is not None:
+            return _Reference(self.model, self.config.temperature, adapters=True)
+        copy = Model.build(self.recipe, self.mesh)
+        for part in copy.parts:
+            part.requires_grad_(False)
+        return _Reference(copy, self.config.temperature, adapters=False)
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Inside, the trainer's log-probs are those of the distribution that is sampled from."""
+        with _shaped(self.model, Shaping.of(self.config.params())):
+            yield
+
+    # -- weights, and how good they are
+
+    def sync(self, version: int) -> None:
+        """Give the engine the weights as they are after step `version`. Collective."""
+        parts = self.model.parts
+        self.engine.update_weights(
+            iter_hf_weights(
+                parts,
+                dtype=parts[0].model.dtype,
+                hub_names=isinstance(self.config.engine, VLLMConfig),
+                pp_group=self.model.pp_group,
+            )
+        )
+        self.engine.weight_version = version
+
+    def measure(self) -> dict[str, float]:
+        """The mean reward of greedy responses to the held-out prompts. Collective."""
+        validation = self.session.data.validation
+        limit = self.recipe.validation.num_batches
+        prompts = validation.prompts
+        if limit is not None:
+            prompts = prompts[: limit * self.recipe.train.microbatch_size * self.mesh.dp_size]
+        mine = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
+        asked = [(place, 0, prompt) for place, prompt in mine]
+        answers = self._answers = self._judged(asked, self.config.params(greedy=True))
+        return {
+            "val_reward": statistics.fmean(sample.score.total for sample in answers),
+            "val_response_length": statistics.fmean(len(sample.tokens) for sample in answers),
+        }
+
+    def tell(self, when: str) -> None:
+        """The line about held-out prompts before and after training. Collective where they are not yet measured."""
+        session, task = self.session, self.recipe.data.task
+        step = 0 if when == "before" else session.num_steps
+        if session.data.validation is None or (when == "before" and session.first_step > 0):
+            return
+        if session.last_validation[0] != step:
+            session.validate(step)
+        session.meter.print(reward_line(self._answers, when))
+        if isinstance(task, AnswerChecker) and all("answer" in sample.prompt.row for sample in self._answers):
+            self.quiz.scores[when] = accuracy_of(self._answers, task.check_answer)
+
+    def record(self, step: int, rollout: Rollout, measured: Mapping[str, Tensor]) -> None:
+        """Every sample into rollouts.jsonl; a table now and then; a warning where sampler and trainer disagree."""
+        self._log.write(step, rollout)
+        meter, config = self.session.meter, self.config
+        if config.show_every is not None and (step == 1 or step % config.show_every == 0):
+            meter.print(sample_table(step, rollout, config.show))
+        if "token_mult_prob_error" in measured:
+            warning = disagreement(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)
+            if warning is not None:
+                meter.print(f"step {step}: {warning}")
+
+    def _fits(self, num_microbatches: int) -> bool:
+        pipeline = self.recipe.pipeline
+        if pipeline is None:
+            return True
+        try:
+            pipeline.check(self.mesh.layout.pp, num_microbatches)
+        except ConfigError:
+            return False
+        return num_microbatches % self.mesh.layout.pp == 0
+
+
+class _Reference:
+    """A context in which the reference model can be run: a copy, or the model itself without its adapters."""
+
+    def __init__(self, model: Model, temperature: float, *, adapters: bool):
+        self._model, self._adapters = model, adapters
+        self._shaping = Shaping(temperature)  # no filters: a token that they would drop here has been drawn
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Stages:
+        self._stack = ExitStack()
+        self._stack.enter_context(_shaped(self._model, self._shaping))
+        if self._adapters:
+            self._stack.enter_context(adapters_off([part.model for part in self._model.parts]))
+        return self._model.stages
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+
+@contextmanager
+def _shaped(model: Model, shaping: Shaping) -> Iterator[None]:
+    before = [part.head.shaping for part in model.parts]
+    for part in model.parts:
+        part.head.shaping = None if shaping == Shaping() else shaping
+    try:
+        yield
+    finally:
+        for part, shaped in zip(model.parts, before, strict=True):
+            part.head.shaping = shaped
+
+
+def _mean_part(samples: Sequence[Sample], name: str) -> float:
+    return statistics.fmean(sample.score.parts[name] for sample in samples if name in sample.score.parts)
+
+
+def _totals(samples: Sequence[Sample]) -> Tensor:
+    return torch.tensor([sample.score.total for sample in samples], dtype=torch.float64)
+
+
+def _too_few(step: int, kept: int, needed: int, dynamic: Any) -> RunError:
+    return RunError(
+        f"step {step}: after {dynamic.max_batches} batches of prompts only {kept} of {needed} groups have different "
+        "rewards: the prompts are too easy or too hard for this model",
+        keys=("rollout.dynamic_sampling.max_batches",),
+        fix="rollout.group_size=<more>, rollout.temperature=<higher>, or rollout.dynamic_sampling=null",
+    )
+
+
+def _pad_id(tokenizer: Any) -> int:
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
