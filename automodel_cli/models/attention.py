@@ -37,6 +37,9 @@ def register() -> None:
     """Make `packed` known to the library; again is harmless."""
     from transformers import AttentionInterface
 
+    # Runs the kernel once. Inside a checkpointed layer that call would be one of those whose results are kept, and the
+    # recomputation, which does not repeat it, would take each result for the next one's.
+    kernels.cpu_lse_is_heads_first()
     AttentionInterface.register(PACKED, packed_attention)
 
 

@@ -150,9 +150,9 @@ def flash_cpu(
 
 
 @functools.cache
-def _cpu_lse_is_heads_first() -> bool:
+def cpu_lse_is_heads_first() -> bool:
     """Builds of torch return the log-sum-exp as [B, H, S] or [B, S, H]; asked once with H != S."""
-    x = torch.zeros(1, 2, 3, 8)
+    x = torch.zeros(1, 2, 3, 8, device="cpu")
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.0, True)[1].shape[1] == 2
 
 
@@ -163,7 +163,7 @@ def flash_cpu_forward(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
     )
-    return out, lse if _cpu_lse_is_heads_first() else lse.transpose(1, 2)
+    return out, lse if cpu_lse_is_heads_first() else lse.transpose(1, 2)
 
 
 def flash_cpu_backward(
@@ -177,7 +177,7 @@ def flash_cpu_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, given the output and log-sum-exp of all keys, of which these may be a part."""
-    lse = (lse if _cpu_lse_is_heads_first() else lse.transpose(1, 2)).contiguous()
+    lse = (lse if cpu_lse_is_heads_first() else lse.transpose(1, 2)).contiguous()
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, lse, 0.0, mask is None, attn_mask=mask, scale=scale
     )
