@@ -172,7 +172,7 @@ def test_forward_leaves_shards_and_modes_as_they_were():
 def _refusals(rank, world):
     mesh = build_mesh(MeshConfig(tp_size=2).resolve(world), "cpu")
     with pytest.raises(ConfigError, match="tp_size=2 must be 1"):
-        parallelize(tiny_part("llama"), mesh, FSDP2)
+        parallelize(tiny_part("llama"), mesh, DDPConfig())
     one_axis = build_mesh(MeshConfig().resolve(world), "cpu")
     with pytest.raises(ConfigError, match="no layers that the library marks as blocks"):
         parallelize(torch.nn.Linear(2, 2), one_axis, FSDP2)
