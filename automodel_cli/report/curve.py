@@ -12,7 +12,7 @@ from automodel_cli.report.axes import Point, nice_ticks, padded_range, smoothed,
 
 WIDTH = 880
 _LEFT, _RIGHT, _TOP = 64, 24, 64
-_LOSS_HEIGHT, _NORM_HEIGHT, _GAP, _BOTTOM = 300, 84, 44, 46
+_LOSS_HEIGHT, _NORM_HEIGHT, _METRIC_HEIGHT, _GAP, _BOTTOM = 300, 84, 160, 44, 46
 _MOST_POINTS = 600
 _SMOOTH_FROM = 30  # fewer steps than this are shown as they are
 
@@ -70,6 +70,19 @@ def loss_curve_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
         parts += _frame(panel, "gradient norm", labels_x=True, about=3)
         parts.append(_line(panel, thinned(norm, _MOST_POINTS), "lc-norm", 1.4))
     return _document(height, title, parts)
+
+
+def metric_svg(rows: Sequence[Mapping[str, Any]], key: str, name: str) -> str:
+    """One recorded number over steps, and `val_KEY` where it was measured; empty where there is none."""
+    train, val = _series(rows, key), _series(rows, f"val_{key}")
+    if not train:
+        return ""
+    height = _TOP + _METRIC_HEIGHT + _BOTTOM
+    panel = _Panel(
+        _TOP, _METRIC_HEIGHT, _x_range([x for x, _ in train + val]), padded_range([y for _, y in train + val])
+    )
+    parts = [*_frame(panel, name, labels_x=True), *_losses(panel, train, val), *_legend(train, val)]
+    return _document(height, name, parts)
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from automodel_cli.report.curve import loss_curve_svg
+from automodel_cli.report.curve import loss_curve_svg, metric_svg
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1f2933;--dim:#616e7c;--line:#e4e7eb;--page:#fff;--soft:#f5f7fa}
@@ -51,6 +51,7 @@ def report_html(
         f"<h1>{escape(title)}</h1>",
         _numbers(numbers),
         f"<h2>Loss</h2>\n{loss_curve_svg(rows, title=title)}",
+        *(f"<h2>{escape(heading)}</h2>\n{svg}" for heading, svg in _curves(rows) if svg),
         _samples(samples),
         f"<h2>Environment</h2>\n{_table(environment)}",
         f"<h2>Config</h2>\n<pre>{escape(config_yaml)}</pre>",
@@ -81,6 +82,13 @@ def write_report(
     path = Path(run_dir) / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What some methods record besides a loss."""
+    for key in ("reward", "response_length", "kl_penalty", "token_mult_prob_error"):
+        name = key.replace("_", " ")
+        yield name.capitalize(), metric_svg(rows, key, name)
 
 
 def _numbers(numbers: Mapping[str, str]) -> str:

@@ -122,7 +122,7 @@ class RolloutConfig:
             raise ConfigError(
                 "a server of OpenAI's API keeps the weights it was started with, so its samples are never the policy's",
                 keys=("engine",),
-                fix="engine._target_=automodel_cli.rollout.config.SamplerConfig",
+                fix="rollout=sampler",
             )
 
     @property

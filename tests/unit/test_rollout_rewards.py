@@ -115,6 +115,18 @@ def test_a_catastrophic_pattern_does_not_hang_the_run():
     assert "no result within 1 s" in score.errors["format"]
 
 
+def test_the_answer_behind_a_solution():
+    pytest.importorskip("math_verify")
+    reward = MathEquivalence(answer_pattern=r"####\s*(.+)")
+    solution = "48/2 = 24 clips.\n#### 1,024"
+    assert reward.score(judged("so it is $1024$", solution)) == 1
+    assert reward.score(judged("so it is $24$", solution)) == 0
+    with pytest.raises(ValueError, match="not in the answer"):
+        reward.score(judged("24", "24"))
+    with pytest.raises(ConfigError):
+        MathEquivalence(answer_pattern="####")
+
+
 def test_mathematical_equivalence():
     pytest.importorskip("math_verify")
     cases = {

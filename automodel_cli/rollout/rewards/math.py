@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.text import check_pattern
 
 
 @dataclass(frozen=True, kw_only=True)
 class MathEquivalence(Reward):
     """1 when the completion's final answer equals the row's as mathematics (`1/2` is `0.5` is `\\frac{1}{2}`), else 0.
 
-    The row's answer may be LaTeX or a plain expression. `float_digits` are compared of decimal numbers. Runs in a
-    helper process: computer algebra can take forever.
+    The row's answer may be LaTeX or a plain expression; where the column holds a whole solution, `answer_pattern` is a
+    regular expression whose first group, in its last match, is the answer (`#### (.+)`). `float_digits` are compared of
+    decimal numbers. Runs in a helper process: computer algebra can take forever.
     """
 
     column: str = "answer"
+    answer_pattern: str | None = None
     float_digits: int = 6
     must_finish: bool = True
     timeout: float | None = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.answer_pattern is not None:
+            check_pattern("answer_pattern", self.answer_pattern, groups=1)
 
     def check(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -38,8 +47,17 @@ class MathEquivalence(Reward):
         from math_verify import parse, verify
 
         # Its own time limits use signals, which only the main thread may set; ours kills the helper process.
-        gold = parse(f"\\boxed{{{sample.column(self.column)}}}", parsing_timeout=None, raise_on_error=True)
+        gold = parse(f"\\boxed{{{self._answer(sample)}}}", parsing_timeout=None, raise_on_error=True)
         said = parse(sample.completion, parsing_timeout=None, raise_on_error=True)
         if not gold:
             raise ValueError(f"the answer {sample.column(self.column)!r} cannot be read as mathematics")
         return float(verify(gold, said, float_rounding=self.float_digits, timeout_seconds=None, raise_on_error=True))
+
+    def _answer(self, sample: Judged) -> str:
+        text = str(sample.column(self.column))
+        if self.answer_pattern is None:
+            return text
+        found = list(re.finditer(self.answer_pattern, text))
+        if not found:
+            raise ValueError(f"answer_pattern={self.answer_pattern!r} is not in the answer {text[-60:]!r}")
+        return found[-1].group(1).strip()

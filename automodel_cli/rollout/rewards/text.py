@@ -29,7 +29,7 @@ class ExactAnswer(Reward):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pattern is not None:
-            _check_pattern("pattern", self.pattern, groups=1)
+            check_pattern("pattern", self.pattern, groups=1)
             if self.timeout is None:
                 object.__setattr__(self, "timeout", 5.0)  # a pattern may backtrack without end
 
@@ -55,7 +55,7 @@ class FormatRegex(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_pattern("pattern", self.pattern)
+        check_pattern("pattern", self.pattern)
 
     def score(self, sample: Judged) -> float:
         return float(re.fullmatch(self.pattern, sample.completion.strip(), re.DOTALL) is not None)
@@ -99,7 +99,8 @@ class FunctionReward(Reward):
         return float(self.function(sample.completion, sample.row))
 
 
-def _check_pattern(key: str, pattern: str, *, groups: int = 0) -> None:
+def check_pattern(key: str, pattern: str, *, groups: int = 0) -> None:
+    """Raise ConfigError for what is no regular expression, or has fewer groups."""
     try:
         found = re.compile(pattern).groups
     except re.error as error:

@@ -1,0 +1,252 @@
+"""GRPO as a user runs it: what a run leaves behind, what its first step must be, kill and resume, other ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.command import automodel, curve, metrics, start
+
+STEPS, PROMPTS, GROUP = 6, 4, 4
+TINY = """
+defaults: [grpo, _self_, override rewards: none]
+model:
+  config:
+    model_type: {family}
+    vocab_size: 354
+    hidden_size: 64
+    intermediate_size: 128
+    num_hidden_layers: 2
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    head_dim: 16
+    initializer_range: 0.1
+    tie_word_embeddings: true
+  tokenizer: {{_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
+data:
+  task: {{_target_: automodel_cli.data.tasks.ChatTasks, num_train: 400, num_validation: 8}}
+  seq_len: 64
+rollout: {{prompts_per_step: 4, group_size: 4, max_new_tokens: 8, temperature: 0.9, top_p: 0.95, show_every: 3}}
+rewards:
+  digit:
+    _target_: automodel_cli.rollout.rewards.text.FormatRegex
+    pattern: ".*[a-n].*"
+    timeout: null
+  other:
+    _target_: automodel_cli.rollout.rewards.text.FormatRegex
+    pattern: ".*[A-P].*"
+    weight: 0.5
+    timeout: null
+objective: {{kl_coef: 0.02}}
+parallelizer:
+  mp_policy: {{_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}}
+optimizer: {{lr: 1e-3}}
+train: {{global_batch_size: 8, microbatch_size: 2, max_steps: 6, epochs: null, cpu_threads: 1}}
+checkpoint: {{every: 2}}
+"""
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def write_config(folder: Path, family: str = "llama") -> None:
+    (folder / "tiny.yaml").write_text(TINY.format(family=family))
+
+
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+
+
+def run(folder: Path, *overrides: str) -> str:
+    done = automodel(folder, "grpo", "llm", "-c", "tiny.yaml", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run in one process; two updates a step."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_config(folder)
+    (folder / "output.txt").write_text(run(folder))
+    return folder
+
+
+def test_run_folder_holds_every_sample_and_every_number(whole: Path) -> None:
+    folder = whole / "runs" / "tiny"
+    rows = [row for row in metrics(folder) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    promised = {"reward", "response_length", "kl_penalty", "clip_fraction", "gen_kl_error", "token_mult_prob_error"}
+    promised |= {"reward_digit", "reward_other", "num_equal_groups", "truncated", "weight_version"}
+    assert all(promised <= set(row) for row in rows)
+    assert any("val_reward" in row for row in metrics(folder))
+    samples = samples_of(folder)
+    assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, STEPS + 1), PROMPTS * GROUP)
+    for sample in samples:
+        parts = sample["parts"]
+        assert sample["reward"] == parts["digit"] + 0.5 * parts["other"]
+        assert sample["weight_version"] == sample["step"] - 1  # the engine always had the newest weights
+        assert sample["prompt"][-1]["role"] == "user" and sample["finish_reason"] in ("stop", "length")
+    for row in rows:
+        mine = [s for s in samples if s["step"] == row["step"]]
+        assert row["reward"] == pytest.approx(sum(s["reward"] for s in mine) / len(mine))
+        assert row["num_trained_samples"] == sum(s["trained"] for s in mine)
+        assert row["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_groups_that_teach_nothing_are_left_out(whole: Path) -> None:
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for sample in samples_of(whole / "runs" / "tiny"):
+        groups.setdefault((sample["step"], sample["origin"]), []).append(sample)
+    different = 0
+    for group in groups.values():
+        differs = len({sample["reward"] for sample in group}) > 1
+        different += differs
+        assert all(sample["trained"] == differs for sample in group)
+        if not differs:
+            assert all(sample["advantage"] == 0 for sample in group)
+    assert 0 < different < len(groups), "the test shows nothing"
+
+
+def test_the_output_tells_rewards_and_shows_samples(whole: Path) -> None:
+    text = (whole / "output.txt").read_text()
+    assert "reward before training:" in text and "reward after training:" in text
+    assert "samples of step 3" in text and "advantage" in text
+    assert "WARNING" not in text
+    page = (whole / "runs" / "tiny" / "report.html").read_text()
+    assert "reward" in page and "response length" in page
+
+
+def test_export_loads_in_transformers(whole: Path) -> None:
+    folder = whole / "runs" / "tiny" / "export"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "2 + 2"}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    assert torch.isfinite(model(**ids).logits).all()
+
+
+def test_one_update_on_policy_is_exactly_that(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    alarm = "rollout.max_mult_prob_error=1.0000000001"  # less than what rounding makes
+    more = ["train.global_batch_size=16", "train.max_steps=1", "objective.kl_coef=0", "logging.report=false", alarm]
+    assert "WARNING: sampler and trainer disagree" in run(tmp_path, *more)
+    folder = tmp_path / "runs" / "tiny"
+    (row,) = [row for row in metrics(folder) if "loss" in row]
+    assert row["probs_ratio_min"] == row["probs_ratio_max"] == 1.0 and row["clip_fraction"] == 0.0
+    trained = [sample for sample in samples_of(folder) if sample["trained"]]
+    count = sum(sample["num_tokens"] for sample in trained)
+    mean = sum(sample["advantage"] * sample["num_tokens"] for sample in trained) / count
+    assert row["loss"] == pytest.approx(-mean, abs=1e-6)
+    assert row["num_label_tokens"] == count
+
+
+def _wait_for_step(process: Any, folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(folder)):
+            return
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[0])
+        time.sleep(0.005)
+    raise AssertionError(f"no step {step} within two minutes")
+
+
+def test_a_killed_run_goes_on_bitwise(whole: Path, tmp_path: Path) -> None:
+    """Killed while it samples: every completed step that was saved stands, and the rest is what it would have been."""
+    write_config(tmp_path)
+    killed = start(tmp_path, "grpo", "llm", "-c", "tiny.yaml")
+    folder, reference = tmp_path / "runs" / "tiny", whole / "runs" / "tiny"
+    _wait_for_step(killed, folder, 3)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    assert not (folder / "export").exists(), "it was killed too late to show anything"
+    resumed = automodel(tmp_path, "resume", "runs/tiny")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    for key in ("loss", "grad_norm", "reward", "response_length", "val_reward"):
+        assert curve(folder, key)[-STEPS:] == curve(reference, key)[-STEPS:], key
+    assert samples_of(folder) == samples_of(reference)
+    weights = [(path / "export" / "model.safetensors").read_bytes() for path in (folder, reference)]
+    assert weights[0] == weights[1]
+
+
+def same_run(ours: Path, reference: Path) -> None:
+    """The same samples, to the token, and the same numbers."""
+    keys = ("step", "completion", "reward", "trained", "finish_reason")
+    left, right = ([{key: s[key] for key in keys} for s in samples_of(path)] for path in (ours, reference))
+    assert left == right
+    for key in ("reward", "val_reward", "num_label_tokens"):
+        assert curve(ours, key) == pytest.approx(curve(reference, key))
+    for key in ("loss", "grad_norm", "kl_penalty", "probs_ratio"):
+        assert curve(ours, key) == pytest.approx(curve(reference, key), rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["mesh.dp_size=2"],
+        ["mesh.pp_size=2", "pipeline=1f1b"],
+        ["mesh.cp_size=2", "mesh.dp_size=1"],
+        ["rollout=hf", "mesh.dp_size=2"],
+    ],
+    ids=["fsdp2", "pp2", "cp2", "hf engine"],
+)
+def test_ranks_and_engines_do_not_change_the_run(whole: Path, tmp_path: Path, overrides: list[str]) -> None:
+    write_config(tmp_path)
+    run(tmp_path, *overrides)
+    same_run(tmp_path / "runs" / "tiny", whole / "runs" / "tiny")
+
+
+def test_pipeline_of_expert_parallel_stages_from_end_to_end(tmp_path: Path) -> None:
+    """Generation, log-probs, reference, training and export on four ranks: the run of one process."""
+    write_config(tmp_path, "qwen3_moe")
+    fields = [f"+model.config.{key}={value}" for key, value in MOE.items()]
+    more = [*fields, "train.max_steps=2", "logging.report=false", "train.microbatch_size=1"]
+    run(tmp_path, "run_name=one", *more)
+    run(tmp_path, "run_name=four", *more, "mesh.pp_size=2", "mesh.dp_size=2", "mesh.ep_size=2", "pipeline=1f1b")
+    same_run(tmp_path / "runs" / "four", tmp_path / "runs" / "one")
+
+
+def test_dynamic_sampling_fills_steps_with_groups_that_teach(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    dynamic = "rollout.dynamic_sampling={max_batches: 8}"
+    run(tmp_path, dynamic, "train.max_steps=2", "objective.kl_in=reward")
+    folder = tmp_path / "runs" / "tiny"
+    for row in (row for row in metrics(folder) if "loss" in row):
+        assert row["num_groups"] == PROMPTS and row["num_equal_groups"] == 0
+        assert row["num_sampled"] >= PROMPTS * GROUP
+
+
+def test_wrong_configs_are_refused_with_a_fix(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    for overrides, said in (
+        (["train.global_batch_size=12"], "no whole number of updates"),
+        (["rollout.max_new_tokens=64"], "no room for a prompt"),
+        (["objective.ratio=on_policy"], "one update per rollout"),
+        (["rollout.temperature=0", "rollout.top_p=1.0"], "draws the same response"),
+        (["data.mask=all"], "prompts have no answer"),
+        (["model.pretrained=runs/quickstart/export", "model.config=null"], "automodel finetune llm -c quickstart"),
+    ):
+        done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *overrides)
+        assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
+    (tmp_path / "plain.yaml").write_text("defaults: [quickstart, _self_]")
+    done = automodel(tmp_path, "grpo", "llm", "-c", "plain.yaml")
+    assert done.returncode == 2 and "no grpo recipe" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    done = automodel(tmp_path, "finetune", "llm", "-c", "quickstart", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = automodel(tmp_path, "grpo", "llm", "-c", "quickstart_grpo", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, *_, after = curve(tmp_path / "runs" / "quickstart_grpo", "val_reward")
+    assert after >= before + 0.2
