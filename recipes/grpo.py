@@ -93,6 +93,15 @@ class GRPORecipe(Recipe):
     def rows_of_a_step(self) -> dict[str, int]:
         return {"global_batch_size": self.rollout.prompts_per_step, "microbatch_size": 1}
 
+    def inspect_data(self, source: Composed, **options: Any) -> None:
+        """Print prompts as the model reads them, and the totals."""
+        from automodel_cli.data.inspect import show_prompts
+        from automodel_cli.models.tokenizer import load_tokenizer
+
+        check_exported(self.model)
+        tokenizer = load_tokenizer(self.model)
+        show_prompts(self.prepared(tokenizer), tokenizer, **options)
+
     def run(self, source: Composed) -> int:
         check_exported(self.model)
         from recipes.rollouts import open_rollouts

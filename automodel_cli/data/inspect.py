@@ -18,6 +18,7 @@ from rich.text import Text
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.dataset import PackedDataset
 from automodel_cli.data.prepare import PreparedData
+from automodel_cli.data.prompts import PreparedPrompts
 
 TRAINED, MASKED, BOXED = "green", "dim", "reverse"
 
@@ -117,3 +118,16 @@ def show(
     legend = "green: trained, dim: masked, boxed: special token" if console.color_system else "{trained} [masked]"
     for line in [*prepared.report.lines(), legend]:
         console.print(Text(line), soft_wrap=True)
+
+
+def show_prompts(prepared: PreparedPrompts, tokenizer: Any, *, rows: int) -> None:
+    """Print the first `rows` prompts as the model reads them, what rewards may read with them, and the totals."""
+    console = Console(highlight=False, soft_wrap=True)
+    for prompt in prepared.train.prompts[:rows]:
+        console.print(f"{prompt.origin}: {len(prompt.tokens):,} tokens", style="bold", markup=False)
+        text = tokenizer.decode(prompt.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        console.print(text, markup=False)
+        console.print(f"columns {', '.join(prompt.row)}", style=MASKED, markup=False)
+        console.print()
+    for line in prepared.report.lines():
+        console.print(line, markup=False)

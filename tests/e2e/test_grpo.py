@@ -250,3 +250,19 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     before, *_, after = curve(tmp_path / "runs" / "quickstart_grpo", "val_reward")
     assert after >= before + 0.2
+
+
+def test_a_step_with_nothing_to_learn_changes_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    run(tmp_path, "rewards.digit.pattern='.*'", "rewards.other.weight=0", "train.max_steps=2")
+    for row in (row for row in metrics(tmp_path / "runs" / "tiny") if "reward" in row):
+        assert row["loss"] is None and row["num_equal_groups"] == PROMPTS and row["num_trained_samples"] == 0
+
+
+def test_adapters_are_their_own_reference(tmp_path: Path) -> None:
+    """Before the first update the policy is the reference; afterwards it moves away."""
+    write_config(tmp_path)
+    run(tmp_path, "model.lora={rank: 4}", "objective.kl_coef=0.1", "optimizer.lr=1e-2", "train.max_steps=3")
+    first, *_, last = curve(tmp_path / "runs" / "tiny", "kl_penalty")
+    assert last > first >= 0
+    assert curve(tmp_path / "runs" / "tiny", "gen_kl_error") == pytest.approx([0.0] * 3, abs=1e-5)
