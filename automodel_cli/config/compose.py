@@ -86,6 +86,12 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
         raise
     except yaml.MarkedYAMLError as error:
         raise yaml_error(Path(error.problem_mark.name if error.problem_mark else path), error) from error
+    except RecursionError:
+        raise ConfigError(
+            f"the defaults of {bundled.display(path)} lead back to a file of the same name",
+            origin=f"defaults of {bundled.display(path)}",
+            fix=f"give the file another name: mv {path.name} my_{path.name}",
+        ) from None
     except hydra_adapter.ComposeErrors as error:
         raise ConfigError(_first_lines(error), origin=f"defaults of {bundled.display(path)}") from error
 

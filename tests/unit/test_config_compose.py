@@ -176,6 +176,14 @@ def test_the_printed_quoting_works_when_pasted(here: Path) -> None:
     assert compose("x.yaml", [fixed]).tree["layout"] == "Et*3|(tt|)*29,m|L"
 
 
+def test_a_file_named_like_the_base_it_starts_from(here: Path) -> None:
+    """The search path has the user's folder first, so such a file would include itself for ever."""
+    write(here / "sft.yaml", "defaults: [sft, _self_]\n")
+    with pytest.raises(ConfigError, match="lead back to a file of the same name") as error:
+        compose("sft.yaml")
+    assert error.value.fix == "give the file another name: mv sft.yaml my_sft.yaml"
+
+
 def test_groups_on_the_command_line(here: Path) -> None:
     write(here / "opt/adam.yaml", "lr: 1\n")
     write(here / "opt/sgd.yaml", "lr: 2\nmomentum: 0\n")
