@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,13 @@ class Activations:
         """What one microbatch keeps alive on a stage, with what it received and sent."""
         ends = (self.before if is_first else self.boundary) + (self.after if is_last else self.boundary)
         return ends + sum(self.layers[i] for i in layers)
+
+    def sharded_over_tokens(self, tp: int) -> Activations:
+        """With sequence parallelism: between a part's first and last layer every rank of tp keeps its share. (Tensor
+        parallelism alone shards what is inside a block and not what is between blocks; that is counted whole.)
+        """
+        layers = tuple(kept / tp for kept in self.layers)
+        return replace(self, layers=layers, recomputed=self.recomputed / tp)
 
     def workspace(self, *, has_last: bool) -> float:
         return self.recomputed + (self.logits if has_last else 0.0)

@@ -109,6 +109,8 @@ def make_plan(request: Request) -> Plan:
     checkpointing = request.parallelizer.activation_checkpointing
     tokens = -(-request.seq_len // request.layout.cp)  # of a row on one rank; keys and values of others not counted
     activations = trace_activations(part, request.compute_dtype, checkpointing, rows=request.rows, seq_len=tokens)
+    if isinstance(request.parallelizer, FSDP2Config) and request.parallelizer.sequence_parallel:
+        activations = activations.sharded_over_tokens(request.layout.tp)
     estimate = _Estimate(request, units, activations, _cut_over_tp(request, part))
     whole = {id(p): p for p in part.parameters()}.values()
     plan = Plan(
