@@ -77,6 +77,8 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh of this rank. Collective over all ranks; the process group must have `layout.world_size` ranks."""
+    # FSDP2 shards what tp or ep have sharded already, so gathering takes two steps; torch warns about that each time.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     world_size = dist.get_world_size()
     assert world_size == layout.world_size, f"a layout of {layout.world_size} ranks in a group of {world_size}"
     sizes = tuple(getattr(layout, axis) for axis in AXES)
@@ -97,8 +99,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """(pp, ep_shard, ep): inside each pipeline stage, the ranks of dp, cp and tp taken `ep` neighbours at a time."""
-    # Experts are sharded over ep first and ep_shard second, so gathering them takes two steps; torch warns each time.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sizes = (layout.pp, layout.ep_shard, layout.ep)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "ep_shard", "ep"))
 
