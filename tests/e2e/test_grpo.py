@@ -195,9 +195,10 @@ def same_run(ours: Path, reference: Path) -> None:
         ["mesh.dp_size=2"],
         ["mesh.pp_size=2", "pipeline=1f1b"],
         ["mesh.cp_size=2", "mesh.dp_size=1"],
+        ["mesh.tp_size=2", "mesh.dp_size=1"],
         ["rollout=hf", "mesh.dp_size=2"],
     ],
-    ids=["fsdp2", "pp2", "cp2", "hf engine"],
+    ids=["fsdp2", "pp2", "cp2", "tp2", "hf engine"],
 )
 def test_ranks_and_engines_do_not_change_the_run(whole: Path, tmp_path: Path, overrides: list[str]) -> None:
     write_config(tmp_path)
