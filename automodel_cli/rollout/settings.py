@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.config import HFConfig, SamplerConfig, ServerConfig, VLLMConfig
 from automodel_cli.rollout.engine import SamplingParams
+from automodel_cli.rollout.environment import Environment
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,9 @@ class RolloutConfig:
     (`leave_one_out`; else of all), divided by their deviation where `normalise`. Groups whose rewards are all equal
     teach nothing: they are skipped and counted, or with `dynamic_sampling` replaced.
 
+    `environment` answers the model, which then speaks again: an episode of several messages, each of up to
+    `max_new_tokens`, all together with the prompt of up to `data.seq_len`. null: one response.
+
     `max_mult_prob_error`: sampler and trainer disagree on the probabilities of the sampled tokens by this factor on
     average before a warning is printed (1 is agreement). `show_every` steps a table of samples is printed, `show`
     of them (null: never).
@@ -89,6 +93,7 @@ class RolloutConfig:
     normalise: bool = True
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong = field(default_factory=Overlong)
+    environment: Environment | None = None
     max_mult_prob_error: float = 1.05
     show_every: int | None = 10
     show: int = 4
@@ -117,6 +122,12 @@ class RolloutConfig:
                 f"overlong.buffer={buffer} is longer than max_new_tokens={self.max_new_tokens}",
                 keys=("overlong.buffer", "max_new_tokens"),
                 fix=f"overlong.buffer={max(1, self.max_new_tokens // 4)}",
+            )
+        if buffer is not None and self.environment is not None:
+            raise ConfigError(
+                f"overlong.buffer={buffer} counts the tokens of one response, but an environment makes several",
+                keys=("overlong.buffer", "environment"),
+                fix="overlong.buffer=null, or overlong.factor=<0..1>",
             )
         if isinstance(self.engine, ServerConfig) and not isinstance(self.engine, VLLMConfig):
             raise ConfigError(

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
+from dataclasses import dataclass
 
 import pytest
 
-from automodel_cli.config.errors import DataError
+from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.models.tokenizer import ByteTokenizer
+from automodel_cli.rollout.calculator import Calculator, calculate
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams
-from automodel_cli.rollout.environment import Turn, play
+from automodel_cli.rollout.environment import Environment, Episode, Turn, play
 
 PARAMS = SamplingParams(max_new_tokens=40)
-
-
-class Calculator:
-    """`calc: 2 + 3` gets `5` back from the tool; anything else is the answer, worth 1 if right. A call costs 0.1."""
-
-    def step(self, conversations, metadata):
-        return [
-            self._turn(messages[-1]["content"], answer)
-            for messages, answer in zip(conversations, metadata, strict=True)
-        ]
-
-    def _turn(self, said, answer):
-        call = re.fullmatch(r"calc: (\d+) \+ (\d+)", said)
-        if call is None:
-            return Turn(reward=float(said == answer), metadata=answer)
-        result = {"role": "tool", "content": str(int(call[1]) + int(call[2]))}
-        return Turn((result,), reward=-0.1, done=False, metadata=answer)
+TOOL = Calculator(pattern="calc: (.+)", call_reward=-0.1, error_reward=-0.5)
 
 
 class Script:
@@ -51,53 +35,98 @@ class Script:
         return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class Broken(Environment):
+    """Divides by zero when somebody says so."""
+
+    def step(self, messages, row, state):
+        return Turn(reward=1 / (messages[-1]["content"] != "boom"))
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return ByteTokenizer().build()
 
 
-def ask(text):
-    return [{"role": "user", "content": text}]
+def episode_of(tokenizer, text, seed=None):
+    messages = [{"role": "user", "content": text}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return Episode(text, prompt, messages, {"answer": "?"}, seed)
 
 
 def test_a_tool_is_called_and_its_words_are_not_trained(tokenizer):
     script = Script(tokenizer, [[("calc: 2 + 3", "stop"), ("7", "stop")], [("5", "stop")]])
-    episodes = play(script, tokenizer, Calculator(), [ask("2 + 3"), ask("3 + 3")], ["5", "6"], PARAMS, seeds=[1, 2])
-    first, second = episodes
-    assert [e.reward for e in episodes] == [pytest.approx(0.9), 0.0]
-    assert first.rewards == [-0.1, 1.0] and first.finish_reason == "stop" and first.weight_versions == [4, 4]
+    first, second = episodes = [episode_of(tokenizer, "2 + 3", 1), episode_of(tokenizer, "3 + 3", 2)]
+    play(script, tokenizer, TOOL, episodes, PARAMS, seq_len=200)
+    assert first.rewards == [-0.1, 0.0] and first.reward == -0.1 and second.reward == 0
+    assert first.finish_reason == second.finish_reason == "stop" and first.weight_versions == [4, 4]
     assert script.prompts[1] == ["<|user|>2 + 3<|end|><|assistant|>calc: 2 + 3<|end|><|tool|>5<|end|><|assistant|>"]
     text = tokenizer.decode(first.tokens)
     assert text == "calc: 2 + 3<|end|><|tool|>5<|end|><|assistant|>5<|end|>"
     trained = tokenizer.decode([t for t, g in zip(first.tokens, first.generated, strict=True) if g])
     assert trained == "calc: 2 + 3<|end|>5<|end|>"
     assert [lp for lp, g in zip(first.logprobs, first.generated, strict=True) if not g] == [0.0] * 4
-    assert [m["role"] for m in first.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in first.said] == ["assistant", "tool", "assistant"]
     assert len(second.tokens) == len(second.generated) == 2 and all(second.generated)
-    assert script.seeds[0] != script.seeds[1] and len(script.seeds[1]) == 1
-    whole = tokenizer.apply_chat_template(first.messages, return_dict=True)["input_ids"]
+    assert script.seeds[0][0] != script.seeds[1][0] and len(script.seeds[1]) == 1
+    whole = tokenizer.apply_chat_template([*first.messages, *first.said], return_dict=True)["input_ids"]
     assert first.prompt + first.tokens == whole  # what a reader of the conversation would train on
 
 
 @pytest.mark.parametrize(
-    ("replies", "options"),
-    [
-        ([[("calc: 2 + 3", "length")]], {}),
-        ([[("calc: 2 + 3", "stop")]], {"max_turns": 1}),
-        ([[("calc: 2 + 3", "stop")]], {"max_tokens": 14}),
-    ],
+    ("reason", "max_turns", "seq_len", "end"),
+    [("length", 4, 200, "length"), ("stop", 1, 200, "turns"), ("stop", 4, 61, "length")],
 )
-def test_an_episode_that_is_cut_off_ends_with_the_models_words(tokenizer, replies, options):
-    script = Script(tokenizer, replies)
-    (episode,) = play(script, tokenizer, Calculator(), [ask("2 + 3")], ["5"], PARAMS, **options)
-    assert episode.finish_reason == "length" and all(episode.generated) and len(script.prompts) == 1
+def test_an_episode_that_is_cut_off_ends_with_the_models_words(tokenizer, reason, max_turns, seq_len, end):
+    script = Script(tokenizer, [[("calc: 2 + 3", reason)]])
+    tool = Calculator(pattern="calc: (.+)", max_turns=max_turns)
+    episode = episode_of(tokenizer, "2 + 3")
+    play(script, tokenizer, tool, [episode], PARAMS, seq_len=seq_len)
+    assert episode.finish_reason == end and all(episode.generated) and len(script.prompts) == 1
+
+
+def test_a_message_begins_only_where_it_fits_whole(tokenizer):
+    """Prompt, call and result are 6 + 12 + 4 tokens here, and the next message may have 40."""
+    for seq_len, end in ((62, "stop"), (61, "length")):
+        script = Script(tokenizer, [[("calc: 2 + 3", "stop")], [("5", "stop")]])
+        episode = episode_of(tokenizer, "2+3")
+        play(script, tokenizer, TOOL, [episode], PARAMS, seq_len=seq_len)
+        assert episode.finish_reason == end
+
+
+@pytest.mark.parametrize("on_error", ["zero", "fail", "skip"])
+def test_an_environment_that_raises_ends_its_own_episode_and_says_whose(tokenizer, caplog, on_error):
+    script = Script(tokenizer, [[("boom", "stop"), ("fine", "stop")]])
+    first, second = episodes = [episode_of(tokenizer, "sample one"), episode_of(tokenizer, "sample two")]
+    play(script, tokenizer, Broken(on_error=on_error), episodes, PARAMS, seq_len=200)
+    assert first.finish_reason == "error" and first.error == "ZeroDivisionError: division by zero"
+    assert second.finish_reason == "stop" and second.error is None and second.reward == 1.0
+    (record,) = caplog.records
+    assert f"sample one, turn 1: ZeroDivisionError: division by zero (on_error={on_error})" in record.getMessage()
+
+
+def test_ranks_call_together_until_nobody_plays(tokenizer):
+    """Another rank still plays for one more turn: this one calls too, without prompts."""
+    script = Script(tokenizer, [[("5", "stop")], []])
+    others = [True, False]
+    play(
+        script,
+        tokenizer,
+        TOOL,
+        [episode_of(tokenizer, "2 + 3", 1)],
+        PARAMS,
+        seq_len=200,
+        exchange=lambda ask: (ask(), others.pop(0)),
+    )
+    assert [len(prompts) for prompts in script.prompts] == [1, 0] and script.seeds[1] == []
 
 
 def test_a_template_that_closes_a_turn_with_more_than_the_stop_token(tokenizer):
     other = ByteTokenizer().build()
     other.chat_template = tokenizer.chat_template.replace("endgeneration -%}", "endgeneration -%}{{- '\\n' -}}", 1)
     script = Script(other, [[("calc: 1 + 1", "stop")], [("2", "stop")]])
-    (episode,) = play(script, other, Calculator(), [ask("1 + 1")], ["2"], PARAMS)
+    episode = episode_of(other, "1 + 1")
+    play(script, other, TOOL, [episode], PARAMS, seq_len=200)
     assert "calc: 1 + 1<|end|>\n<|tool|>2<|end|>" in other.decode(episode.tokens)
 
 
@@ -106,4 +135,59 @@ def test_a_template_that_drops_earlier_turns_is_refused(tokenizer):
     forgetful.chat_template = tokenizer.chat_template.replace("for message in messages", "for message in messages[-1:]")
     script = Script(forgetful, [[("calc: 1 + 1", "stop")]])
     with pytest.raises(DataError, match="cannot play several turns"):
-        play(script, forgetful, Calculator(), [ask("1 + 1")], ["2"], replace(PARAMS))
+        play(script, forgetful, TOOL, [episode_of(tokenizer, "1 + 1")], PARAMS, seq_len=200)
+
+
+# The calculator
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2 + 3", "5"),
+        ("1/3", "0.333333333333"),
+        (" (1 + 2) * -3 ", "-9"),
+        ("2**10", "1024"),
+        ("7 // 2", "3"),
+        ("-3 % 5", "2"),
+        ("1.5 * 2", "3"),
+        ("0.1 + 0.2", "0.3"),
+    ],
+)
+def test_arithmetic_is_computed(text, value):
+    assert calculate(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("__import__('os')", "no arithmetic"),
+        ("1 2", "no arithmetic"),
+        ("", "no arithmetic"),
+        ("...", "no arithmetic"),
+        ("2(3)", "no arithmetic"),
+        ("(" * 150, "no arithmetic"),
+        ("1" * 201, "no arithmetic"),
+        ("9**9**9**9", "too large"),
+        ("2**4000/3", "too large"),
+        ("2**0.5", "whole number"),
+        ("1/0", "division by zero"),
+        ("0**-1", "division by zero"),
+    ],
+)
+def test_anything_else_is_refused_at_once(text, said):
+    with pytest.raises(ValueError, match=said):
+        calculate(text)
+
+
+def test_a_wrong_call_is_told_and_the_model_may_try_again():
+    turn = TOOL.step([{"role": "assistant", "content": "calc: open('x')"}], {}, None)
+    assert turn == Turn(({"role": "tool", "content": "error: no arithmetic"},), -0.5, done=False)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_turns": 0}, {"on_error": "ignore"}, {"pattern": "("}, {"pattern": "calc"}, {"role": "robot"}]
+)
+def test_wrong_options_are_refused(options):
+    with pytest.raises(ConfigError):
+        Calculator(**options)

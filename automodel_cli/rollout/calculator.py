@@ -1,0 +1,120 @@
+"""A calculator as the model's tool. Torch-free, and without `eval`: only the arithmetic that is listed here."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.environment import Environment, Message, Turn
+
+_MAX_LENGTH, _MAX_BITS = 200, 4096
+_CHARACTERS = re.compile(r"[0-9.+\-*/%() ]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calculator(Environment):
+    """Computes what the model asks for; a message without a request is its answer and ends the episode.
+
+    `pattern` is a regular expression whose first group, in its first match, is the arithmetic: numbers, `+ - * / // %
+    **` and parentheses. The result, or `error: ...`, comes back as a message of `role`. `call_reward` is for each call
+    that gave a number and `error_reward` for each that gave none. Rewards judge the last message, the answer.
+    """
+
+    pattern: str = r"<calc>(.*?)</calc>"
+    role: Literal["tool", "user"] = "tool"
+    call_reward: float = 0.0
+    error_reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(
+                f"pattern={self.pattern!r} is no regular expression: {error}", keys=("pattern",)
+            ) from error
+        if groups < 1:
+            raise ConfigError(
+                f"pattern={self.pattern!r} has no group for the arithmetic",
+                keys=("pattern",),
+                fix="pattern='calc: (.+)'",
+            )
+        if self.role not in ("tool", "user"):
+            raise ConfigError(f"role={self.role!r} must be one of tool, user", keys=("role",), fix="role=tool")
+
+    def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
+        """See `Environment.step`."""
+        request = re.search(self.pattern, str(messages[-1]["content"]))
+        if request is None:
+            return Turn()
+        try:
+            said, reward = calculate(request[1]), self.call_reward
+        except ValueError as error:
+            said, reward = f"error: {error}", self.error_reward
+        return Turn(({"role": self.role, "content": said},), reward, done=False)
+
+
+def calculate(text: str) -> str:
+    """The value of an arithmetic expression, computed exactly; a fraction is written with 12 significant digits.
+
+    Raises ValueError for anything else than arithmetic, for a division by zero, and for numbers beyond 4096 bits.
+    """
+    text = text.strip()
+    if len(text) > _MAX_LENGTH or not _CHARACTERS.fullmatch(text):
+        raise ValueError("no arithmetic")
+    try:
+        value = _value(ast.parse(text, mode="eval").body)
+        return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
+    except ZeroDivisionError as error:
+        raise ValueError("division by zero") from error
+    except OverflowError as error:  # a fraction with more digits than a float holds
+        raise ValueError("too large") from error
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("no arithmetic") from error
+
+
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            value = Fraction(str(number))
+        case ast.UnaryOp(op=ast.UAdd(), operand=inner):
+            value = _value(inner)
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            value = -_value(inner)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            value = _power(_value(left), _value(right))
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
+            value = Fraction(_BINARY[type(sign)](_value(left), _value(right)))
+        case _:
+            raise ValueError("no arithmetic")
+    if _bits(value) > _MAX_BITS:
+        raise ValueError("too large")
+    return value
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise ValueError("an exponent must be a whole number")
+    if abs(exponent.numerator) * _bits(base) > _MAX_BITS:
+        raise ValueError("too large")
+    return Fraction(base**exponent.numerator)
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
