@@ -9,7 +9,7 @@ Shapes: N samples, B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.packing import best_fit_decreasing
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.objectives.policy import kl_penalty
-from automodel_cli.rollout.engine import FinishReason
+from automodel_cli.rollout.environment import EpisodeEnd, Message
 from automodel_cli.rollout.rewards.combine import Score
 
 Spread = tuple[int, int, int]
@@ -29,7 +29,11 @@ Spread = tuple[int, int, int]
 @dataclass(frozen=True)
 class Sample:
     """The `index`-th response to `prompt`; `place` is where the prompt stands in the endless stream of prompts, and
-    names the group."""
+    names the group.
+
+    Of several turns `tokens` holds what the environment said too: `generated` tells the model's own apart (None: all of
+    them), `said` are the messages after the prompt, and `text` is the last of the model's.
+    """
 
     place: int
     index: int
@@ -37,18 +41,34 @@ class Sample:
     tokens: list[int]
     logprobs: list[float]
     text: str
-    finish_reason: FinishReason
+    finish_reason: EpisodeEnd
     weight_version: int
     score: Score
+    generated: list[bool] | None = None
+    said: list[Message] = field(default_factory=list)
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.finish_reason in ("length", "turns")
 
     @property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt.tokens) + len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the model drew."""
+        return len(self.tokens) if self.generated is None else sum(self.generated)
+
+    @property
+    def num_turns(self) -> int:
+        """Messages of the model."""
+        return 1 if self.generated is None else sum(message["role"] == "assistant" for message in self.said)
+
+    def generated_T(self) -> Tensor:
+        """Which of `tokens` the model drew."""
+        return torch.tensor([True] * len(self.tokens) if self.generated is None else self.generated)
 
 
 @dataclass(frozen=True)
@@ -82,7 +102,8 @@ class Update:
         for batch, spread in zip(self.batches, self.spread, strict=True):
             column_BT = torch.zeros(batch.shape)
             for row, first, number in spread:
-                column_BT[row, first : first + len(samples[number].tokens)] = values_N[number]
+                sample = samples[number]
+                column_BT[row, first : first + len(sample.tokens)] = values_N[number] * sample.generated_T()
             columns.append(column_BT)
         return self.with_column(name, columns)
 
@@ -118,7 +139,7 @@ def _update(samples: Sequence[Sample], chosen: Sequence[int], plan: RowPlan, dp_
 def _batch(
     samples: Sequence[Sample], rows: Sequence[Sequence[int]], num_tokens: int, pad_id: int
 ) -> tuple[Batch, list[Spread]]:
-    """Prompt and response of each sample are one document; labels are the response's tokens."""
+    """Prompt and response of each sample are one document; labels are the tokens that the model drew."""
     shape = (len(rows), num_tokens)
     ids_BT = torch.full(shape, pad_id)
     labels_BT = torch.full(shape, IGNORE_INDEX)
@@ -134,9 +155,10 @@ def _batch(
             labelled = slice(first, first + len(sample.tokens))
             ids_BT[row, span] = torch.tensor([*sample.prompt.tokens, *sample.tokens])
             positions_BT[row, span] = torch.arange(sample.length)
-            labels_BT[row, labelled] = torch.tensor(sample.tokens)
+            generated_T = sample.generated_T()
+            labels_BT[row, labelled] = torch.tensor(sample.tokens).masked_fill(~generated_T, IGNORE_INDEX)
             sampler_BT[row, labelled] = torch.tensor(sample.logprobs)
-            rewards_BT[row, labelled] = sample.score.total
+            rewards_BT[row, labelled] = sample.score.total * generated_T
             spread.append((row, first, number))
             bounds.append(row * num_tokens + start)
             start += sample.length
@@ -165,5 +187,7 @@ def kl_sums(updates: Sequence[Update], samples: Sequence[Sample], kl_type: str) 
             old_BT, ref_BT = (batch.extra[f"{name}_logprobs_BT"].cpu() for name in ("old", "ref"))
             kl_BT = kl_penalty(old_BT, ref_BT, kl_type)  # type: ignore[arg-type]
             for row, first, number in spread:
-                sums_N[number] = kl_BT[row, first : first + len(samples[number].tokens)].double().sum()
+                sample = samples[number]
+                kl_T = kl_BT[row, first : first + len(sample.tokens)].double()
+                sums_N[number] = kl_T[sample.generated_T()].sum()
     return sums_N

@@ -39,12 +39,13 @@ class RolloutLog:
                 "step": step,
                 "prompt": sample.prompt.messages,
                 "completion": sample.text,
+                **({"turns": sample.said} if sample.said else {}),
                 "reward": sample.score.total,
                 "parts": sample.score.parts,
                 "errors": sample.score.errors,
                 "advantage": rollout.advantages_N[number].item(),
                 "trained": number in trained,
-                "num_tokens": len(sample.tokens),
+                "num_tokens": sample.num_generated,
                 "finish_reason": sample.finish_reason,
                 "weight_version": sample.weight_version,
                 "origin": sample.prompt.origin,
@@ -69,10 +70,10 @@ def sample_table(step: int, rollout: Rollout, count: int) -> str:
         sample = rollout.samples[number]
         table.add_row(
             _cut(str(sample.prompt.messages[-1]["content"])),
-            _cut(sample.text),
+            _cut(_conversation(sample)),
             f"{sample.score.total:.3g}",
             f"{rollout.advantages_N[number].item():+.2f}",
-            f"{sample.finish_reason}, {len(sample.tokens)}",
+            f"{sample.finish_reason}, {sample.num_generated}",
         )
     stream = io.StringIO()
     Console(file=stream, width=_WIDTH, markup=False).print(table)
@@ -91,6 +92,14 @@ def _telling(rollout: Rollout, count: int) -> list[int]:
         best, worst = max(numbers, key=lambda n: advantage[n]), min(numbers, key=lambda n: advantage[n])
         chosen += [best] if best == worst else [best, worst]
     return chosen[:count]
+
+
+def _conversation(sample: Sample) -> str:
+    """The completion; of several turns all of them, what the environment said in brackets."""
+    if not sample.said:
+        return sample.text
+    turns = [(message["role"], str(message["content"])) for message in sample.said]
+    return " ".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in turns)
 
 
 def _cut(text: str) -> str:

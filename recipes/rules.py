@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
@@ -9,6 +10,10 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.rollout.settings import RolloutConfig
+
+ENVIRONMENT = "environment"
+"""What the environment's reward is called among those of a sample."""
 
 _PROMPT_FIELDS = ("messages", "prompt", "system", "tools")
 
@@ -68,6 +73,24 @@ def check_exported(model: ModelConfig) -> None:
         keys=("model.pretrained",),
         fix=f"automodel finetune llm -c {path.parent.name}   (from the same folder)",
     )
+
+
+def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Collection[str]) -> None:
+    """What several turns cannot be combined with. Raises ConfigError."""
+    if rollout.environment is None:
+        return
+    if data.chat_template == "none":
+        raise ConfigError(
+            "data.chat_template=none: what an environment says is rendered by a chat template",
+            keys=("data.chat_template", "rollout.environment"),
+            fix="data.chat_template=null",
+        )
+    if ENVIRONMENT in reward_names:
+        raise ConfigError(
+            f"rewards.{ENVIRONMENT} is what the environment's own reward is called",
+            keys=(f"rewards.{ENVIRONMENT}",),
+            fix=f"another name for rewards.{ENVIRONMENT}",
+        )
 
 
 def check_prompt_data(data: DataConfig) -> None:

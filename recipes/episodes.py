@@ -1,0 +1,136 @@
+"""From what an engine drew to samples with rewards: single responses, and episodes with an environment."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from automodel_cli.data.chat import resolve_chat_template
+from automodel_cli.data.prompts import Prompt
+from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
+from automodel_cli.rollout.environment import Environment, Episode, Reply, play
+from automodel_cli.rollout.rewards.base import Judged
+from automodel_cli.rollout.rewards.combine import RewardSum, Score
+from recipes.experience import Sample
+from recipes.rules import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from automodel_cli.distributed.mesh import Mesh
+    from recipes.grpo import GRPORecipe
+
+Asked = tuple[int, int, Prompt]
+"""Place of the prompt, index of the sample in its group, prompt."""
+
+
+def speaks(mesh: Mesh) -> bool:
+    """Whether this is the one of the ranks that share prompts whose findings all of them use."""
+    return all(axis.get_local_rank() == 0 for axis in (mesh.pp, mesh.cp, mesh.tp))
+
+
+def play_episodes(
+    recipe: GRPORecipe,
+    mesh: Mesh,
+    engine: Engine,
+    tokenizer: Any,
+    asked: Sequence[Asked],
+    params: SamplingParams,
+    seeds: Sequence[int] | None,
+) -> list[Episode]:
+    """Episodes on the prompts of this rank. Collective over all ranks, which take every turn together."""
+    environment = recipe.rollout.environment
+    assert environment is not None
+    of_sample = [None] * len(asked) if seeds is None else seeds
+    episodes = [
+        Episode(_name(index, prompt), prompt.tokens, prompt.messages, prompt.row, seed)
+        for (_, index, prompt), seed in zip(asked, of_sample, strict=True)
+    ]
+    play(
+        engine,
+        tokenizer,
+        environment,
+        episodes,
+        params,
+        seq_len=recipe.data.seq_len,
+        chat_template=resolve_chat_template(recipe.data.chat_template, tokenizer),
+        exchange=lambda ask: exchange_replies(mesh, ask),
+    )
+    return episodes
+
+
+def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
+    """One of the ranks that share prompts asks the environment, and the others take its word: a tool is called once,
+    and answers that differ cannot tear them apart. Collective over all ranks."""
+    mine = (mesh.dp_rank, ask()) if speaks(mesh) else None
+    everywhere: list[tuple[int, list[Reply]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    found = dict(pair for pair in everywhere if pair is not None)
+    anyone = any(reply.end is None for replies in found.values() for reply in replies)
+    return found[mesh.dp_rank], anyone
+
+
+def scored_samples(
+    asked: Sequence[Asked],
+    answers: Sequence[Completion | Episode],
+    tokenizer: Any,
+    rewards: RewardSum,
+    environment: Environment | None,
+) -> list[Sample]:
+    """The answers as samples, judged by the rewards and, if there is one, by their environment. The rewards read the
+    model's last message, with all before it as the conversation."""
+    pairs = list(zip(asked, answers, strict=True))
+    unscored = [_unscored(of_prompt, answer, tokenizer) for of_prompt, answer in pairs]
+    judged = [
+        Judged(
+            name=_name(sample.index, sample.prompt),
+            completion=sample.text,
+            row=sample.prompt.row,
+            messages=[*sample.prompt.messages, *sample.said[:-1]],
+            num_tokens=sample.num_generated,
+            finished=sample.finish_reason == "stop",
+        )
+        for sample in unscored
+    ]
+    scores = rewards(judged)
+    if environment is not None:
+        played = [answer for answer in answers if isinstance(answer, Episode)]
+        failing = {name for name, reward in rewards.rewards.items() if reward.on_error == "fail"}
+        scores = [with_environment(s, environment, e, failing) for s, e in zip(scores, played, strict=True)]
+    return [dataclasses.replace(sample, score=score) for sample, score in zip(unscored, scores, strict=True)]
+
+
+def with_environment(
+    score: Score, environment: Environment, episode: Episode, failing: AbstractSet[str] = frozenset()
+) -> Score:
+    """What the episode's environment adds to the score of the rewards. An error of one of the `failing` rewards has
+    made the sample worth 0, and so it stays."""
+    if episode.error is None:
+        added = 0.0 if failing & set(score.errors) else environment.weight * episode.reward
+        total = score.total + added
+        return dataclasses.replace(score, total=total, parts={**score.parts, ENVIRONMENT: episode.reward})
+    return dataclasses.replace(
+        score,
+        total=0.0 if environment.on_error == "fail" else score.total,
+        errors={**score.errors, ENVIRONMENT: episode.error},
+        valid=score.valid and environment.on_error != "skip",
+    )
+
+
+def _unscored(asked: Asked, answer: Completion | Episode, tokenizer: Any) -> Sample:
+    place, index, prompt = asked
+    nothing = Score(0.0, {}, {})
+    if isinstance(answer, Completion):
+        text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        drawn = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version)
+        return Sample(place, index, prompt, *drawn, nothing)
+    text = str(answer.said[-1]["content"])
+    drawn_by = min(answer.weight_versions)
+    sample = (answer.tokens, answer.logprobs, text, answer.finish_reason, drawn_by, nothing)
+    return Sample(place, index, prompt, *sample, answer.generated, answer.said)
+
+
+def _name(index: int, prompt: Prompt) -> str:
+    return f"sample {index} of {prompt.origin}"
