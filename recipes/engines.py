@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +78,14 @@ def stop_token_ids(tokenizer: Any, hf_config: PretrainedConfig) -> list[int]:
     return list(dict.fromkeys(i for i in (tokenizer.eos_token_id, *more) if i is not None))
 
 
+Start = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Begins a call; what it returns waits for the call, and returns or raises what that did."""
+
+
+def _at_once(call: Callable[[], Any]) -> Callable[[], Any]:
+    return call
+
+
 class FirstRankEngine:
     """An engine that one process speaks to (rank 0), for all ranks; the others pass None."""
 
@@ -93,23 +101,41 @@ class FirstRankEngine:
     ) -> list[Completion]:
         """See `Engine.generate`. Collective over all ranks. Ranks that share prompts must pass the same `seeds`: a
         prompt with a seed is asked once."""
+        return self.begin(prompts, params, seeds, _at_once)()
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None, start: Start
+    ) -> Callable[[], list[Completion]]:
+        """`generate` in two halves, both collective: `start` is given what talks to the server, on the rank that does,
+        and may leave it to a thread; what is returned waits for it."""
         seeds = resolve_seeds(prompts, params, seeds)
         asked = list(zip(map(tuple, prompts), seeds, strict=True))
         everywhere: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, asked)
         unique = list(dict.fromkeys(pair for of_rank in everywhere for pair in of_rank))
+        engine, drawing, version = self._engine, None, self.weight_version
+        if engine is not None:
+            drawing = start(lambda: engine.generate([list(p) for p, _ in unique], params, [seed for _, seed in unique]))
+
+        def finish() -> list[Completion]:
+            done = self._for_all(drawing, version)
+            found = dict(zip(unique, done, strict=True))
+            return [found[pair] for pair in asked]
+
+        return finish
+
+    def _for_all(self, drawing: Callable[[], list[Completion]] | None, version: int) -> list[Completion]:
+        """What the first rank's `drawing` returns, on every rank. Collective."""
         outcome: list[Any] = [None, None]
-        if self._engine is not None:
+        if drawing is not None:
             try:
-                done = self._engine.generate([list(p) for p, _ in unique], params, [seed for _, seed in unique])
-                outcome[0] = [dataclasses.replace(c, weight_version=self.weight_version) for c in done]
+                outcome[0] = [dataclasses.replace(c, weight_version=version) for c in drawing()]
             except ConfigError as error:  # of the server: every rank must hear of it
                 outcome[1] = error
         dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
         if outcome[1] is not None:
             raise outcome[1]
-        found = dict(zip(unique, outcome[0], strict=True))
-        return [found[pair] for pair in asked]
+        return list(outcome[0])
 
     def update_weights(self, stream: WeightStream) -> None:
         """See `Engine.update_weights`. Collective: every rank takes part in the stream."""

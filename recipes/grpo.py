@@ -12,7 +12,7 @@ from automodel_cli.rollout.config import SamplerConfig
 from automodel_cli.rollout.rewards.base import Reward
 from automodel_cli.rollout.settings import RolloutConfig
 from recipes.base import Recipe
-from recipes.rules import check_exported, check_prompt_data
+from recipes.rules import check_environment, check_exported, check_prompt_data
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -37,6 +37,7 @@ class GRPORecipe(Recipe):
         super().__post_init__()
         check_prompt_data(self.data)
         self._check_rollout()
+        check_environment(self.rollout, self.data, self.rewards)
         if not self.rewards:
             raise ConfigError(
                 "no reward says what a good response is",
@@ -64,6 +65,13 @@ class GRPORecipe(Recipe):
                 "objective.ratio=on_policy is right for one update per rollout only",
                 keys=("objective.ratio", "rollout.passes", "train.global_batch_size"),
                 fix="objective.ratio=token",
+            )
+        if rollout.max_staleness and self.objective.correction == "none":
+            raise ConfigError(
+                f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, and "
+                "objective.correction=none takes them for the policy's own",
+                keys=("rollout.max_staleness", "objective.correction"),
+                fix="objective.correction=truncate objective.correction_max=2.0",
             )
         if rollout.max_new_tokens >= self.data.seq_len:
             raise ConfigError(

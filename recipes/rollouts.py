@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,20 +16,22 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.prompts import Prompt
-from automodel_cli.models.lora import adapters_off
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.rollout.config import VLLMConfig
-from automodel_cli.rollout.engine import Completion, sample_seed
-from automodel_cli.rollout.rewards.base import Judged
+from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
+from automodel_cli.rollout.environment import Episode
 from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.sampling import Shaping
 from automodel_cli.training.stages import Stages
+from recipes.ahead import Ahead, Asked
 from recipes.engines import build_engine
+from recipes.episodes import play_episodes, scored_samples, speaks
 from recipes.experience import RowPlan, Sample, Update, kl_sums, plan_updates
 from recipes.model import Model
 from recipes.quiz import Quiz
 from recipes.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
+from recipes.scoring import ReferenceModel, shaped
 
 if TYPE_CHECKING:
     from recipes.grpo import GRPORecipe
@@ -48,9 +50,11 @@ class Rollout:
     """All samples of a step, whole groups in the order of the prompts; the same on every rank.
 
     `trained`: numbers of the samples that are trained on. `differs_N`: of each sample, whether the rewards of its group
-    are not all the same. `num_sampled`: samples drawn, those of dropped groups too.
+    are not all the same. `num_sampled`: samples drawn, those of dropped groups too. `version`: that of the weights
+    which the step updates.
     """
 
+    version: int
     samples: list[Sample]
     advantages_N: Tensor
     differs_N: Tensor
@@ -72,13 +76,13 @@ class Rollout:
         count = len(self.samples)
         return {
             "reward": sum(sample.score.total for sample in self.samples) / count,
-            "response_length": sum(len(sample.tokens) for sample in self.samples) / count,
+            "response_length": sum(sample.num_generated for sample in self.samples) / count,
         }
 
     @property
     def unshown(self) -> dict[str, float | int]:
         """What only metrics.jsonl gets."""
-        samples, lengths = self.samples, [len(sample.tokens) for sample in self.samples]
+        samples, lengths = self.samples, [sample.num_generated for sample in self.samples]
         names = sorted({name for sample in samples for name in sample.score.parts})
         equal = {s.place for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if not differs}
         return {
@@ -86,6 +90,7 @@ class Rollout:
             **{f"reward_{name}": _mean_part(samples, name) for name in names},
             "reward_errors": sum(bool(sample.score.errors) for sample in samples),
             "response_length_max": max(lengths),
+            "turns": statistics.fmean(sample.num_turns for sample in samples),
             "truncated": sum(sample.truncated for sample in samples) / len(samples),
             "num_groups": len({sample.place for sample in samples}),
             "num_equal_groups": len(equal),
@@ -94,7 +99,13 @@ class Rollout:
             "rollout_seconds": self.seconds,
             "rollout_tokens_per_second": sum(lengths) / max(self.seconds, 1e-9),
             "weight_version": min(sample.weight_version for sample in samples),
+            "staleness": self.staleness,
         }
+
+    @property
+    def staleness(self) -> int:
+        """By how many steps the oldest weights that drew a sample are behind those that it trains."""
+        return self.version - min(sample.weight_version for sample in self.samples)
 
 
 @contextmanager
@@ -124,6 +135,7 @@ class Rollouts:
                 keys=("rollout.engine",),
                 fix="rollout=sampler",
             )
+        self._ahead = Ahead(self.engine, self.mesh.device) if self.config.max_staleness else None
         self._reference = self._build_reference()
         self._plan = RowPlan(
             seq_len=recipe.data.seq_len,
@@ -139,6 +151,8 @@ class Rollouts:
         self.sync(session.first_step)
 
     def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
         self.rewards.close()
         self._log.close()
 
@@ -147,11 +161,13 @@ class Rollouts:
     def collect(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Rollout:
         """Samples to the prompts of this rank and, with dynamic sampling, to more of them; and their updates.
 
-        Collective over all ranks.
+        With `max_staleness` the former were drawn during the step before, and those of the next step are begun; further
+        prompts are answered by the newest weights. Collective over all ranks.
         """
         began = time.perf_counter()
         dynamic = self.config.dynamic_sampling
-        samples = self._sample(step, prompts)
+        drawn = self._ahead.take() if self._ahead is not None else None
+        samples = self._sample(step, prompts) if drawn is None else self._judged(drawn.asked, drawn.completions)
         num_sampled, num_batches = len(samples), 1
         if dynamic is not None:
             samples = self._different(samples)
@@ -162,54 +178,43 @@ class Rollouts:
                 num_sampled, num_batches = num_sampled + len(more), num_batches + 1
                 samples += self._different(more)
             samples = samples[: self.config.samples_per_step]
-        seconds = time.perf_counter() - began
-        return self._learnt_from(samples, num_sampled, seconds)
+        seconds = time.perf_counter() - began + (drawn.seconds if drawn is not None else 0.0)
+        if self._ahead is not None and step < self.session.num_steps:
+            loader = self.session.loader
+            asked, seeds = self._asked(step + 1, loader.peek_step(), loader.position)
+            self._ahead.begin(asked, self.config.params(), seeds)
+        return self._learnt_from(step, samples, num_sampled, seconds)
 
     def _sample(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> list[Sample]:
-        """Everything that all ranks drew, in the order of the prompts."""
+        """Everything that all ranks draw for the prompts that the loader gave last, in their order."""
+        asked, seeds = self._asked(step, prompts, self.session.loader.position - self.config.prompts_per_step)
+        return self._judged(asked, self._generated(asked, self.config.params(), seeds))
+
+    def _asked(self, step: int, prompts: Sequence[Sequence[Prompt]], first_place: int) -> tuple[list[Asked], list[int]]:
+        """The samples that this rank draws of `prompts`, whose first one over all ranks is at `first_place`; and their
+        seeds."""
         mine = [prompt for of_batch in prompts for prompt in of_batch]
         size, dp_size = self.config.group_size, self.mesh.dp_size
-        first = self.session.loader.position - self.config.prompts_per_step
-        places = [first + i * dp_size + self.mesh.dp_rank for i in range(len(mine))]
+        places = [first_place + i * dp_size + self.mesh.dp_rank for i in range(len(mine))]
         asked = [(place, index, prompt) for place, prompt in zip(places, mine, strict=True) for index in range(size)]
-        seeds = [sample_seed(self.recipe.seed, step, place, index) for place, index, _ in asked]
-        return self._judged(asked, self.config.params(), seeds)
+        return asked, [sample_seed(self.recipe.seed, step, place, index) for place, index, _ in asked]
 
-    def _judged(
-        self, asked: Sequence[tuple[int, int, Prompt]], params: Any, seeds: Sequence[int] | None = None
-    ) -> list[Sample]:
+    def _generated(
+        self, asked: Sequence[Asked], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> Sequence[Completion | Episode]:
+        if self.config.environment is None:
+            return self.engine.generate([prompt.tokens for _, _, prompt in asked], params, seeds)
+        return play_episodes(self.recipe, self.mesh, self.engine, self.session.tokenizer, asked, params, seeds)
+
+    def _judged(self, asked: Sequence[Asked], answers: Sequence[Completion | Episode]) -> list[Sample]:
         """Responses with their rewards, of all ranks, by place and index."""
-        completions = self.engine.generate([prompt.tokens for _, _, prompt in asked], params, seeds)
         found: list[Sample] | None = None
-        if self._speaks():
-            found = self._scored(asked, completions)
+        if speaks(self.mesh):
+            found = scored_samples(asked, answers, self.session.tokenizer, self.rewards, self.config.environment)
         everywhere: list[list[Sample] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, found)
         samples = [sample for of_rank in everywhere for sample in of_rank or ()]
         return sorted(samples, key=lambda sample: (sample.place, sample.index))
-
-    def _scored(self, asked: Sequence[tuple[int, int, Prompt]], completions: Sequence[Completion]) -> list[Sample]:
-        texts = [str(self.session.tokenizer.decode(c.tokens, skip_special_tokens=True)) for c in completions]
-        judged = [
-            Judged(
-                name=f"sample {index} of {prompt.origin}",
-                completion=text,
-                row=prompt.row,
-                messages=prompt.messages,
-                num_tokens=len(completion.tokens),
-                finished=completion.finish_reason == "stop",
-            )
-            for (_, index, prompt), completion, text in zip(asked, completions, texts, strict=True)
-        ]
-        scores = self.rewards(judged)
-        return [
-            Sample(place, index, prompt, c.tokens, c.logprobs, text, c.finish_reason, c.weight_version, score)
-            for (place, index, prompt), c, text, score in zip(asked, completions, texts, scores, strict=True)
-        ]
-
-    def _speaks(self) -> bool:
-        """One of the ranks that share these prompts: what it found is what all of them use."""
-        return all(axis.get_local_rank() == 0 for axis in (self.mesh.pp, self.mesh.cp, self.mesh.tp))
 
     # -- what is learnt from it
 
@@ -231,7 +236,7 @@ class Rollouts:
             normalise=self.config.normalise,
         )
 
-    def _learnt_from(self, samples: list[Sample], num_sampled: int, seconds: float) -> Rollout:
+    def _learnt_from(self, step: int, samples: list[Sample], num_sampled: int, seconds: float) -> Rollout:
         """Groups without a difference and samples that do not count are left out; log-probs are measured for the rest
         before the first update, under the distribution that was sampled from."""
         overlong, limit = self.config.overlong, self.config.max_new_tokens
@@ -242,7 +247,7 @@ class Rollouts:
         mesh = self.mesh
         updates = plan_updates(samples, trained, num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
         updates = self._measured(updates)
-        rewards = [overlong.shaped(s.score.total, len(s.tokens), s.truncated, limit) for s in samples]
+        rewards = [overlong.shaped(s.score.total, s.num_generated, s.truncated, limit) for s in samples]
         rewards_N = torch.tensor(rewards, dtype=torch.float64)
         objective = self.recipe.objective
         if objective.kl_in == "reward":
@@ -250,7 +255,8 @@ class Rollouts:
             rewards_N -= objective.kl_coef * kl_N
         advantages_N = self._advantages(samples, rewards_N).advantages_N
         updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
-        return Rollout(samples, advantages_N, differs_N, trained, updates, self.config.passes, num_sampled, seconds)
+        passes = self.config.passes
+        return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, seconds)
 
     def _measured(self, updates: list[Update]) -> list[Update]:
         objective = self.recipe.objective
@@ -267,26 +273,28 @@ class Rollouts:
         found = stages.forward(on_device, lambda logprobs_BT, _: logprobs_BT)
         return update.with_column(f"{name}_logprobs_BT", found)
 
-    def _build_reference(self) -> _Reference | None:
+    def _build_reference(self) -> ReferenceModel | None:
         if not self.recipe.objective.uses_reference:
             return None
         if self.recipe.model.lora is not None:
-            return _Reference(self.model, self.config.temperature, adapters=True)
+            return ReferenceModel(self.model, self.config.temperature, adapters=True)
         copy = Model.build(self.recipe, self.mesh)
         for part in copy.parts:
             part.requires_grad_(False)
-        return _Reference(copy, self.config.temperature, adapters=False)
+        return ReferenceModel(copy, self.config.temperature, adapters=False)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """Inside, the trainer's log-probs are those of the distribution that is sampled from."""
-        with _shaped(self.model, Shaping.of(self.config.params())):
+        with shaped(self.model, Shaping.of(self.config.params())):
             yield
 
     # -- weights, and how good they are
 
     def sync(self, version: int) -> None:
-        """Give the engine the weights as they are after step `version`. Collective."""
+        """Give the engine, once it is idle, the weights as they are after step `version`. Collective."""
+        if self._ahead is not None:
+            self._ahead.wait()
         parts = self.model.parts
         self.engine.update_weights(
             iter_hf_weights(
@@ -307,10 +315,10 @@ class Rollouts:
             prompts = prompts[: limit * self.recipe.train.microbatch_size * self.mesh.dp_size]
         mine = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
         asked = [(place, 0, prompt) for place, prompt in mine]
-        answers = self._answers = self._judged(asked, self.config.params(greedy=True))
+        answers = self._answers = self._judged(asked, self._generated(asked, self.config.params(greedy=True)))
         return {
             "val_reward": statistics.fmean(sample.score.total for sample in answers),
-            "val_response_length": statistics.fmean(len(sample.tokens) for sample in answers),
+            "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
         }
 
     def tell(self, when: str) -> None:
@@ -334,7 +342,8 @@ class Rollouts:
         if "token_mult_prob_error" in measured:
             warning = disagreement(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)
             if warning is not None:
-                meter.print(f"step {step}: {warning}")
+                behind = " (part of it is the step that the samples are behind)" if rollout.staleness else ""
+                meter.print(f"step {step}: {warning}{behind}")
 
     def _fits(self, num_microbatches: int) -> bool:
         pipeline = self.recipe.pipeline
@@ -345,37 +354,6 @@ class Rollouts:
         except ConfigError:
             return False
         return num_microbatches % self.mesh.layout.pp == 0
-
-
-class _Reference:
-    """A context in which the reference model can be run: a copy, or the model itself without its adapters."""
-
-    def __init__(self, model: Model, temperature: float, *, adapters: bool):
-        self._model, self._adapters = model, adapters
-        self._shaping = Shaping(temperature)  # no filters: a token that they would drop here has been drawn
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Stages:
-        self._stack = ExitStack()
-        self._stack.enter_context(_shaped(self._model, self._shaping))
-        if self._adapters:
-            self._stack.enter_context(adapters_off([part.model for part in self._model.parts]))
-        return self._model.stages
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-
-@contextmanager
-def _shaped(model: Model, shaping: Shaping) -> Iterator[None]:
-    before = [part.head.shaping for part in model.parts]
-    for part in model.parts:
-        part.head.shaping = None if shaping == Shaping() else shaping
-    try:
-        yield
-    finally:
-        for part, shaped in zip(model.parts, before, strict=True):
-            part.head.shaping = shaped
 
 
 def _mean_part(samples: Sequence[Sample], name: str) -> float:

@@ -123,9 +123,13 @@ class StepLoader(Generic[T]):
         rows = self.stream.rows(self.position, self.global_batch_size)
         return rows.reshape(-1, self.dp_size, self.microbatch_size)[:, self.dp_rank]
 
+    def peek_step(self) -> list[T]:
+        """What `next_step` will return, without moving on."""
+        return [self.dataset.collate(rows) for rows in self.next_rows()]
+
     def next_step(self) -> list[T]:
         """This rank's microbatches of one optimizer step; the stream goes on into the next epoch."""
-        batches = [self.dataset.collate(rows) for rows in self.next_rows()]
+        batches = self.peek_step()
         self.position += self.global_batch_size
         return batches
 

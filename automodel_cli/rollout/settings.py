@@ -76,6 +76,9 @@ class RolloutConfig:
     `environment` answers the model, which then speaks again: an episode of several messages, each of up to
     `max_new_tokens`, all together with the prompt of up to `data.seq_len`. null: one response.
 
+    `max_staleness` 1: the samples of a step are drawn while the step before trains, by weights that are one step old;
+    0: with the newest weights, in turns.
+
     `max_mult_prob_error`: sampler and trainer disagree on the probabilities of the sampled tokens by this factor on
     average before a warning is printed (1 is agreement). `show_every` steps a table of samples is printed, `show`
     of them (null: never).
@@ -94,6 +97,7 @@ class RolloutConfig:
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong = field(default_factory=Overlong)
     environment: Environment | None = None
+    max_staleness: int = 0
     max_mult_prob_error: float = 1.05
     show_every: int | None = 10
     show: int = 4
@@ -116,6 +120,7 @@ class RolloutConfig:
                 keys=("max_mult_prob_error",),
                 fix="max_mult_prob_error=1.05",
             )
+        self._check_staleness()
         buffer = self.overlong.buffer
         if buffer is not None and buffer > self.max_new_tokens:
             raise ConfigError(
@@ -134,6 +139,21 @@ class RolloutConfig:
                 "a server of OpenAI's API keeps the weights it was started with, so its samples are never the policy's",
                 keys=("engine",),
                 fix="rollout=sampler",
+            )
+
+    def _check_staleness(self) -> None:
+        if self.max_staleness not in (0, 1):
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} must be 0, or 1: samples are drawn at most one step ahead",
+                keys=("max_staleness",),
+                fix="max_staleness=1",
+            )
+        if self.max_staleness and isinstance(self.engine, SamplerConfig):
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} samples while weights are updated, but the sampler reads the very "
+                "weights that are",
+                keys=("max_staleness", "engine"),
+                fix="rollout=hf, or rollout.max_staleness=0",
             )
 
     @property

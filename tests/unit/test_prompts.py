@@ -13,7 +13,7 @@ from automodel_cli.data.loader import StepLoader
 from automodel_cli.data.prompts import prepare_prompts
 from automodel_cli.data.tasks import ChatTasks
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.config import SamplerConfig, ServerConfig
+from automodel_cli.rollout.config import HFConfig, SamplerConfig, ServerConfig
 from automodel_cli.rollout.settings import DynamicSampling, Overlong, RolloutConfig
 
 TOKENIZER = ByteTokenizer().build()
@@ -111,6 +111,9 @@ def test_overlong_responses(overlong, reward, num_tokens, truncated, expected):
         lambda: RolloutConfig(max_mult_prob_error=1.0),
         lambda: RolloutConfig(max_new_tokens=8, overlong=Overlong(buffer=9)),
         lambda: RolloutConfig(engine=ServerConfig(url="http://localhost:1")),
+        lambda: RolloutConfig(max_staleness=1, engine=SamplerConfig()),
+        lambda: RolloutConfig(max_staleness=2, engine=HFConfig()),
+        lambda: RolloutConfig(max_staleness=-1, engine=HFConfig()),
         lambda: Overlong(penalty=2.0),
         lambda: Overlong(factor=1.5),
         lambda: DynamicSampling(max_batches=0),

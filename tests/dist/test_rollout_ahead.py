@@ -1,0 +1,88 @@
+"""A thread that generates beside the main thread's collectives, for an engine of every rank and one of the first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.data.prompts import Prompt
+from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, sample_seed
+from automodel_cli.rollout.hf import HFEngine
+from recipes.ahead import Ahead, Asked
+from recipes.engines import FirstRankEngine
+from tests import tiny
+from tests.dist.harness import RankFailure, launch, launch_all
+
+PARAMS = SamplingParams(max_new_tokens=6, temperature=0.8)
+NUM_COLLECTIVES = 20
+
+
+class Held(HFEngine):
+    """Generates only once `go` is set, so that the main thread is certainly elsewhere."""
+
+    go: threading.Event
+    fails = False
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        assert threading.current_thread() is not threading.main_thread() and self.go.wait(60)
+        if self.fails:
+            raise RunError("the engine is out of order")
+        return super().generate(prompts, params, seeds)
+
+
+def held(*, fails: bool = False) -> Held:
+    engine = Held.from_config(tiny.tiny_config("llama"), stop_token_ids=[2], pad_token_id=0)
+    assert isinstance(engine, Held)
+    engine.update_weights([list(tiny.build_hf("llama").named_parameters())])
+    engine.go, engine.fails = threading.Event(), fails
+    return engine
+
+
+def all_asked() -> list[Asked]:
+    prompts = [Prompt(p, tiny.token_row(3 + p, seed=p).tolist(), [], {}, f"prompt {p}") for p in range(4)]
+    return [(place, index, prompt) for place, prompt in enumerate(prompts) for index in range(2)]
+
+
+def beside_collectives(rank: int, world: int, shared: bool, fails: bool) -> list[tuple[list[int], int]]:
+    mine = held(fails=fails) if not shared or rank == 0 else None
+    engine: Engine = FirstRankEngine(mine) if shared else mine  # type: ignore[assignment]
+    engine.weight_version = 7
+    ahead = Ahead(engine, torch.device("cpu"))
+    asked = all_asked()[rank::world]
+    ahead.begin(asked, PARAMS, [sample_seed(0, place, index) for place, index, _ in asked])
+    for number in range(NUM_COLLECTIVES):  # as training makes them, while nothing can have been drawn yet
+        total = torch.tensor(number)
+        dist.all_reduce(total)
+        assert total == number * world
+    if mine is not None:
+        mine.go.set()
+    ahead.wait()
+    drawn = ahead.take()
+    ahead.close()
+    assert drawn is not None and drawn.asked == asked and ahead.take() is None
+    return [(completion.tokens, completion.weight_version) for completion in drawn.completions]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["every rank", "first rank"])
+def test_the_samples_are_those_of_a_plain_call(shared):
+    model = tiny.build_hf("llama")
+    model.set_attn_implementation("sdpa")
+    engine = HFEngine(model, stop_token_ids=[2], pad_token_id=0)
+    asked = all_asked()
+    seeds = [sample_seed(0, place, index) for place, index, _ in asked]
+    want = [c.tokens for c in engine.generate([prompt.tokens for _, _, prompt in asked], PARAMS, seeds)]
+    got = launch_all(beside_collectives, 2, shared, False)
+    assert [got[i % 2][i // 2] for i in range(len(want))] == [(tokens, 7) for tokens in want]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["every rank", "first rank"])
+def test_what_the_thread_raises_is_raised_by_every_rank(shared):
+    with pytest.raises(RankFailure, match="the engine is out of order"):
+        launch(beside_collectives, 2, shared, True)

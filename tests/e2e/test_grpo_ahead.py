@@ -1,0 +1,161 @@
+"""Asynchronous rollouts as a user runs them: which weights drew which sample, and how such a run ends and goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.hf import HFEngine
+from recipes.engines import stop_token_ids
+from tests.e2e.command import automodel, curve, environment, metrics, start
+from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config
+
+HF = ("rollout=hf", "logging.report=false", "objective.correction=truncate", "objective.correction_max=2.0")
+AHEAD = (*HF, "rollout.max_staleness=1", "optimizer.lr=1e-2")
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run, and (`first`) its first step alone."""
+    folder = tmp_path_factory.mktemp("ahead")
+    write_config(folder)
+    run(folder, *AHEAD, f"train.max_steps={STEPS}", "run_name=whole")
+    run(folder, *AHEAD, "train.max_steps=1", "run_name=first")
+    return folder / "runs"
+
+
+def texts(folder: Path, step: int) -> list[str]:
+    return [sample["completion"] for sample in samples_of(folder) if sample["step"] == step]
+
+
+def test_samples_are_one_step_old_from_the_second_step_on(whole: Path) -> None:
+    assert curve(whole / "whole", "staleness") == [0, 1, 1, 1]
+    assert curve(whole / "whole", "weight_version") == [0, 0, 1, 2]
+    for sample in samples_of(whole / "whole"):
+        assert sample["weight_version"] == max(0, sample["step"] - 2)
+    first, *later = curve(whole / "whole", "gen_kl_error")
+    assert first == pytest.approx(0, abs=1e-6) and min(later) > 1e-6  # the policy moved on, and the loss is told
+
+
+def drawn_by(model: Any, tokenizer: Any, whole: Path, step: int) -> list[str]:
+    """What the library's model answers to the prompts of `step` with the seeds that the sampling documents."""
+    stops = stop_token_ids(tokenizer, model.config)
+    engine = HFEngine(model, stop_token_ids=stops, pad_token_id=tokenizer.pad_token_id)
+    samples = [sample for sample in samples_of(whole) if sample["step"] == step]
+    places = [(step - 1) * PROMPTS + number // GROUP for number in range(len(samples))]
+    seeds = [sample_seed(0, step, place, number % GROUP) for number, place in enumerate(places)]
+    prompts = [
+        tokenizer.apply_chat_template(s["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        for s in samples
+    ]
+    params = SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.95)
+    return [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in engine.generate(prompts, params, seeds)]
+
+
+def test_they_are_those_of_the_weights_of_one_step_earlier(whole: Path) -> None:
+    """Step 3 samples with the weights after step 1: those that a run of one step exports."""
+    exported = whole / "first" / "export"
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="sdpa")
+    assert drawn_by(model, tokenizer, whole / "whole", 3) == texts(whole / "whole", 3)
+    newest = AutoModelForCausalLM.from_pretrained(whole / "whole" / "export", dtype=torch.float32)
+    assert drawn_by(newest, tokenizer, whole / "whole", 3) != texts(whole / "whole", 3), "the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["rollout.dynamic_sampling={max_batches: 8}", "rollout.group_size=2"]],
+    ids=["plain", "dynamic sampling"],
+)
+def test_without_learning_it_is_the_synchronous_run(tmp_path: Path, more: list[str]) -> None:
+    write_config(tmp_path)
+    rest = (*HF, *more, "optimizer.lr=1e-30", "optimizer.weight_decay=0", "train.max_steps=3")
+    run(tmp_path, *rest, "run_name=turns")
+    run(tmp_path, *rest, "run_name=ahead", "rollout.max_staleness=1")
+    turns, ahead = (tmp_path / "runs" / name for name in ("turns", "ahead"))
+    keys = ("step", "prompt", "completion", "reward", "advantage", "trained", "finish_reason", "origin")
+    left, right = ([{key: s[key] for key in keys} for s in samples_of(folder)] for folder in (turns, ahead))
+    assert left == right
+    for key in ("loss", "grad_norm", "reward", "num_sampled", "gen_kl_error"):
+        assert curve(turns, key) == curve(ahead, key), key
+    assert curve(turns, "staleness") == [0, 0, 0] and curve(ahead, "staleness") == [0, 1, 1]
+    if more:
+        assert max(curve(ahead, "num_sampled")) > PROMPTS * 2, "the test shows nothing"
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_what_one_does(whole: Path, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    run(tmp_path, *AHEAD, f"train.max_steps={STEPS}", "mesh.dp_size=2")
+    for step in range(1, STEPS + 1):
+        assert texts(tmp_path / "runs" / "tiny", step) == texts(whole / "whole", step)
+
+
+FAILING = """
+import sys, threading
+from automodel_cli.config.errors import RunError
+from automodel_cli.rollout.hf import HFEngine
+
+whole = HFEngine.generate
+
+def generate(self, *arguments):
+    if threading.current_thread() is not threading.main_thread():
+        raise RunError("the engine is out of order", fix="mend it")
+    return whole(self, *arguments)
+
+HFEngine.generate = generate
+from automodel_cli.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_what_fails_in_the_thread_ends_the_run_with_its_message(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    command = [sys.executable, "-c", FAILING, "grpo", "llm", "-c", "tiny.yaml", *AHEAD, "train.max_steps=3"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "RunError: the engine is out of order" in done.stderr and "fix   mend it" in done.stderr
+    assert [row["step"] for row in metrics(tmp_path / "runs" / "tiny") if "loss" in row] == [1]
+
+
+def test_a_stopped_run_goes_on_with_samples_of_its_own_weights(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    process = start(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *AHEAD, "train.max_steps=12")
+    folder = tmp_path / "runs" / "tiny"
+    deadline = time.monotonic() + 120
+    while not ((folder / "metrics.jsonl").exists() and any(row.get("step", 0) >= 2 for row in metrics(folder))):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and "continue with: automodel resume" in output, output
+    stopped = max(sample["step"] for sample in samples_of(folder))
+    assert 2 <= stopped < 12, "it was stopped too late to show anything"
+    resumed = automodel(tmp_path, "resume", "runs/tiny")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert curve(folder, "staleness") == [0, *[1] * (stopped - 1), 0, *[1] * (11 - stopped)]
+    assert len(samples_of(folder)) == 12 * PROMPTS * GROUP
+
+
+def test_it_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    for overrides, said, fix in (
+        (["rollout.max_staleness=1", *HF[2:]], "the sampler reads the very weights", "rollout=hf"),
+        (["rollout.max_staleness=1", "rollout=hf"], "trains on samples of older weights", "correction=truncate"),
+    ):
+        done = automodel(tmp_path, "check", "-c", "tiny.yaml", *overrides)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert said in done.stderr and fix in done.stderr.split("fix")[-1]
