@@ -15,15 +15,13 @@ from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
 from automodel_cli.rollout.environment import Environment, Episode, Reply, play
 from automodel_cli.rollout.rewards.base import Judged
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
+from recipes.ahead import Asked
 from recipes.experience import Sample
 from recipes.rules import ENVIRONMENT
 
 if TYPE_CHECKING:
     from automodel_cli.distributed.mesh import Mesh
     from recipes.grpo import GRPORecipe
-
-Asked = tuple[int, int, Prompt]
-"""Place of the prompt, index of the sample in its group, prompt."""
 
 
 def speaks(mesh: Mesh) -> bool:

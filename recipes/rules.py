@@ -85,6 +85,12 @@ def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Co
             keys=("data.chat_template", "rollout.environment"),
             fix="data.chat_template=null",
         )
+    if rollout.max_staleness:
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness}: only single responses are drawn while a step trains",
+            keys=("rollout.max_staleness", "rollout.environment"),
+            fix="rollout.max_staleness=0",
+        )
     if ENVIRONMENT in reward_names:
         raise ConfigError(
             f"rewards.{ENVIRONMENT} is what the environment's own reward is called",
