@@ -73,11 +73,10 @@ def test_they_are_those_of_the_weights_of_one_step_earlier(whole: Path) -> None:
     assert drawn_by(newest, tokenizer, whole / "whole", 3) != texts(whole / "whole", 3), "the test shows nothing"
 
 
-@pytest.mark.parametrize(
-    "more",
-    [[], ["rollout.dynamic_sampling={max_batches: 8}", "rollout.group_size=2"]],
-    ids=["plain", "dynamic sampling"],
-)
+DYNAMIC = ["rollout.dynamic_sampling={max_batches: 8}", "rollout.group_size=2"]
+
+
+@pytest.mark.parametrize("more", [[], DYNAMIC], ids=["plain", "dynamic sampling"])
 def test_without_learning_it_is_the_synchronous_run(tmp_path: Path, more: list[str]) -> None:
     write_config(tmp_path)
     rest = (*HF, *more, "optimizer.lr=1e-30", "optimizer.weight_decay=0", "train.max_steps=3")
@@ -102,8 +101,8 @@ def test_two_ranks_draw_what_one_does(whole: Path, tmp_path: Path) -> None:
         assert texts(tmp_path / "runs" / "tiny", step) == texts(whole / "whole", step)
 
 
-FAILING = """
-import sys, threading
+PATCHED = """
+import sys, threading, time
 from automodel_cli.config.errors import RunError
 from automodel_cli.rollout.hf import HFEngine
 
@@ -111,7 +110,7 @@ whole = HFEngine.generate
 
 def generate(self, *arguments):
     if threading.current_thread() is not threading.main_thread():
-        raise RunError("the engine is out of order", fix="mend it")
+        {extra}
     return whole(self, *arguments)
 
 HFEngine.generate = generate
@@ -120,12 +119,26 @@ sys.exit(main())
 """
 
 
+def run_with(folder: Path, extra: str, *overrides: str) -> Any:
+    """A run whose thread does `extra` before it generates."""
+    command = [sys.executable, "-c", PATCHED.format(extra=extra), "grpo", "llm", "-c", "tiny.yaml", *AHEAD, *overrides]
+    return subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_slow_engine_is_waited_for_before_its_weights_change(whole: Path, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    done = run_with(tmp_path, "time.sleep(4)", "train.max_steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "runs" / "tiny"
+    assert curve(folder, "staleness") == [0, 1] and min(curve(folder, "rollout_seconds")[1:]) > 4
+    assert texts(folder, 2) == texts(whole / "whole", 2)
+
+
 def test_what_fails_in_the_thread_ends_the_run_with_its_message(tmp_path: Path) -> None:
     write_config(tmp_path)
-    command = [sys.executable, "-c", FAILING, "grpo", "llm", "-c", "tiny.yaml", *AHEAD, "train.max_steps=3"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_with(tmp_path, "raise RunError('the engine is out of order', fix='mend it')", "train.max_steps=3")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "RunError: the engine is out of order" in done.stderr and "fix   mend it" in done.stderr
     assert [row["step"] for row in metrics(tmp_path / "runs" / "tiny") if "loss" in row] == [1]
