@@ -57,7 +57,6 @@ def build_engine(config: SamplerConfig | HFConfig | ServerConfig, session: Sessi
             hf_config,
             device=session.mesh.device,
             dtype=model.parts[0].model.dtype,
-            attention="eager" if hf_config.model_type == "gpt_oss" else "sdpa",
             trust_remote_code=trust,
             stop_token_ids=stops,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0],

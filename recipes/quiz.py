@@ -59,7 +59,6 @@ def _replica(session: Session) -> HFEngine:
         model.config,
         device=session.mesh.device,
         dtype=model.dtype,
-        attention="eager" if model.config.model_type == "gpt_oss" else "sdpa",
         trust_remote_code=session.recipe.model.trust_remote_code,
         stop_token_ids=[tokenizer.eos_token_id],
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,

@@ -5,6 +5,7 @@ Shape letters: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,15 +61,31 @@ class HFEngine:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        attention: str = "sdpa",
+        attention: str | None = None,
         trust_remote_code: bool = False,
         **options: Any,
     ) -> HFEngine:
-        """A replica that waits for its weights (`update_weights`). Leaves the caller's random state as it was."""
-        with torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+        """A replica that waits for its weights (`update_weights`). Leaves the caller's random state as it was, and the
+        config: the library writes the attention's name into the one it is given, which may be a training model's own.
+
+        `attention` None is sdpa, or eager where the family has no sdpa form (attention sinks, soft caps).
+        """
+
+        def build(name: str) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                return AutoModelForCausalLM.from_config(
+                    copy.deepcopy(hf_config),
+                    attn_implementation=name,
+                    dtype=dtype,
+                    trust_remote_code=trust_remote_code,
+                )
+
+        if attention is not None:
+            return cls(build(attention).to(device), **options)
+        try:
+            model = build("sdpa")
+        except ValueError:
+            model = build("eager")
         return cls(model.to(device), **options)
 
     def generate(

@@ -248,3 +248,13 @@ def test_accuracy_counts_exact_and_finished_answers():
     assert [s.question for s in accuracy.examples(3)] == ["1 + 1", "Repeat AB.", "2 + 2"]
     with pytest.raises(DataError, match="no question"):
         measure_accuracy(parrot, tokenizer, [], lambda reply, answer: True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_a_replica_leaves_the_config_of_the_model_it_mirrors_alone(family):
+    """A trainer whose attention were switched would let packed documents see each other, and say nothing."""
+    config = tiny.tiny_config(family)
+    config._attn_implementation = "packed"
+    replica = HFEngine.from_config(config, stop_token_ids=[2], pad_token_id=0)
+    assert config._attn_implementation == "packed"
+    assert replica.model.config._attn_implementation == ("eager" if family == "gpt_oss" else "sdpa")
