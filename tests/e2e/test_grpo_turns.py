@@ -1,0 +1,133 @@
+"""GRPO with an environment as a user runs it: turns in rollouts.jsonl, rewards added, other ranks, one that raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.command import automodel, metrics
+from tests.e2e.test_grpo import run, same_run, samples_of, write_config
+
+STOPS = f"+model.config.eos_token_id={[1, *range(100, 260)]}"  # so many that random weights end their messages
+TOOL = [
+    STOPS,
+    "data.seq_len=128",
+    "train.max_steps=2",
+    "logging.report=false",
+    "rollout.environment._target_=automodel_cli.rollout.calculator.Calculator",
+    "rollout.environment.pattern='([a-zA-Z0-9])'",
+    "rollout.environment.max_turns=3",
+    "rollout.environment.call_reward=1.0",
+    "rollout.environment.error_reward=-0.25",
+    "rollout.environment.weight=0.5",
+]
+BRITTLE = """
+from dataclasses import dataclass
+from automodel_cli.rollout.environment import Environment, Turn
+
+@dataclass(frozen=True, kw_only=True)
+class Brittle(Environment):
+    def step(self, messages, row, state):
+        said = messages[-1]["content"]
+        if len(said) % 2:
+            raise KeyError("no such tool")
+        return Turn(reward=float(len(said)))
+"""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in one process."""
+    folder = tmp_path_factory.mktemp("played")
+    write_config(folder)
+    (folder / "output.txt").write_text(run(folder, *TOOL))
+    return folder
+
+
+def test_rollouts_hold_every_turn_and_the_reward_of_the_environment(played: Path) -> None:
+    samples = samples_of(played / "runs" / "tiny")
+    assert len(samples) == 32
+    counts = set()
+    for sample in samples:
+        roles = [turn["role"] for turn in sample["turns"]]
+        counts.add(len(roles))
+        assert roles == ["assistant", "tool"] * (len(roles) // 2) + ["assistant"]
+        assert sample["completion"] == sample["turns"][-1]["content"]
+        parts = sample["parts"]
+        wrong = sum(turn["content"].startswith("error") for turn in sample["turns"] if turn["role"] == "tool")
+        right = len(roles) // 2 - wrong
+        if sample["finish_reason"] == "stop":  # the last message called nothing
+            assert parts["environment"] == right - 0.25 * wrong
+        assert sample["reward"] == parts["digit"] + 0.5 * parts["other"] + 0.5 * parts["environment"]
+    assert counts == {1, 3, 5}
+    assert {sample["finish_reason"] for sample in samples} >= {"stop", "turns"}
+    for row in (row for row in metrics(played / "runs" / "tiny") if "loss" in row):
+        assert row["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+        trained = [s for s in samples if s["step"] == row["step"] and s["trained"]]
+        assert row["num_trained_samples"] == len(trained) and "reward_environment" in row
+        assert 1 < row["turns"] < 3
+    assert "[tool:" in (played / "output.txt").read_text()
+
+
+def test_one_update_on_policy_counts_what_the_model_drew(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    run(tmp_path, *TOOL, "train.max_steps=1", "train.global_batch_size=16", "objective.kl_coef=0")
+    (row,) = [row for row in metrics(tmp_path / "runs" / "tiny") if "loss" in row]
+    trained = [sample for sample in samples_of(tmp_path / "runs" / "tiny") if sample["trained"]]
+    count = sum(sample["num_tokens"] for sample in trained)
+    assert row["num_label_tokens"] == count and row["probs_ratio_min"] == row["probs_ratio_max"] == 1.0
+    mean = sum(sample["advantage"] * sample["num_tokens"] for sample in trained) / count
+    assert row["loss"] == pytest.approx(-mean, abs=1e-6)
+
+
+def turns_of(run: Path) -> list[Any]:
+    return [sample["turns"] for sample in samples_of(run)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [["mesh.dp_size=2"], ["mesh.pp_size=2", "pipeline=1f1b"], ["mesh.tp_size=2", "mesh.dp_size=1"], ["rollout=hf"]],
+    ids=["fsdp2", "pp2", "tp2", "hf engine"],
+)
+def test_ranks_and_engines_do_not_change_the_run(played: Path, tmp_path: Path, overrides: list[str]) -> None:
+    write_config(tmp_path)
+    run(tmp_path, *TOOL, *overrides)
+    same_run(tmp_path / "runs" / "tiny", played / "runs" / "tiny")
+    assert turns_of(tmp_path / "runs" / "tiny") == turns_of(played / "runs" / "tiny")
+
+
+def test_an_environment_that_raises_names_the_sample_and_the_run_goes_on(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "brittle.py").write_text(BRITTLE)
+    node = [
+        "rollout.environment._target_=brittle.Brittle",
+        "rollout.environment.on_error=skip",
+        STOPS,
+        "train.max_steps=1",
+    ]
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", "--trust-package", "brittle", *node)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = samples_of(tmp_path / "runs" / "tiny")
+    failed = [sample for sample in samples if sample["errors"]]
+    assert 0 < len(failed) < len(samples)
+    for sample in failed:
+        assert sample["errors"] == {"environment": "KeyError: 'no such tool'"} and sample["finish_reason"] == "error"
+        assert not sample["trained"] and "environment" not in sample["parts"]
+        assert f"of {sample['origin']}, turn 1: KeyError: 'no such tool' (on_error=skip)" in done.stdout + done.stderr
+
+
+def test_what_several_turns_cannot_be_combined_with_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    stale = ["rollout=hf", "rollout.max_staleness=1", "objective.correction=truncate", "objective.correction_max=2.0"]
+    for overrides, said in (
+        (["rollout.overlong.buffer=2"], "counts the tokens of one response"),
+        (["data.chat_template=none"], "rendered by a chat template"),
+        (["rewards.environment=${rewards.digit}"], "the environment's own reward"),
+        (["rollout.environment.max_turns=0"], "must be at least 1"),
+        (stale, "only single responses"),
+    ):
+        done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *TOOL, *overrides)
+        assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
