@@ -31,6 +31,7 @@ from automodel_cli.rollout.engine import (
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.sampler import Sampler
 from automodel_cli.rollout.vllm import NCCLTransfer, VLLMEngine
+from recipes.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -65,6 +66,10 @@ def build_engine(config: SamplerConfig | HFConfig | ServerConfig, session: Sessi
     assert isinstance(config, VLLMConfig), "RolloutConfig refuses servers whose weights are fixed"
     engine = None
     if session.is_main:
+        if config.command is not None:
+            log = session.run_dir / "logs" / "rollout_server.log"
+            process = ServerProcess(config.command, config.server(), log, timeout=config.start_timeout)
+            session.at_exit.callback(process.close)
         transfer = NCCLTransfer(config.address, config.port)
         engine = VLLMEngine(config.server(), tokenizer, transfer, model=config.model, concurrency=config.concurrency)
     return FirstRankEngine(engine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,7 @@ class Session:
         self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source))
         self.first_step = self._resume()
         self.stopped_by = 0
+        self.at_exit = ExitStack()
         self._metrics: dict[str, float] = {}
         self.measure: Callable[[], dict[str, float]] = self._measure_loss
         self.last_validation: tuple[int, dict[str, float]] = -1, {}
@@ -253,9 +254,10 @@ class Session:
 
     def close(self, *, succeeded: bool) -> None:
         """Finish what is in flight. Also called when the run fails."""
-        self.profiler.close()
-        self.checkpointer.close()
-        self.meter.close(succeeded=succeeded)
+        with self.at_exit:
+            self.profiler.close()
+            self.checkpointer.close()
+            self.meter.close(succeeded=succeeded)
 
 
 @contextmanager

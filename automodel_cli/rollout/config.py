@@ -90,15 +90,28 @@ class ServerConfig:
 @dataclass(frozen=True)
 class VLLMConfig(ServerConfig):
     """A vLLM server whose weights are replaced over NCCL. `address` is this machine as the server sees it, `port` a
-    free one on it. Never run against vLLM: see `rollout/vllm.py`."""
+    free one on it. Never run against vLLM: see `rollout/vllm.py`.
+
+    `command` starts the server with the run, on the machine of the first rank, and ends it with the run; its output
+    goes to `logs/rollout_server.log` in the run's folder. It must answer at `url` within `start_timeout` seconds. Null:
+    you have started it.
+    """
 
     concurrency: int = 256
     address: str = "127.0.0.1"
     port: int = 29_600
     trust_logprobs: bool = True
+    command: str | None = None
+    start_timeout: float = 900.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.start_timeout > 0:
+            raise ConfigError(
+                f"start_timeout={self.start_timeout} s must be above 0",
+                keys=("start_timeout",),
+                fix="start_timeout=900",
+            )
         if not self.trust_logprobs:
             raise ConfigError(
                 "trust_logprobs=false: start vLLM with --logprobs-mode processed_logprobs",

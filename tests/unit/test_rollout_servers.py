@@ -105,7 +105,7 @@ def test_transformers_serve_generates_what_the_library_does(served, tokenizer):
 class VLLMDouble:
     """The documented endpoints in front of an `HFEngine`. `transfer` is the wire that NCCL is elsewhere."""
 
-    def __init__(self, oracle: HFEngine):
+    def __init__(self, oracle: HFEngine, port: int = 0):
         self.oracle, self.calls, self.failures = oracle, [], []
         self.received: list[tuple[str, torch.Tensor]] = []
         self.transfer = Wire()
@@ -135,7 +135,7 @@ class VLLMDouble:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 

@@ -1,0 +1,86 @@
+"""A generation server that the run starts itself: the user's command, logged in the run's folder, ended with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.rollout.http import Server
+
+_POLL, _GRACE = 0.5, 20.0  # seconds
+_TAIL = 2000
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher tells a rank, and a server that has ranks of its own must not hear."""
+
+
+class ServerProcess:
+    """`command`, run by the shell in a process group of its own, that answers `/health` at `server`.
+
+    Raises RunError where something answers there already, or `command` ends or does not answer within `timeout`
+    seconds; it is ended then too.
+    """
+
+    def __init__(self, command: str, server: Server, log: Path, *, timeout: float):
+        self._command, self._log = command, log
+        self._health = Server(server.url, timeout=5.0, retries=0, api_key=server.api_key)
+        if self._answers():
+            raise RunError(
+                f"something answers at {server.url} already, so rollout.engine.command was not started",
+                keys=("rollout.engine.url", "rollout.engine.command"),
+                fix="end the other server, or rollout.engine.command=null to use it",
+            )
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                command, shell=True, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
+        try:
+            self._wait(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the whole process group: asked first, killed after 20 seconds."""
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        self._signal(signal.SIGKILL)  # workers that outlived the shell
+        self._process.wait()
+
+    def _signal(self, signum: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signum)
+
+    def _wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not self._answers():
+            code = self._process.poll()
+            if code is not None:
+                raise self._failed(f"ended with code {code} before it answered")
+            if time.monotonic() > deadline:
+                raise self._failed(
+                    f"did not answer within {timeout:g} seconds", fix="rollout.engine.start_timeout=1800"
+                )
+            time.sleep(_POLL)
+
+    def _answers(self) -> bool:
+        try:
+            self._health.get("/health")
+        except RunError:
+            return False
+        return True
+
+    def _failed(self, what: str, fix: str | None = None) -> RunError:
+        tail = self._log.read_text(errors="replace")[-_TAIL:].strip()
+        return RunError(
+            f"rollout.engine.command `{self._command}` {what}; the end of {self._log}:\n{tail}",
+            keys=("rollout.engine.command",),
+            fix=fix,
+        )
