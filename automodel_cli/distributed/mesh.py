@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automodel_cli.distributed.layout import AXES, Layout
+from automodel_cli.distributed.process_group import wait_for_each_collective
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh of this rank. Collective over all ranks; the process group must have `layout.world_size` ranks."""
     # FSDP2 shards what tp or ep have sharded already, so gathering takes two steps; torch warns about that each time.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    if device_type == "cpu" and layout.tp > 1:
+        wait_for_each_collective()
     world_size = dist.get_world_size()
     assert world_size == layout.world_size, f"a layout of {layout.world_size} ranks in a group of {world_size}"
     sizes = tuple(getattr(layout, axis) for axis in AXES)
