@@ -35,6 +35,7 @@ from tests import tiny
 from tests.dist.harness import launch
 
 TOLERANCE = 1e-6  # relative; measured <= 9e-7 for gradients, most of it the reference's own order of sums
+RING_TOLERANCE = 2e-6  # each arrival is merged with its own rounding; measured <= 1.1e-6
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 ROWS = (  # document lengths of the two rows of each microbatch: no length divides, one is shorter than 2 * cp
     ((5, 9, 8), (15, 7)),
@@ -145,7 +146,7 @@ def check(world: int, cases: Sequence[Case]) -> None:
     failures = [
         f"{case}: {outcome}"
         for case, outcome in zip(cases, outcomes, strict=True)
-        if not (outcome.errors.within(TOLERANCE) and outcome.forward < 5e-6)
+        if not (outcome.errors.within(RING_TOLERANCE if case.ring else TOLERANCE) and outcome.forward < 5e-6)
     ]
     assert not failures, "\n".join(failures)
 
