@@ -126,6 +126,7 @@ def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_layout(whole: Path, tmp_path: Path) -> None:
     """Ten steps on one rank and ten over two pipeline stages, and the other way round: the curve of one process."""
     layouts = [[], ["mesh.pp_size=2", "pipeline=1f1b"]]
