@@ -69,7 +69,9 @@ class Recipe:
                 fix="pipeline=1f1b",
             )
         if pp_size == 1 and self.pipeline is not None:
-            raise ConfigError("pipeline is set, but mesh.pp_size=1", keys=("pipeline",), fix="mesh.pp_size=2")
+            raise ConfigError(
+                "pipeline is set, but mesh.pp_size=1", keys=("pipeline",), fix="pipeline=null, or mesh.pp_size=2"
+            )
         if self.mesh.dp_size is not None:
             self._check_batch(self.mesh.dp_size)
 
