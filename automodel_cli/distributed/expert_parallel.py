@@ -22,7 +22,8 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.token_dispatch import AllToAll, TokenDispatcher, all_rows, share_of_rows
+from automodel_cli.distributed.shares import all_of, share_of
+from automodel_cli.distributed.token_dispatch import AllToAll, TokenDispatcher
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -86,8 +87,8 @@ def _dispatched(experts: nn.Module, dispatch: TokenDispatcher, mesh: Mesh) -> Ca
     def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if tp_group is None:
             return dispatch(hidden_TD, index_TK, weight_TK, local_experts)
-        hidden_SD, index_SK, weight_SK = (share_of_rows(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
-        return all_rows(dispatch(hidden_SD, index_SK, weight_SK, local_experts), len(hidden_TD), tp_group)
+        hidden_SD, index_SK, weight_SK = (share_of(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
+        return all_of(dispatch(hidden_SD, index_SK, weight_SK, local_experts), len(hidden_TD), tp_group)
 
     return forward
 

@@ -14,9 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -24,6 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel import experts_modules
+from automodel_cli.distributed.shares import all_of, pad_to, share_of
 from automodel_cli.distributed.tp_styles import SumParameterGradients
 
 _TOKENS = 1  # the dim of hidden_BTD
@@ -31,55 +29,12 @@ _TOKENS = 1  # the dim of hidden_BTD
 
 def shard_tokens(hidden_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's tokens of what every rank has; the last ranks' are padded with zeros. The backward gathers."""
-    return _ShardTokens.apply(hidden_BTD, mesh)  # type: ignore[no-any-return]
+    return share_of(hidden_BTD, mesh.get_group(), _TOKENS, padded=True)
 
 
 def gather_tokens(hidden_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
     """All tokens, for every rank to use alike: the backward takes this rank's share."""
-    return _GatherTokens.apply(hidden_BtD, mesh, num_tokens)  # type: ignore[no-any-return]
-
-
-class _ShardTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, mesh):  # type: ignore[no-untyped-def]
-        ctx.mesh, ctx.num_tokens = mesh, hidden.shape[_TOKENS]
-        return _own_tokens(hidden, mesh)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _all_tokens(grad, ctx.mesh, ctx.num_tokens), None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, mesh, num_tokens):  # type: ignore[no-untyped-def]
-        ctx.mesh = mesh
-        return _all_tokens(hidden, mesh, num_tokens)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _own_tokens(grad, ctx.mesh), None, None
-
-
-# Both give new tensors, never views: FSDP2 warns about a layer that returns one.
-
-
-def _own_tokens(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    share = -(-whole.shape[_TOKENS] // mesh.size())
-    own = _padded(whole, share * mesh.size()).narrow(_TOKENS, share * mesh.get_local_rank(), share)
-    return own.clone(memory_format=torch.contiguous_format)
-
-
-def _all_tokens(own: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
-    of_ranks = own.new_empty(mesh.size() * own.shape[0], *own.shape[1:])
-    dist.all_gather_into_tensor(of_ranks, own.contiguous(), group=mesh.get_group())
-    whole = torch.cat(of_ranks.chunk(mesh.size()), _TOKENS)
-    return whole if whole.shape[_TOKENS] == num_tokens else whole.narrow(_TOKENS, 0, num_tokens).clone()
-
-
-def _padded(hidden: Tensor, num_tokens: int) -> Tensor:
-    missing = num_tokens - hidden.shape[_TOKENS]
-    return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+    return all_of(hidden_BtD, num_tokens, mesh.get_group(), _TOKENS)
 
 
 def apply_sequence_parallel(layers: list[nn.Module], mesh: DeviceMesh, uniform: set[nn.Module]) -> None:
@@ -164,7 +119,7 @@ def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
         if not is_uniform:
             return _with_first(output, lambda whole_BTD: shard_tokens(whole_BTD, mesh))
         share = -(-_hidden(args, kwargs).shape[_TOKENS] // mesh.size())
-        return _with_first(output, lambda own_BtD: _padded(own_BtD, share))
+        return _with_first(output, lambda own_BtD: pad_to(own_BtD, share, _TOKENS))
 
     block.register_forward_pre_hook(gather, with_kwargs=True)
     block.register_forward_hook(scatter, with_kwargs=True)

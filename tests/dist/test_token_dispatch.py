@@ -10,7 +10,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
 from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.distributed.token_dispatch import AllToAll, all_rows, share_of_rows
+from automodel_cli.distributed.token_dispatch import AllToAll
 from tests.dist import deep_ep_stand_in
 from tests.dist.harness import launch, launch_all
 
@@ -80,18 +80,3 @@ def test_recomputed_layers_are_not_compiled_around_a_dispatch():
     config.check_mesh(MeshConfig())
     with pytest.raises(ConfigError, match=r"mesh.ep_size=2: .* cannot compile whole"):
         config.check_mesh(MeshConfig(ep_size=2))
-
-
-def _uneven_rows(rank, world):
-    """tp's sharing of rows, there and back: (rows equal, gradients equal, rows of this rank)."""
-    group = dist.group.WORLD
-    rows = torch.arange(14.0).view(7, 2).requires_grad_()
-    share = share_of_rows(rows, group)
-    back = all_rows(share * (rank + 1), 7, group)
-    (back * back.detach()).sum().backward()
-    scale = torch.tensor([1.0, 1, 1, 2, 2, 2, 3])[:, None]
-    return torch.equal(back, rows * scale), torch.allclose(rows.grad, rows * scale**2), len(share)
-
-
-def test_rows_that_do_not_divide_are_shared_and_gathered():
-    assert launch_all(_uneven_rows, 3) == [(True, True, 3), (True, True, 3), (True, True, 1)]

@@ -1,0 +1,85 @@
+"""A tensor that every rank of a group has alike, cut into one consecutive share per rank, and put together again.
+
+For the borders of a region in which ranks divide the work on the same tokens. Nothing is summed in either direction:
+outside of the region values and gradients are whole and the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def share_of(whole: Tensor, group: dist.ProcessGroup, dim: int = 0, *, padded: bool = False) -> Tensor:
+    """This rank's ceil(n / ranks) of the n entries along `dim`. The last shares are shorter where n does not divide, or
+    `padded` with zeros. The gradient is gathered.
+    """
+    share: Tensor = _ShareOf.apply(whole, group, dim, padded)
+    return share
+
+
+def all_of(share: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
+    """The `num` entries along `dim` of which every rank has its share (padded or not), on each of them.
+
+    The gradient that arrives is the same on every rank, so each takes its share of it.
+    """
+    whole: Tensor = _AllOf.apply(share, num, group, dim)
+    return whole
+
+
+def pad_to(tensor: Tensor, length: int, dim: int) -> Tensor:
+    """`tensor` with zeros at the end of `dim`, up to `length`."""
+    missing = length - tensor.shape[dim]
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
+
+
+class _ShareOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, dim: int, padded: bool) -> Tensor:
+        num = whole.shape[dim]
+        ctx.sizes = (num, group, dim)
+        size = _size(num, group)
+        return _cut(whole, size if padded else min(size, max(0, num - size * dist.get_rank(group))), group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(grads[0], *ctx.sizes), None, None, None
+
+
+class _AllOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, num: int, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.sizes = (share.shape[dim], group, dim)
+        return _gathered(share, num, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _cut(grads[0], *ctx.sizes), None, None, None
+
+
+# Both give new tensors, never views: autograd takes no view of an input, and FSDP2 warns of a layer that returns one.
+
+
+def _cut(whole: Tensor, length: int, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """`length` entries from where this rank's share begins; zeros where `whole` ends before."""
+    num = whole.shape[dim]
+    first = min(num, _size(num, group) * dist.get_rank(group))
+    own = whole.narrow(dim, first, min(length, num - first))
+    return pad_to(own, length, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _gathered(share: Tensor, num: int, group: dist.ProcessGroup, dim: int) -> Tensor:
+    ranks = dist.get_world_size(group)
+    share = pad_to(share, _size(num, group), dim).contiguous()
+    of_ranks = share.new_empty(ranks * share.shape[0], *share.shape[1:])
+    dist.all_gather_into_tensor(of_ranks, share, group=group)
+    whole = of_ranks if dim == 0 else torch.cat(of_ranks.chunk(ranks), dim)
+    return whole if whole.shape[dim] == num else whole.narrow(dim, 0, num).clone()
+
+
+def _size(num: int, group: dist.ProcessGroup) -> int:
+    return -(-num // dist.get_world_size(group))
