@@ -27,11 +27,10 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.cache import cache_root
 from automodel_cli.data.dataset import DUMMY_ROW, PackedDataset
-from automodel_cli.models.lora import adapters_off
 from automodel_cli.objectives.kto import reference_point_sums
-from automodel_cli.training.stages import Stages
-from recipes.model import Model
+from automodel_cli.training.memory import max_over_ranks
 from recipes.results import compute_dtype
+from recipes.scoring import ReferenceModel, logprobs_of
 
 if TYPE_CHECKING:
     from recipes.base import Recipe
@@ -49,27 +48,18 @@ _CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 def reference_columns(session: Session, choice: Choice) -> Columns:
     """`ref_logprobs_BT` for the batches of this run. Call it while the model is still as loaded. Collective."""
-    model = session.model
     if choice == "auto":
         choice = "adapters_off" if session.recipe.model.lora is not None else "precomputed"
     if choice == "precomputed":
         _precompute(session)
         return lambda batches: batches
-    if choice == "frozen_copy":
-        copy = Model.build(session.recipe, session.mesh)
-        for part in copy.parts:
-            part.requires_grad_(False)
-        return lambda batches: _with(batches, _logprobs(copy.stages, batches, session.mesh.device))
+    reference = ReferenceModel(session, without_adapters=choice == "adapters_off")
 
-    def without_adapters(batches: list[Batch]) -> list[Batch]:
-        with adapters_off([part.model for part in model.parts]):
-            return _with(batches, _logprobs(model.stages, batches, session.mesh.device))
+    def measured(batches: list[Batch]) -> list[Batch]:
+        with reference as stages:
+            return _with(batches, logprobs_of(stages, batches, session.mesh.device))
 
-    return without_adapters
-
-
-def _logprobs(stages: Stages, batches: Sequence[Batch], device: torch.device) -> list[Tensor]:
-    return stages.forward([batch.to(device) for batch in batches], lambda logprobs_BT, _: logprobs_BT)
+    return measured
 
 
 def _with(batches: Sequence[Batch], logprobs: Sequence[Tensor]) -> list[Batch]:
@@ -111,9 +101,7 @@ def _attach(session: Session, rows: PackedDataset, needed: np.ndarray, name: str
 
 
 def _any_rank(yes: bool, session: Session) -> bool:
-    flag = torch.tensor(int(yes), device=session.mesh.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
+    return max_over_ranks(float(yes), session.mesh.device) > 0
 
 
 def _key(recipe: Recipe, rows: PackedDataset) -> str:
@@ -165,7 +153,7 @@ def _measured(session: Session, rows: PackedDataset, values: np.ndarray, missing
     found = np.zeros(rows.num_tokens, np.float32)
     for numbers in mine:
         batches = [rows.collate(of_batch) for of_batch in numbers]
-        for of_batch, values_BT in zip(numbers, _logprobs(session.model.stages, batches, mesh.device), strict=True):
+        for of_batch, values_BT in zip(numbers, logprobs_of(session.model.stages, batches, mesh.device), strict=True):
             for row, values_T in zip(of_batch.tolist(), values_BT.cpu().numpy(), strict=True):
                 if row != DUMMY_ROW:
                     first, last = rows.token_starts[row : row + 2]

@@ -28,10 +28,9 @@ from recipes.ahead import Ahead, Asked
 from recipes.engines import build_engine
 from recipes.episodes import play_episodes, scored_samples, speaks
 from recipes.experience import RowPlan, Sample, Update, kl_sums, plan_updates
-from recipes.model import Model
 from recipes.quiz import Quiz
 from recipes.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
-from recipes.scoring import ReferenceModel, shaped
+from recipes.scoring import ReferenceModel, logprobs_of, shaped
 
 if TYPE_CHECKING:
     from recipes.grpo import GRPORecipe
@@ -269,19 +268,13 @@ class Rollouts:
             return [self._with_logprobs(update, "ref", stages) for update in updates]
 
     def _with_logprobs(self, update: Update, name: str, stages: Stages) -> Update:
-        on_device = [batch.to(self.mesh.device) for batch in update.batches]
-        found = stages.forward(on_device, lambda logprobs_BT, _: logprobs_BT)
-        return update.with_column(f"{name}_logprobs_BT", found)
+        return update.with_column(f"{name}_logprobs_BT", logprobs_of(stages, update.batches, self.mesh.device))
 
     def _build_reference(self) -> ReferenceModel | None:
         if not self.recipe.objective.uses_reference:
             return None
-        if self.recipe.model.lora is not None:
-            return ReferenceModel(self.model, self.config.temperature, adapters=True)
-        copy = Model.build(self.recipe, self.mesh)
-        for part in copy.parts:
-            part.requires_grad_(False)
-        return ReferenceModel(copy, self.config.temperature, adapters=False)
+        lora = self.recipe.model.lora is not None
+        return ReferenceModel(self.session, without_adapters=lora, temperature=self.config.temperature)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:

@@ -1,33 +1,58 @@
-"""Models as they score samples: under the distribution that was sampled from, and the reference model."""
+"""Models as they score tokens: under the distribution that was sampled from, and the reference model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import Batch
 from automodel_cli.models.lora import adapters_off
 from automodel_cli.rollout.sampling import Shaping
 from automodel_cli.training.stages import Stages
 from recipes.model import Model
 
+if TYPE_CHECKING:
+    from recipes.session import Session
+
 
 class ReferenceModel:
-    """A context in which the reference model can be run: a copy, or the model itself without its adapters."""
+    """A context in which the reference model can be run: a frozen copy of the model as it was loaded, or with
+    `without_adapters` the model itself, its adapters switched off. Its log-probs are those at `temperature`.
 
-    def __init__(self, model: Model, temperature: float, *, adapters: bool):
-        self._model, self._adapters = model, adapters
+    Build it before the first step. Collective.
+    """
+
+    def __init__(self, session: Session, *, without_adapters: bool, temperature: float = 1.0):
+        self._model = session.model if without_adapters else _frozen_copy(session)
+        self._without_adapters = without_adapters
         self._shaping = Shaping(temperature)  # no filters: a token that they would drop here has been drawn
         self._stack = ExitStack()
 
     def __enter__(self) -> Stages:
         self._stack = ExitStack()
         self._stack.enter_context(shaped(self._model, self._shaping))
-        if self._adapters:
+        if self._without_adapters:
             self._stack.enter_context(adapters_off([part.model for part in self._model.parts]))
         return self._model.stages
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+
+def _frozen_copy(session: Session) -> Model:
+    copy = Model.build(session.recipe, session.mesh)
+    for part in copy.parts:
+        part.requires_grad_(False)
+    return copy
+
+
+def logprobs_of(stages: Stages, batches: Sequence[Batch], device: torch.device) -> list[Tensor]:
+    """Log-probs [B, T] of the labels of every batch, as the model is now. Collective."""
+    return stages.forward([batch.to(device) for batch in batches], lambda logprobs_BT, _: logprobs_BT)
 
 
 @contextmanager

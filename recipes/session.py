@@ -235,9 +235,7 @@ class Session:
 
     def _agree_to_stop(self) -> int:
         """The signal that any rank received, 0 for none, the same on all ranks. Collective."""
-        received = torch.tensor(int(stop.requested() or 0), device=self.mesh.device)
-        dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        return int(received)
+        return int(max_over_ranks(stop.requested() or 0, self.mesh.device))
 
     def _memory(self) -> float:
         return max_over_ranks(peak_memory_gib(self.mesh.device), self.mesh.device)
