@@ -47,22 +47,12 @@ _TOLERANCE = 1e-4
 def build_engine(config: SamplerConfig | HFConfig | ServerConfig, session: Session) -> Engine:
     """The engine that a `rollout` section names, on the run's own weights or ready to be given them. Collective."""
     model, tokenizer = session.model, session.tokenizer
-    hf_config = model.parts[0].model.config
-    trust = session.recipe.model.trust_remote_code
-    stops = stop_token_ids(tokenizer, hf_config)
+    stops = stop_token_ids(tokenizer, model.parts[0].model.config)
     if isinstance(config, SamplerConfig):
-        check_decoding(model.parts[0].source_config, trust_remote_code=trust)
+        check_decoding(model.parts[0].source_config, trust_remote_code=session.recipe.model.trust_remote_code)
         return build_sampler(model.stages, session.mesh, stop_token_ids=stops, **dataclasses.asdict(config))
     if isinstance(config, HFConfig):
-        return HFEngine.from_config(
-            hf_config,
-            device=session.mesh.device,
-            dtype=model.parts[0].model.dtype,
-            trust_remote_code=trust,
-            stop_token_ids=stops,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0],
-            max_batch_tokens=config.max_batch_tokens,
-        )
+        return build_replica(session, stops, max_batch_tokens=config.max_batch_tokens)
     assert isinstance(config, VLLMConfig), "RolloutConfig refuses servers whose weights are fixed"
     engine = None
     if session.is_main:
@@ -73,6 +63,22 @@ def build_engine(config: SamplerConfig | HFConfig | ServerConfig, session: Sessi
         transfer = NCCLTransfer(config.address, config.port)
         engine = VLLMEngine(config.server(), tokenizer, transfer, model=config.model, concurrency=config.concurrency)
     return FirstRankEngine(engine)
+
+
+def build_replica(session: Session, stops: list[int], **options: Any) -> HFEngine:
+    """The library's own generation on a copy of the model, whose weights must come by `update_weights`. `stops` are the
+    tokens that end a response, `options` the engine's own.
+    """
+    tokenizer, model = session.tokenizer, session.model.parts[0].model
+    return HFEngine.from_config(
+        model.config,
+        device=session.mesh.device,
+        dtype=model.dtype,
+        trust_remote_code=session.recipe.model.trust_remote_code,
+        stop_token_ids=stops,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0],
+        **options,
+    )
 
 
 def stop_token_ids(tokenizer: Any, hf_config: PretrainedConfig) -> list[int]:

@@ -8,7 +8,6 @@ from automodel_cli.models.weights import iter_hf_weights
 
 if TYPE_CHECKING:
     from automodel_cli.rollout.accuracy import Accuracy, Sample
-    from automodel_cli.rollout.hf import HFEngine
     from recipes.session import Session
 
 
@@ -24,6 +23,7 @@ class Quiz:
         if task is None:
             return
         from automodel_cli.rollout.accuracy import measure_accuracy  # only runs with a task pay for generation
+        from recipes.engines import build_replica
 
         parts = session.model.parts
         weights = iter_hf_weights(parts, dtype=parts[0].model.dtype, hub_names=False, pp_group=session.model.pp_group)
@@ -32,7 +32,7 @@ class Quiz:
                 pass
             return
         with session.meter.pause():
-            engine = _replica(session)
+            engine = build_replica(session, [session.tokenizer.eos_token_id])
             engine.update_weights(weights)
             score = measure_accuracy(engine, session.tokenizer, task.rows("validation"), task.check_answer)
         self.scores[when] = score
@@ -49,17 +49,3 @@ class Quiz:
             {sample.question: sample for sample in self.scores["before"].samples} if "before" in self.scores else {}
         )
         return [(sample, before.get(sample.question)) for sample in self.scores["after"].examples(count)]
-
-
-def _replica(session: Session) -> HFEngine:
-    from automodel_cli.rollout.hf import HFEngine
-
-    tokenizer, model = session.tokenizer, session.model.parts[0].model
-    return HFEngine.from_config(
-        model.config,
-        device=session.mesh.device,
-        dtype=model.dtype,
-        trust_remote_code=session.recipe.model.trust_remote_code,
-        stop_token_ids=[tokenizer.eos_token_id],
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-    )
