@@ -60,8 +60,7 @@ def apply_tensor_parallel(
     is_async = isinstance(config, FSDP2Config) and config.enable_async_tensor_parallel
     if is_async:
         use_async_collectives(tp_mesh)
-    plan = get_hf_tp_shard_plan(model) if config.tp_plan is None else custom_plan(config.tp_plan, model)
-    check_heads(model.config, plan, tp_mesh.size())
+    plan = _checked_plan(model, config, tp_mesh.size())
     layers = transformer_layers(part)
     uniform = {block for layer in layers for block in blocks(layer) if _is_uniform(model, block, plan)}
     if config.sequence_parallel or is_async:
@@ -87,8 +86,6 @@ def _apply_plan(
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = getattr(head, "weight", 0) is getattr(embedding, "weight", 1)  # a stage may have neither
     attentions: set[nn.Module] = set()
-    for module in (embedding, head):
-        _keep_odd_vocabulary_whole(model, module, plan, mesh.size())
     for name, module in list(model.named_modules()):
         style = _style_of(plan, name)
         if style is None or not any(True for _ in module.parameters()) or (is_experts(module) and not shard_experts):
@@ -111,10 +108,7 @@ def cut_parameters(
     model: PreTrainedModel, config: FSDP2Config | MegatronFSDPConfig, tp_size: int, *, shard_experts: bool = True
 ) -> Iterator[nn.Parameter]:
     """What `apply_tensor_parallel` would cut, without ranks to cut it over: for planning."""
-    plan = get_hf_tp_shard_plan(model) if config.tp_plan is None else custom_plan(config.tp_plan, model)
-    check_heads(model.config, plan, tp_size)
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        _keep_odd_vocabulary_whole(model, module, plan, tp_size)
+    plan = _checked_plan(model, config, tp_size)
     for name, module in model.named_modules():
         style = _style_of(plan, name)
         if is_experts(module):
@@ -126,6 +120,15 @@ def cut_parameters(
             whole_bias = isinstance(in_style, RowwiseParallel) and leaf == "bias"
             if isinstance(in_style, (ColwiseParallel, RowwiseParallel, PackedColwise)) and not whole_bias:
                 yield param
+
+
+def _checked_plan(model: PreTrainedModel, config: FSDP2Config | MegatronFSDPConfig, tp_size: int) -> Plan:
+    """The model's own plan or the config's, for as many ranks. Raises ConfigError for heads that do not divide."""
+    plan = get_hf_tp_shard_plan(model) if config.tp_plan is None else custom_plan(config.tp_plan, model)
+    check_heads(model.config, plan, tp_size)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        _keep_odd_vocabulary_whole(model, module, plan, tp_size)
+    return plan
 
 
 def use_async_collectives(mesh: DeviceMesh) -> None:
