@@ -43,12 +43,17 @@ def _real_and_planned(rank: int, world: int, family: str, sizes: MeshConfig) -> 
     return sum(compat.local(p).numel() for p in part.parameters()), planned
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+def _cases() -> list[tuple[str, str]]:
+    return [
+        (layout, family)
+        for layout, sizes in LAYOUTS.items()
+        for family in ("llama", "qwen3_moe", "gpt_oss", "deepseek_v3")
+        if not (family == "llama" and sizes.ep_size != 1)  # a dense model has no experts
+        and (family == "deepseek_v3" or layout != "tp4")  # the others have 2 key-value heads
+    ]
+
+
+@pytest.mark.parametrize(("layout", "family"), _cases())
 def test_planned_shards_are_the_real_ones(layout: str, family: str) -> None:
-    if family == "llama" and LAYOUTS[layout].ep_size != 1:
-        pytest.skip("a dense model has no experts")
-    if family != "deepseek_v3" and layout == "tp4":
-        pytest.skip("2 key-value heads")
     real, planned = launch(_real_and_planned, 4, family, LAYOUTS[layout])
     assert real == planned
