@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import tempfile
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.pipelining.build import build_pipeline
 from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.training.memory import GIB, peak_memory_gib
 from automodel_cli.training.stages import SingleStage
 
 MIB = 2**20
@@ -55,12 +55,7 @@ def fields(family: str, hidden: int, layers: int) -> dict:
     return common | experts[family]
 
 
-def memory() -> int:
-    """Peak resident bytes of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def load(rank: int, world: int, folder: str, mesh_config: MeshConfig) -> tuple[int, int, int]:
+def load(rank: int, world: int, folder: str, mesh_config: MeshConfig) -> tuple[int, int, float]:
     """(bytes read, bytes of parameters held, growth of the peak memory) of this rank."""
     config = ModelConfig(pretrained=folder)
     mesh = build_mesh(mesh_config.resolve(world), "cpu")
@@ -69,10 +64,11 @@ def load(rank: int, world: int, folder: str, mesh_config: MeshConfig) -> tuple[i
         stages = build_pipeline(part, mesh, PipelineConfig(), parallelizer, microbatch_size=1, num_microbatches=world)
     else:
         stages = SingleStage(parallelize(part, mesh, parallelizer))
-    before = memory()
-    read = sum(load_weights(p, config, device="cpu", seed=0).num_bytes_read for p in stages.parts)
+    cpu = torch.device("cpu")
+    before = peak_memory_gib(cpu)
+    read = sum(load_weights(p, config, device=cpu, seed=0).num_bytes_read for p in stages.parts)
     held = sum(p.to_local().nbytes for own in stages.parts for p in own.parameters())
-    return read, held, memory() - before
+    return read, held, (peak_memory_gib(cpu) - before) * GIB
 
 
 def main() -> None:
