@@ -37,7 +37,6 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
-# Third-party modules only: an error in one of ours should fail the rank that needs it, with its traceback.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -98,7 +97,10 @@ def launch_all(
 
 
 def preload(*modules: str) -> None:
-    """More modules for the server to import, before the first launch; afterwards it changes nothing."""
+    """More modules for the server to import, before the first launch; afterwards it changes nothing.
+
+    Of our own it imports those that the caller has by then: an error in one is the caller's already, not the server's.
+    """
     _more.extend(modules)
 
 
@@ -116,7 +118,8 @@ def _server() -> ForkServerContext:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *_more])
+    ours = [name for name in sys.modules if name.partition(".")[0] in ("automodel_cli", "recipes")]
+    context.set_forkserver_preload([*PRELOAD, *_more, *ours])
     return context
 
 
