@@ -177,7 +177,7 @@ def test_with_data_parallel_ranks():
     check(8, [Case("llama", mesh=mesh(2, dp=4, replicate=2))])
 
 
-@pytest.mark.parametrize("runtime", ["torch", "eager"])
+@pytest.mark.parametrize("runtime", ["torch", pytest.param("eager", marks=pytest.mark.slow)])
 def test_under_a_pipeline(runtime: Literal["torch", "eager"]):
     schedules = ("1f1b", "zb_h1", "zbv") if runtime == "torch" else ("1f1b", "interleaved_1f1b")
     families = ("gpt_oss", "deepseek_v3")

@@ -182,7 +182,7 @@ def test_every_family_under_every_schedule():
     check(4, PIPELINES)
 
 
-@pytest.mark.parametrize("family", [*FAST, *SLOW])
+@pytest.mark.parametrize("family", [FAST[0], pytest.param(FAST[1], marks=pytest.mark.slow), *SLOW])
 def test_with_tensor_parallelism_in_the_same_layer(family):
     """Tokens are the same on all ranks of tp, whole or (sequence parallel) gathered for the layer."""
     sequence = replace(FSDP2, sequence_parallel=True)
@@ -203,6 +203,7 @@ def test_with_rows_over_ranks(family):
     check(4, [Case(family, MeshConfig(cp_size=2, ep_size=m)) for m in (2, 4)])
 
 
+@pytest.mark.slow
 def test_compiled_around_the_experts():
     compiled = replace(FSDP2, enable_compile=True, compile_backend="aot_eager")
     check(2, [Case("qwen3_moe", EP2, config=compiled)])

@@ -126,7 +126,7 @@ def _difference(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("strategy", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_a_run_trains_resumes_and_exports_like_one_process(tmp_path, strategy):
     want, want_weights = launch(_train, 1, FSDP2, tmp_path / "one", {})
     config = replace(MEGATRON, zero_dp_strategy=strategy, init_fsdp_with_meta_device=strategy == 3)

@@ -51,7 +51,11 @@ def test_starts_at_ln_2_and_exports(folder, losses):
 
 @pytest.mark.parametrize(
     "overrides",
-    [("reference=frozen_copy",), ("mesh.dp_size=2",), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")],
+    [
+        ("reference=frozen_copy",),
+        pytest.param(("mesh.dp_size=2",), marks=pytest.mark.slow),
+        ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b"),
+    ],
     ids=["frozen copy", "fsdp2 x2", "pp2"],
 )
 def test_same_losses(folder, losses, overrides):

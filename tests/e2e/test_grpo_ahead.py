@@ -76,7 +76,7 @@ def test_they_are_those_of_the_weights_of_one_step_earlier(whole: Path) -> None:
 DYNAMIC = ["rollout.dynamic_sampling={max_batches: 8}", "rollout.group_size=2"]
 
 
-@pytest.mark.parametrize("more", [[], DYNAMIC], ids=["plain", "dynamic sampling"])
+@pytest.mark.parametrize("more", [[], pytest.param(DYNAMIC, marks=pytest.mark.slow)], ids=["plain", "dynamic sampling"])
 def test_without_learning_it_is_the_synchronous_run(tmp_path: Path, more: list[str]) -> None:
     write_config(tmp_path)
     rest = (*HF, *more, "optimizer.lr=1e-30", "optimizer.weight_decay=0", "train.max_steps=3")
@@ -127,6 +127,7 @@ def run_with(folder: Path, extra: str, *overrides: str) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_slow_engine_is_waited_for_before_its_weights_change(whole: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     done = run_with(tmp_path, "time.sleep(4)", "train.max_steps=2")

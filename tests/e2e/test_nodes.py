@@ -54,6 +54,7 @@ def test_two_torchrun_launchers_give_the_numbers_of_one_process(tmp_path: Path) 
     assert sum("step 8/8" in text for text in output) == 1, "rank 0 speaks for all"
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_and_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     write_config(tmp_path)
     run = tmp_path / "runs" / "lost"

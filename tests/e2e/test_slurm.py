@@ -114,6 +114,7 @@ def test_a_preempted_job_is_requeued_and_goes_on_bitwise(folder: Path, whole: Pa
     assert_same_bits(run, whole)
 
 
+@pytest.mark.slow
 def test_a_lost_rank_and_a_cancelled_job_cost_no_more_than_they_must(folder: Path, whole: Path) -> None:
     """The script that --dry-run prints; one rank killed, handed in again, cancelled, handed in again."""
     run = folder / "runs" / "lost"

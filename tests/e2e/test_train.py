@@ -64,17 +64,24 @@ def test_export_is_the_trained_model(whole: Path) -> None:
     assert trained < untrained - 0.3
 
 
+LAYOUTS = {
+    "fsdp2": ["mesh.dp_size=2"],
+    "pp2": ["mesh.pp_size=2", "pipeline=1f1b"],
+    "pp2-dp2": ["mesh.pp_size=2", "mesh.dp_size=2", "pipeline=zb_h1"],
+}
+MORE_LAYOUTS = {
+    "hsdp": ["mesh.dp_size=4", "mesh.dp_replicate_size=2"],
+    "ddp": ["mesh.dp_size=2", "parallelizer=ddp", "~parallelizer.mp_policy", "train.microbatch_size=2"],
+    "pp2-eager": ["mesh.pp_size=2", "pipeline=1f1b", "pipeline.runtime=eager"],
+}
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["mesh.dp_size=2"],
-        ["mesh.dp_size=4", "mesh.dp_replicate_size=2"],
-        ["mesh.dp_size=2", "parallelizer=ddp", "~parallelizer.mp_policy", "train.microbatch_size=2"],
-        ["mesh.pp_size=2", "pipeline=1f1b"],
-        ["mesh.pp_size=2", "mesh.dp_size=2", "pipeline=zb_h1"],
-        ["mesh.pp_size=2", "pipeline=1f1b", "pipeline.runtime=eager"],
+        *(pytest.param(overrides, id=name) for name, overrides in LAYOUTS.items()),
+        *(pytest.param(overrides, id=name, marks=pytest.mark.slow) for name, overrides in MORE_LAYOUTS.items()),
     ],
-    ids=["fsdp2", "hsdp", "ddp", "pp2", "pp2-dp2", "pp2-eager"],
 )
 def test_ranks_do_not_change_the_numbers(whole: Path, tmp_path: Path, overrides: list[str]) -> None:
     write_config(tmp_path)

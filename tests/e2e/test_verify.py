@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.command import automodel
 
 ROWS = "train.microbatch_size=1"  # quickstart's step is one microbatch, which two stages or ranks cannot share
@@ -46,6 +48,7 @@ def test_a_mistake_fails_the_verdict_by_name(tmp_path: Path) -> None:
     assert "NOT verified: 1 of 2 rows" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_layout_that_is_refused_is_shown_with_its_reason(tmp_path: Path) -> None:
     done = automodel(tmp_path, "verify", "-c", "quickstart", "mesh.ep_size=2", ROWS, "--rows", "ep2 packed")
     assert done.returncode == 1

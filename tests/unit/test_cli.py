@@ -44,10 +44,12 @@ def automodel(folder: Path, *arguments: str, **env: str) -> subprocess.Completed
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
 
 
-def cpu_seconds(folder: Path, forbidden: str, *arguments: str, **env: str) -> float:
-    """CPU of the whole process, the least of three; fails when it imported one of the forbidden modules."""
-    least = float("inf")
-    for _ in range(3):
+def check_quick(folder: Path, limit: float, forbidden: str, *arguments: str, **env: str) -> None:
+    """The whole process takes at most `limit` seconds of CPU, in one of three tries (the machine may be busy), and
+    imports none of the forbidden modules.
+    """
+    tries = []
+    while len(tries) < 3 and min(tries, default=limit + 1) > limit:
         environ = {**os.environ, "PYTHONPATH": PATH, **env}
         command = [sys.executable, "-c", PROBE, forbidden, *arguments]
         with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as p:
@@ -56,8 +58,8 @@ def cpu_seconds(folder: Path, forbidden: str, *arguments: str, **env: str) -> fl
             _, status, usage = os.wait4(p.pid, 0)
             p.returncode = os.waitstatus_to_exitcode(status)
         assert p.returncode == 0, output
-        least = min(least, usage.ru_utime + usage.ru_stime)
-    return least
+        tries.append(usage.ru_utime + usage.ru_stime)
+    assert min(tries) <= limit, f"{' '.join(arguments)}: {tries}"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def cpu_seconds(folder: Path, forbidden: str, *arguments: str, **env: str) -> fl
     ids=" ".join,
 )
 def test_quick_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
-    assert cpu_seconds(tmp_path, "torch,hydra,omegaconf,rich,transformers", *arguments) <= 0.4
+    check_quick(tmp_path, 0.4, "torch,hydra,omegaconf,rich,transformers", *arguments)
 
 
 def test_completion_of_keys_imports_nothing_heavy(toy: Path) -> None:
@@ -75,18 +77,18 @@ def test_completion_of_keys_imports_nothing_heavy(toy: Path) -> None:
         "COMP_CWORD": "5",
         "_AUTOMODEL_COMPLETE": "bash_complete",
     }
-    assert cpu_seconds(toy, "torch,hydra,rich,transformers", **words) <= 0.4
+    check_quick(toy, 0.4, "torch,hydra,rich,transformers", **words)
 
 
 def test_check_is_quick_and_torch_free(toy: Path) -> None:
-    assert cpu_seconds(toy, "torch,rich,transformers", "check", "-c", "toy.yaml", *TRUST) <= 1.0
+    check_quick(toy, 1.0, "torch,rich,transformers", "check", "-c", "toy.yaml", *TRUST)
 
 
 @pytest.mark.parametrize("name", bundled.names())
 def test_every_bundled_config_checks_without_torch(tmp_path: Path, name: str) -> None:
     """What the users of a method's base fill in is all that it lacks."""
     filled = ["model.pretrained=org/name", "data.path=train.jsonl"] if name in ("sft", "dpo", "grpo") else []
-    assert cpu_seconds(tmp_path, "torch,rich,transformers", "check", "-c", name, *filled) <= 1.0
+    check_quick(tmp_path, 1.0, "torch,rich,transformers", "check", "-c", name, *filled)
 
 
 def test_check_prints_a_line_per_section(toy: Path) -> None:

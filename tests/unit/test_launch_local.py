@@ -62,7 +62,14 @@ def test_under_torchrun_a_rank_runs_in_place(toy: Path) -> None:
     assert (toy / "logs/rank-1.log").exists()
 
 
-@pytest.mark.parametrize(("fail", "rank", "code"), [("data", 0, 3), ("memory", 1, 4), ("hard", 1, 1)])
+@pytest.mark.parametrize(
+    ("fail", "rank", "code"),
+    [
+        ("data", 0, 3),
+        pytest.param("memory", 1, 4, marks=pytest.mark.slow),
+        pytest.param("hard", 1, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_the_exit_code_is_that_of_the_rank_that_failed(toy: Path, fail: str, rank: int, code: int) -> None:
     process = start(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", f"fail={fail}", f"fail_rank={rank}")
     _, err = process.communicate(timeout=120)
@@ -88,7 +95,7 @@ def wait_for_start(process: subprocess.Popen[str], folder: Path, num_ranks: int)
         (1, signal.SIGINT, False, 130),
         (1, signal.SIGTERM, False, 75),
         (2, signal.SIGINT, True, 130),
-        (2, signal.SIGTERM, False, 75),
+        pytest.param(2, signal.SIGTERM, False, 75, marks=pytest.mark.slow),
         (2, signal.SIGUSR1, False, 75),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.launch import peers
 from automodel_cli.launch.slurm import Job
-from tests.unit.test_cli import TRUST, automodel, cpu_seconds
+from tests.unit.test_cli import TRUST, automodel, check_quick
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Job(
@@ -111,9 +111,9 @@ def test_refused_before_anything_is_submitted(toy: Path, arguments: list[str], t
 
 def test_submit_is_quick_and_torch_free(toy: Path) -> None:
     heavy = "torch,rich,transformers"
-    assert cpu_seconds(toy, f"{heavy},hydra", "submit", "--help") <= 0.4
+    check_quick(toy, 0.4, f"{heavy},hydra", "submit", "--help")
     size = [*SIZE, "--dry-run", "mesh.dp_size=2"]
-    assert cpu_seconds(toy, heavy, "submit", "-c", "toy.yaml", *TRUST, *size) <= 1.0
+    check_quick(toy, 1.0, heavy, "submit", "-c", "toy.yaml", *TRUST, *size)
 
 
 def test_submit_gives_sbatch_a_folder_that_is_ready(toy: Path) -> None:
