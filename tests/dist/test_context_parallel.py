@@ -190,6 +190,15 @@ def test_under_a_pipeline(runtime: Literal["torch", "eager"]):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "interleaved_1f1b"])
+def test_a_ring_under_a_pipeline(schedule: str):
+    """Two kinds of point-to-point traffic at a time, and backward passes in two halves."""
+    pipeline = PipelineConfig(schedule=schedule)
+    families = (("llama", True), ("gpt_oss", False), ("deepseek_v3", False))
+    check(4, [Case(name, mesh=mesh(2, pp=2), ring=True, recompute=r, pipeline=pipeline) for name, r in families])
+
+
 def test_pipeline_and_data_parallel_ranks_together():
     pipeline = PipelineConfig(schedule="1f1b")
     check(8, [Case(family, mesh=mesh(2, dp=2, pp=2), pipeline=pipeline) for family in ("qwen3_moe", "gpt_oss")])
