@@ -18,7 +18,7 @@ from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
-from recipes.rules import check_packed_probe, check_transformer_engine
+from recipes.rules import check_4bit_base, check_packed_probe, check_transformer_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +61,7 @@ class Recipe:
         self.parallelizer.check_mesh(self.mesh)
         check_packed_probe(self.parallelizer, self.model, self.data)
         check_transformer_engine(self.parallelizer, self.model, self.mesh)
+        check_4bit_base(self.parallelizer, self.model, self.mesh)
         pp_size = self.mesh.pp_size or 1
         if pp_size > 1 and self.pipeline is None:
             raise ConfigError(

@@ -19,6 +19,7 @@ from automodel_cli.models import compat
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.build import build_part
 from automodel_cli.models.load import load_weights
+from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.router import RouterWatch
 from automodel_cli.models.source import hf_config
@@ -121,6 +122,7 @@ def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[S
 def _count_parameters(parts: list[ModelPart], mesh: Mesh) -> tuple[int, int]:
     """Parameters of the whole model and how many of them are trained; a tied table on two stages counts once."""
     mine = {name: (p.numel(), p.requires_grad) for part in parts for name, p in part.named_parameters()}
+    mine |= {f"{name}.weight": (layer.num_weights, False) for part in parts for name, layer in packed_layers(part)}
     everywhere: list[dict[str, tuple[int, bool]]] = [{} for _ in range(mesh.layout.pp)]
     dist.all_gather_object(everywhere, mine, group=mesh.pp.get_group())
     found = {name: entry for of_rank in everywhere for name, entry in of_rank.items()}

@@ -106,7 +106,9 @@ def _any_rank(yes: bool, session: Session) -> bool:
 
 def _key(recipe: Recipe, rows: PackedDataset) -> str:
     """Of the rows, and of what the config says of the weights and of how they compute."""
-    model = {**dataclasses.asdict(recipe.model), "tokenizer": None, "lora": None}
+    lora = recipe.model.lora
+    base = lora.base_quantization if lora is not None else "none"
+    model = {**dataclasses.asdict(recipe.model), "tokenizer": None, "lora": None if base == "none" else base}
     ingredients = {
         "rows": [store.meta["key"] for store in rows.stores],
         "model": repr(sorted(model.items(), key=lambda item: item[0])),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
+from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig, ParallelizerConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.rollout.settings import RolloutConfig
@@ -59,6 +59,31 @@ def check_transformer_engine(parallelizer: ParallelizerConfig, model: ModelConfi
         raise ConfigError(
             "enable_compile=true cannot look into Transformer Engine's layers",
             keys=("parallelizer.enable_compile", "model.transformer_engine"),
+            fix="parallelizer.enable_compile=false",
+        )
+
+
+def check_4bit_base(parallelizer: ParallelizerConfig, model: ModelConfig, mesh: MeshConfig) -> None:
+    """What layers with 4-bit weights cannot be combined with."""
+    if model.lora is None or model.lora.base_quantization == "none":
+        return
+    quantization = f"model.lora.base_quantization={model.lora.base_quantization}"
+    if (mesh.tp_size or 1) > 1:
+        raise ConfigError(
+            f"{quantization} packs whole weights, but mesh.tp_size={mesh.tp_size} cuts them",
+            keys=("model.lora.base_quantization", "mesh.tp_size"),
+            fix="mesh.tp_size=1, or model.lora.base_quantization=none",
+        )
+    if isinstance(parallelizer, MegatronFSDPConfig):
+        raise ConfigError(
+            f"{quantization} keeps weights that are no parameters, which Megatron-FSDP's buffers know nothing of",
+            keys=("model.lora.base_quantization", "parallelizer"),
+            fix="parallelizer=fsdp2",
+        )
+    if parallelizer.enable_compile:
+        raise ConfigError(
+            f"{quantization}: enable_compile=true is not tested with 4-bit layers",
+            keys=("parallelizer.enable_compile", "model.lora.base_quantization"),
             fix="parallelizer.enable_compile=false",
         )
 

@@ -17,7 +17,8 @@ class LoRAConfig:
     The update is `scale * B @ A` with `scale = alpha / rank`, or `alpha / sqrt(rank)` with `use_rslora`.
     `target_modules` is a regular expression over module names, a list of name endings, or "all-linear": every linear
     layer but the head, in mixture-of-experts families only those of attention (peft reads the others' names as the
-    experts). `base_quantization: nf4` is QLoRA: the frozen base in 4 bits through bitsandbytes.
+    experts). `base_quantization: nf4` is QLoRA: the weights of those layers in 4 bits through bitsandbytes, whole on
+    every data-parallel rank.
     """
 
     rank: int = 16

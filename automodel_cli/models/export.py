@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import one_document
-from automodel_cli.models import compat, lora
+from automodel_cli.models import compat, lora, nf4
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.weights import iter_hf_weights
@@ -229,6 +230,7 @@ def _rounded(parts: Sequence[ModelPart]) -> Iterator[None]:
     """Inside, parameters hold what the export stores: adapters merged (and silent), all in the hub's dtype."""
     kept: list[tuple[Tensor, Tensor]] = []
     scalings: list[tuple[dict[str, float], dict[str, float]]] = []
+    packed: list[nf4.NF4Linear] = []
     for part in parts:
         keep_fp32 = compat.fp32_names(part.model, part.hub_dtype)
         adapters = {f"{name}.base_layer.weight": layer for name, layer in lora.wrappers(part.model)}
@@ -243,6 +245,10 @@ def _rounded(parts: Sequence[ModelPart]) -> Iterator[None]:
             if stored is not local:
                 kept.append((local, local.clone()))
                 local.copy_(stored)
+        for wrapper in adapters.values():
+            if isinstance(base := wrapper.get_base_layer(), nf4.NF4Linear):
+                base.instead = partial(_merged, base, wrapper, lora.scale(wrapper), part.hub_dtype)
+                packed.append(base)
         scalings += [(layer.scaling, dict(layer.scaling)) for layer in adapters.values()]
     for scaling, _ in scalings:
         scaling.update(dict.fromkeys(scaling, 0.0))
@@ -251,5 +257,13 @@ def _rounded(parts: Sequence[ModelPart]) -> Iterator[None]:
     finally:
         for local, original in kept:
             local.copy_(original)
+        for base in packed:
+            base.instead = None
         for scaling, before in scalings:
             scaling.update(before)
+
+
+def _merged(base: nf4.NF4Linear, wrapper: Any, scale: float, dtype: torch.dtype) -> Tensor:
+    """The exported weight of a 4-bit layer, made anew in each forward: all of them at once may not fit."""
+    weight = base.dequantised()
+    return (weight.float() + lora.delta(wrapper, scale)).to(weight.dtype).to(dtype)

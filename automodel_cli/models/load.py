@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import compat, lora, quantized, source
+from automodel_cli.models import compat, lora, nf4, quantized, source
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.seeds import seed_for
@@ -44,7 +44,7 @@ def load_weights(
     seed: int,
     buffer_device: torch.device | None = None,
 ) -> LoadReport:
-    """Allocate what is on meta on `device` (buffers on `buffer_device`, if other) and fill everything.
+    """Allocate what is on meta on `device` (buffers and 4-bit weights on `buffer_device`, if other), fill everything.
 
     Plain parameters and DTensor shards alike; ties survive. Random weights depend on `seed` and the parameter's place
     in the model only, so every layout starts from the same numbers. Build the optimizer afterwards: allocation
@@ -52,7 +52,7 @@ def load_weights(
     """
     materialise(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
-        target = _Target(part.model)
+        target = _Target(part.model, buffer_device or torch.device(device))
         skeleton, mapping = _skeleton(part, config, target)
         if config.config is not None:
             report = _init_random(skeleton, target, seed)
@@ -83,13 +83,18 @@ def materialise(module: nn.Module, device: torch.device, buffer_device: torch.de
 
 
 class _Target:
-    """The tensors to fill, by hub name; tied names share one entry under their first name."""
+    """The tensors to fill, by hub name; tied names share one entry under their first name. Weights that are packed into
+    4 bits go to their layers, on `packed_device`.
+    """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, packed_device: torch.device):
+        self.packed_device = packed_device
+        self.packed = {f"{name}.weight": layer for name, layer in nf4.packed_layers(model)}
         self.names: dict[str, str] = {}  # every name -> first name of the same tensor
         self.tensors: dict[str, Tensor] = {}
         first: dict[int, str] = {}
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        named += [(name, layer.unloaded()) for name, layer in self.packed.items()]
         for name, tensor in named:
             canonical = first.setdefault(id(tensor), name)
             self.names[name] = canonical
@@ -105,6 +110,10 @@ class _Target:
     def fill(self, name: str, value: Tensor) -> None:
         """`value` is this rank's part of `name`. Of tied names the first filled wins; another must agree."""
         canonical = self.names[name]
+        if canonical in self.packed:
+            self.packed[canonical].pack(value, self.packed_device)
+            self.filled[canonical] = name
+            return
         tensor = self.tensors[canonical]
         local, value = compat.local(tensor), compat.local(value)
         earlier = self.filled.setdefault(canonical, name)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import compat
+from automodel_cli.models import compat, nf4
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.models.seeds import generator_for
 
@@ -33,8 +33,8 @@ _EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 def inject(model: nn.Module, config: LoRAConfig) -> None:
     """Wrap the target layers in place and freeze everything else. Works on the meta device."""
     _need("peft", "pip install 'automodel-cli[peft]'")
-    if config.base_quantization != "none":
-        _refuse_quantized_base()
+    if config.base_quantization == "nf4":
+        nf4.require()
     import peft
 
     try:
@@ -53,6 +53,9 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
             keys=("lora.target_modules",),
             fix="model.lora.target_modules=all-linear",
         )
+    if config.base_quantization == "nf4":
+        for _, wrapper in wrappers(model):
+            wrapper.base_layer = nf4.NF4Linear(wrapper.get_base_layer())
 
 
 def _targets(model: nn.Module, config: LoRAConfig) -> str | list[str]:
@@ -86,20 +89,6 @@ def _need(package: str, command: str) -> None:
         raise ConfigError(
             f"model.lora needs the package {package}, which is not installed", keys=("lora",), fix=command
         )
-
-
-def _refuse_quantized_base() -> None:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "lora.base_quantization=nf4 (QLoRA) needs the package bitsandbytes, which is not installed",
-            keys=("lora.base_quantization",),
-            fix="pip install bitsandbytes, or model.lora.base_quantization=none",
-        )
-    raise ConfigError(
-        "lora.base_quantization=nf4 (QLoRA) is not implemented for sharded loading",
-        keys=("lora.base_quantization",),
-        fix="model.lora.base_quantization=none",
-    )
 
 
 def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -146,13 +135,19 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         compat.local(b).zero_()
 
 
-def delta(layer: Any) -> Tensor:
-    """The full fp32 update of a wrapped layer. Collective where the adapter is sharded."""
+def scale(layer: Any) -> float:
+    """What multiplies B @ A in a wrapped layer."""
+    factor: float = layer.scaling[_ADAPTER]
+    return factor
+
+
+def delta(layer: Any, factor: float | None = None) -> Tensor:
+    """The full fp32 update of a wrapped layer, by its own scale or `factor`. Collective where adapters are sharded."""
     a, b = (
         compat.gathered(layer.lora_A[_ADAPTER].weight).float(),
         compat.gathered(layer.lora_B[_ADAPTER].weight).float(),
     )
-    return (b @ a) * layer.scaling[_ADAPTER]
+    return (b @ a) * (scale(layer) if factor is None else factor)
 
 
 def save_adapters(

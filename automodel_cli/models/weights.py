@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.models import compat, lora
+from automodel_cli.models import compat, lora, nf4
 from automodel_cli.models.load import unit_of
 from automodel_cli.models.part import ModelPart
 
@@ -91,13 +91,15 @@ def _named_full_weights(
     updates = {f"{name}.weight": layer for name, layer in lora.wrappers(model)}
     keep_fp32 = compat.fp32_names(model, dtype)
     with lora.bare(model):
-        units: dict[str, dict[str, Tensor]] = {}
+        units: dict[str, dict[str, Tensor | nf4.NF4Linear]] = {}
         for name, tensor in _persistent(model):
             units.setdefault(unit_of(name), {})[name] = tensor
+        for name, packed in nf4.packed_layers(model):
+            units.setdefault(unit_of(name), {})[f"{name}.weight"] = packed
     for unit in units.values():
         state = {}
-        for name, tensor in unit.items():
-            full = compat.gathered(tensor)
+        for name, held in unit.items():
+            full = held.dequantised() if isinstance(held, nf4.NF4Linear) else compat.gathered(held)
             if name in updates:
                 full = (full.float() + lora.delta(updates[name])).to(full.dtype)
             if full.is_floating_point():

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.nf4 import NF4Linear
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.anatomy import Anatomy
 from automodel_cli.pipelining.config import check_one_way
@@ -210,6 +211,8 @@ def used_weights(module: nn.Module) -> float:
     for child in module.modules():
         if isinstance(child, nn.Embedding):
             continue
+        if isinstance(child, NF4Linear):
+            total += child.num_weights
         for param in child.parameters(recurse=False):
             experts = getattr(child, "num_experts", None)  # the library's decorator sets it on fused experts
             if experts and param.dim() == 3:

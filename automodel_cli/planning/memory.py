@@ -6,6 +6,7 @@ communication buffers are not counted, hence "estimate".
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
 from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.distributed.layout import Layout
+from automodel_cli.models.nf4 import BYTES_PER_WEIGHT
 from automodel_cli.planning.units import Unit
 from automodel_cli.training.optim import AdamW, AdamW8bit, Muon
 from automodel_cli.training.param_groups import TrainableParam
@@ -73,9 +75,11 @@ class Accounting:
     def rank_memory(self, stages: Sequence[Sequence[Unit]], num_outside: int = 1) -> Memory:
         """Of a rank that holds these stages. Without a pipeline, the first `num_outside` units are the root group."""
         units = [unit for stage in stages for unit in stage]
+        packed = sum(unit.num_packed for unit in units) * BYTES_PER_WEIGHT  # whole on every rank
         if isinstance(self.parallelizer, FSDP2Config):
-            return self._fsdp2(units, num_outside, self.parallelizer)
-        stored = sum(_bytes(item) for unit in units for item in unit.params)
+            memory = self._fsdp2(units, num_outside, self.parallelizer)
+            return dataclasses.replace(memory, parameters=memory.parameters + packed)
+        stored = packed + sum(_bytes(item) for unit in units for item in unit.params)
         grads = sum(_bytes(item) for unit in units for item in unit.params if item.param.requires_grad)
         states = sum(optimizer_bytes(self.optimizer, item, item.param.numel()) for u in units for item in u.params)
         # The wrapper's buckets are a second copy of the gradients; a pipeline sums them without the wrapper.

@@ -14,6 +14,7 @@ from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.tensor_parallel import cut_parameters
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.nf4 import num_packed
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.placement import place_layout, render_table
@@ -115,7 +116,7 @@ def make_plan(request: Request) -> Plan:
     whole = {id(p): p for p in part.parameters()}.values()
     plan = Plan(
         request,
-        sum(p.numel() for p in whole),
+        sum(p.numel() for p in whole) + num_packed(part),
         sum(p.numel() for p in whole if p.requires_grad),
         *estimate.of_stages((range(len(units.layers)),), (0,), lambda amounts: tuple(amounts)),
         live=(1.0,),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from automodel_cli.distributed.parallelizer import transformer_layers
+from automodel_cli.models.nf4 import num_packed
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.anatomy import Anatomy
 from automodel_cli.pipelining.stage_plan import used_weights
@@ -20,10 +21,12 @@ class Unit:
 
     params: tuple[TrainableParam, ...]
     cost: float
+    num_packed: int = 0
+    """Weights in 4 bits, which are no parameters."""
 
     @property
     def num_parameters(self) -> int:
-        return sum(item.param.numel() for item in self.params)
+        return sum(item.param.numel() for item in self.params) + self.num_packed
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ def read_units(part: ModelPart, anatomy: Anatomy | None) -> Units:
 
 
 def _unit(modules: Sequence[nn.Module]) -> Unit:
-    return Unit(tuple(_params(modules)), sum(used_weights(module) for module in modules))
+    cost = sum(used_weights(module) for module in modules)
+    return Unit(tuple(_params(modules)), cost, sum(num_packed(module) for module in modules))
 
 
 def _params(modules: Iterable[nn.Module]) -> Iterator[TrainableParam]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import peft
@@ -135,7 +136,8 @@ def test_targets_that_fit_nothing_or_no_linear_layer_are_refused(tmp_path: Path)
         _trained(tmp_path, "llama", target_modules=["embed_tokens"])
 
 
-def test_qlora_without_bitsandbytes_names_the_install_command(tmp_path: Path):
+def test_qlora_without_bitsandbytes_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="bitsandbytes") as refusal:
         _trained(tmp_path, "llama", base_quantization="nf4")
     assert "pip install bitsandbytes" in str(refusal.value.fix)

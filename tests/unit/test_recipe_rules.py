@@ -8,11 +8,11 @@ from transformers import masking_utils, modeling_flash_attention_utils
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.distributed.config import DDPConfig, FSDP2Config
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models import compat
-from automodel_cli.models.config import ModelConfig, TransformerEngineConfig
-from recipes.rules import check_packed_probe, check_transformer_engine
+from automodel_cli.models.config import LoRAConfig, ModelConfig, TransformerEngineConfig
+from recipes.rules import check_4bit_base, check_packed_probe, check_transformer_engine
 from tests import tiny
 
 PATCH = FSDP2Config(patch_is_packed_sequence=True)
@@ -67,3 +67,21 @@ def test_transformer_engine_is_accepted_elsewhere():
     check_transformer_engine(FSDP2Config(), attention_only, MeshConfig(tp_size=2, pp_size=2))
     check_transformer_engine(FSDP2Config(), _model(transformer_engine=ENGINE), MeshConfig(pp_size=2))
     check_transformer_engine(FSDP2Config(), _model(), MeshConfig(tp_size=2, cp_size=2))
+
+
+REFUSED_4BIT = {
+    "tp": (FSDP2Config(), {"tp_size": 2}, "packs whole weights, but mesh.tp_size=2"),
+    "megatron": (MegatronFSDPConfig(), {}, "Megatron-FSDP"),
+    "compile": (DDPConfig(enable_compile=True), {}, "enable_compile=true"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_4BIT)
+def test_a_4_bit_base_refuses(case):
+    parallelizer, sizes, reason = REFUSED_4BIT[case]
+    model = _model(lora=LoRAConfig(base_quantization="nf4"))
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_4bit_base(parallelizer, model, MeshConfig(**sizes))
+    assert caught.value.fix and caught.value.keys
+    check_4bit_base(parallelizer, _model(lora=LoRAConfig()), MeshConfig(**sizes))
+    check_4bit_base(FSDP2Config(), model, MeshConfig(pp_size=2, cp_size=2, ep_size=2))

@@ -1,0 +1,87 @@
+"""The frozen base of QLoRA (Dettmers et al. 2023): weights of linear layers in 4 bits, by `bitsandbytes`.
+
+NF4 in blocks of 64 weights, whose scales are quantised once more: 4.127 bits a weight. A packed weight is no parameter,
+so nothing shards, casts, optimises or saves it: every data-parallel rank holds all of it, and a resumed run packs the
+checkpoint's weights again, to the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+
+BYTES_PER_WEIGHT = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+
+
+class NF4Linear(nn.Module):
+    """A linear layer `[out_features, in_features]` whose weight is packed when it is loaded. The bias stays whole."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype = linear.weight.dtype
+        self.bias = linear.bias
+        self._packed: Tensor | None = None
+        self._state: Any = None
+        self.instead: Callable[[], Tensor] | None = None
+        """Where it is set, each call computes with the weight that this gives."""
+
+    @property
+    def num_weights(self) -> int:
+        return self.in_features * self.out_features
+
+    def unloaded(self) -> Tensor:
+        """What a checkpoint has for the weight: its shape and dtype, on the meta device."""
+        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+
+    def pack(self, weight: Tensor, device: torch.device) -> None:
+        """Take the weight, whole and in the checkpoint's precision; it is rounded on `device`, where it stays."""
+        from bitsandbytes.functional import quantize_4bit
+
+        on_device = weight.detach().to(device, self.dtype).contiguous()
+        self._packed, self._state = quantize_4bit(on_device, quant_type="nf4", compress_statistics=True)
+
+    def dequantised(self) -> Tensor:
+        """The weight that this layer computes with, in the storage dtype."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight: Tensor = dequantize_4bit(self._packed, self._state)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        from bitsandbytes import matmul_4bit
+
+        if self.instead is not None:
+            return F.linear(x, self.instead().to(x.dtype), self.bias)
+        if x.is_meta:  # a plan wants shapes; like the product in 4 bits, this keeps nothing for the backward pass
+            return x[..., :1].expand(*x.shape[:-1], self.out_features).clone()
+        assert self._packed is not None, "weights come by load_weights"
+        result: Tensor = matmul_4bit(x, self._packed, self._state, bias=self.bias)
+        return result
+
+
+def packed_layers(module: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
+    """(name, layer) of all of them in `module`."""
+    return ((name, child) for name, child in module.named_modules() if isinstance(child, NF4Linear))
+
+
+def num_packed(module: nn.Module) -> int:
+    """Weights in 4 bits, which no count of parameters has."""
+    return sum(layer.num_weights for _, layer in packed_layers(module))
+
+
+def require() -> None:
+    """Raises ConfigError without bitsandbytes."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "lora.base_quantization=nf4 (QLoRA) needs the package bitsandbytes, which is not installed",
+            keys=("lora.base_quantization",),
+            fix="pip install bitsandbytes, or model.lora.base_quantization=none",
+        )
