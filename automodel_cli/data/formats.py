@@ -5,6 +5,7 @@ wrong.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,11 @@ Document = Conversation | Completion | PlainText
 
 
 def detect_format(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str) -> str:
-    """The format of the first rows, told by the columns that all of them share, or by `columns` alone.
+    """The format of the first rows, told by the columns that most of them share, or by `columns` alone.
 
     Raises DataError naming the columns and a `columns` to paste.
     """
-    shared = set(rows[0]).intersection(*rows[1:]) if rows else set()
+    shared = usual_columns(rows)
     fitting = [name for name, fields in FIELDS.items() if set(columns) <= set(fields)]
     if not fitting:
         raise DataError(
@@ -75,7 +76,7 @@ def detect_format(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str],
     listed = columns.get("messages") or next((c for c in LIST_COLUMNS if c in shared), None)
     preference = "completion" not in columns and set(PREFERENCE_COLUMNS) <= shared
     found = {
-        "sharegpt": listed and _is_sharegpt(rows[0].get(listed)) and not preference,
+        "sharegpt": listed and _is_sharegpt(_first(rows, listed)) and not preference,
         "messages": listed and not preference,
         "prompt_completion": {"prompt", "completion"} <= has,
         "alpaca": {"instruction", "output"} <= has,
@@ -84,11 +85,23 @@ def detect_format(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str],
     for name, yes in found.items():
         if yes and name in fitting:
             return name
-    names = ", ".join(sorted(shared)) or "(none shared by the first rows)"
+    names = ", ".join(sorted(shared)) or "(none that most rows share)"
     raise DataError(
         f"{where}: cannot tell the format from the columns {names}",
         fix=_suggest_columns(rows, shared),
     )
+
+
+def usual_columns(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Columns of more than half of the rows. One row without one of them is no sign of another format: it will be
+    refused by its number.
+    """
+    counts = Counter(column for row in rows for column in row)
+    return {column for column, count in counts.items() if 2 * count > len(rows)}
+
+
+def _first(rows: Sequence[Mapping[str, Any]], column: str) -> Any:
+    return next(row[column] for row in rows if column in row)
 
 
 def _is_sharegpt(value: Any) -> bool:
@@ -96,7 +109,8 @@ def _is_sharegpt(value: Any) -> bool:
 
 
 def _suggest_columns(rows: Sequence[Mapping[str, Any]], shared: set[str]) -> str:
-    texts = [c for c in (rows[0] if rows else {}) if c in shared and isinstance(rows[0][c], str)]
+    columns = dict.fromkeys(column for row in rows for column in row)
+    texts = [column for column in columns if column in shared and isinstance(_first(rows, column), str)]
     if set(PREFERENCE_COLUMNS) <= shared:
         prompt = next((c for c in ("prompt", "question", *LIST_COLUMNS) if c in shared), "prompt")
         plain = f"data.columns='{{prompt: {prompt}, completion: chosen}}' trains on the preferred answer"

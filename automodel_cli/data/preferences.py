@@ -8,7 +8,7 @@ from typing import Any
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import PREFERENCE_FIELDS
-from automodel_cli.data.formats import LIST_COLUMNS, Document, RowReader, as_messages, read_messages
+from automodel_cli.data.formats import LIST_COLUMNS, Document, RowReader, as_messages, read_messages, usual_columns
 from automodel_cli.data.rows import RowError
 
 Messages = list[dict[str, Any]]
@@ -37,16 +37,16 @@ class Judged:
 
 
 def detect_preferences(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str) -> str:
-    """`preference` or `judged`, told by the columns that the first rows share, or by `columns` alone.
+    """`preference` or `judged`, told by the columns that most of the first rows share, or by `columns` alone.
 
     Raises DataError naming the columns and a `columns` to paste.
     """
-    shared = set(rows[0]).intersection(*rows[1:]) if rows else set()
+    shared = usual_columns(rows)
     has = shared | {field for field, column in columns.items() if column in shared}
     for name, needed in (("preference", {"chosen", "rejected"}), ("judged", {"label"})):
         if needed <= has and set(columns) <= set(PREFERENCE_FIELDS[name]):
             return name
-    names = ", ".join(sorted(shared)) or "(none shared by the first rows)"
+    names = ", ".join(sorted(shared)) or "(none that most rows share)"
     raise DataError(
         f"{where}: no preferences in the columns {names}; a pair has chosen and rejected, a judged response a label",
         fix="data.columns='{prompt: <column>, chosen: <column>, rejected: <column>}', or a recipe for plain rows (sft)",

@@ -147,6 +147,7 @@ def said(document):
 )
 def test_formats_are_told_by_columns(row, columns, expected):
     assert detect_format([row, {**row, "more": 1}], columns, "x.jsonl") == expected
+    assert detect_format([{"id": 1}, row, row], columns, "x.jsonl") == expected, "one row that lacks all is a bad row"
 
 
 @pytest.mark.parametrize(
