@@ -238,8 +238,7 @@ def _rounded(parts: Sequence[ModelPart]) -> Iterator[None]:
             local = compat.local(param)
             stored = local
             if name in adapters:
-                merged = (compat.gathered(param).float() + lora.delta(adapters[name])).to(param.dtype)
-                stored = compat.local_part(param, merged)
+                stored = compat.local_part(param, lora.merged(compat.gathered(param), adapters[name]))
             if "lora_" not in name and not keep_fp32(name):
                 stored = stored.to(part.hub_dtype)
             if stored is not local:
@@ -265,5 +264,4 @@ def _rounded(parts: Sequence[ModelPart]) -> Iterator[None]:
 
 def _merged(base: nf4.NF4Linear, wrapper: Any, scale: float, dtype: torch.dtype) -> Tensor:
     """The exported weight of a 4-bit layer, made anew in each forward: all of them at once may not fit."""
-    weight = base.dequantised()
-    return (weight.float() + lora.delta(wrapper, scale)).to(weight.dtype).to(dtype)
+    return lora.merged(base.dequantised(), wrapper, scale).to(dtype)

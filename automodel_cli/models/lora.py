@@ -32,9 +32,10 @@ _EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 def inject(model: nn.Module, config: LoRAConfig) -> None:
     """Wrap the target layers in place and freeze everything else. Works on the meta device."""
-    _need("peft", "pip install 'automodel-cli[peft]'")
+    _need("model.lora", "peft", key="lora", fix="pip install 'automodel-cli[peft]'")
     if config.base_quantization == "nf4":
-        nf4.require()
+        fix = "pip install bitsandbytes, or model.lora.base_quantization=none"
+        _need("lora.base_quantization=nf4 (QLoRA)", "bitsandbytes", key="lora.base_quantization", fix=fix)
     import peft
 
     try:
@@ -84,11 +85,9 @@ def _peft_config(model: nn.Module, config: LoRAConfig) -> Any:
     )
 
 
-def _need(package: str, command: str) -> None:
+def _need(what: str, package: str, *, key: str, fix: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"model.lora needs the package {package}, which is not installed", keys=("lora",), fix=command
-        )
+        raise ConfigError(f"{what} needs the package {package}, which is not installed", keys=(key,), fix=fix)
 
 
 def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -148,6 +147,11 @@ def delta(layer: Any, factor: float | None = None) -> Tensor:
         compat.gathered(layer.lora_B[_ADAPTER].weight).float(),
     )
     return (b @ a) * (scale(layer) if factor is None else factor)
+
+
+def merged(weight: Tensor, layer: Any, factor: float | None = None) -> Tensor:
+    """A layer's full `weight` with its `delta` added in fp32, in the dtype of the weight."""
+    return (weight.float() + delta(layer, factor)).to(weight.dtype)
 
 
 def save_adapters(

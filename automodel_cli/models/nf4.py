@@ -7,15 +7,12 @@ checkpoint's weights again, to the same bits.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from automodel_cli.config.errors import ConfigError
 
 BYTES_PER_WEIGHT = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 
@@ -75,13 +72,3 @@ def packed_layers(module: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
 def num_packed(module: nn.Module) -> int:
     """Weights in 4 bits, which no count of parameters has."""
     return sum(layer.num_weights for _, layer in packed_layers(module))
-
-
-def require() -> None:
-    """Raises ConfigError without bitsandbytes."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "lora.base_quantization=nf4 (QLoRA) needs the package bitsandbytes, which is not installed",
-            keys=("lora.base_quantization",),
-            fix="pip install bitsandbytes, or model.lora.base_quantization=none",
-        )

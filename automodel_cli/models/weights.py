@@ -101,7 +101,7 @@ def _named_full_weights(
         for name, held in unit.items():
             full = held.dequantised() if isinstance(held, nf4.NF4Linear) else compat.gathered(held)
             if name in updates:
-                full = (full.float() + lora.delta(updates[name])).to(full.dtype)
+                full = lora.merged(full, updates[name])
             if full.is_floating_point():
                 full = full.to(torch.float32 if keep_fp32(name) else dtype)
             state[name] = full.to(device) if device is not None else full
