@@ -2,17 +2,24 @@
 
 The thread only generates. Everything that ranks do together (who asks what, who hears which answer) happens in the main
 thread, before it begins and after it has ended, so collectives of all ranks keep one order.
+
+What is drawn when a checkpoint is written belongs into it (`Ahead.state`): the weights that drew it are gone, so a run
+that goes on could not draw it again.
 """
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
@@ -45,12 +52,14 @@ class Ahead:
         self._asked: list[Asked] = []
         self._seconds = 0.0
         self._drawn: Drawn | None = None
+        self._settings: dict[str, Any] = {}
+        self._kept: Mapping[str, Any] | None = None
 
     def begin(self, asked: list[Asked], params: SamplingParams, seeds: Sequence[int]) -> None:
         """Start to generate. `seeds`: one for each sample; the random state is the main thread's alone."""
         assert self._finish is None and self._drawn is None, "the samples before these were not taken"
         prompts = [prompt.tokens for _, _, prompt in asked]
-        self._asked = asked
+        self._asked, self._settings, self._kept = asked, dataclasses.asdict(params), None
         if isinstance(self._engine, FirstRankEngine):
             self._finish = self._engine.begin(prompts, params, seeds, self._start)
         else:
@@ -68,6 +77,31 @@ class Ahead:
         self.wait()
         drawn, self._drawn = self._drawn, None
         return drawn
+
+    def state(self) -> dict[str, Any] | None:
+        """What was drawn and not yet taken, of all ranks, as JSON values; None for nothing. Collective."""
+        self.wait()
+        mine = [] if self._drawn is None else [*zip(self._drawn.asked, self._drawn.completions, strict=True)]
+        everywhere: list[list[tuple[int, int, Completion]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, [(place, index, answer) for (place, index, _), answer in mine])
+        # ranks that share prompts hold the same answers
+        found = {(place, index): answer for of_rank in everywhere for place, index, answer in of_rank}
+        return {"settings": self._settings, **_packed(found)} if found else None
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Hold what `state` gave a checkpoint, for `kept`."""
+        self._kept = state
+
+    def kept(self, asked: list[Asked], params: SamplingParams) -> Drawn | None:
+        """The restored answers to exactly these samples, once. None where there are none, or where they are answers to
+        other samples or by other settings: a run may be told to go on differently."""
+        state, self._kept = self._kept, None
+        if state is None or state["settings"] != dataclasses.asdict(params):
+            return None
+        found = _unpacked(state)
+        if not all((place, index) in found for place, index, _ in asked):
+            return None
+        return Drawn(asked, [found[place, index] for place, index, _ in asked], 0.0)
 
     def close(self) -> None:
         """Wait for the thread; what it has drawn is dropped. A run that fails does so once its samples are drawn:
@@ -98,3 +132,35 @@ def _on_own_stream(draw: Callable[[], Any], ready: torch.cuda.Stream) -> Any:
         found = draw()
     stream.synchronize()
     return found
+
+
+def _packed(found: Mapping[tuple[int, int], Completion]) -> dict[str, Any]:
+    """Completions as JSON values: what is as long as a completion as the bytes of one array, exact and compact."""
+    answers = list(found.values())
+    return {
+        "places": [[*key] for key in found],
+        "lengths": [len(answer.tokens) for answer in answers],
+        "tokens": _text(np.array([token for answer in answers for token in answer.tokens], "<i8")),
+        "logprobs": _text(np.array([logprob for answer in answers for logprob in answer.logprobs], "<f8")),
+        "finish_reasons": [answer.finish_reason for answer in answers],
+        "weight_versions": [answer.weight_version for answer in answers],
+    }
+
+
+def _unpacked(state: Mapping[str, Any]) -> dict[tuple[int, int], Completion]:
+    tokens, logprobs = _numbers(state["tokens"], "<i8"), _numbers(state["logprobs"], "<f8")
+    ends = np.cumsum(state["lengths"]).tolist()
+    found = {}
+    rows = zip(state["places"], state["lengths"], ends, state["finish_reasons"], state["weight_versions"], strict=True)
+    for (place, index), length, end, reason, version in rows:
+        span = slice(end - length, end)
+        found[place, index] = Completion(tokens[span], logprobs[span], reason, version)
+    return found
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+def _numbers(text: str, dtype: str) -> list[Any]:
+    return list(np.frombuffer(base64.b64decode(text), dtype).tolist())

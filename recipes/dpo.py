@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.objectives.dpo import DPO
-from automodel_cli.objectives.kto import KTO
+from automodel_cli.objectives.base import PreferenceObjective
 from recipes.base import Recipe
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class DPORecipe(Recipe):
     (simpo, orpo).
     """
 
-    objective: DPO | KTO
+    objective: PreferenceObjective
     reference: Choice = "auto"
 
     kind: ClassVar[str] = "dpo"
@@ -41,10 +40,10 @@ class DPORecipe(Recipe):
                 keys=("reference",),
                 fix="reference=precomputed, or model.lora={rank: 16}",
             )
-        if self.reference != "auto" and not self.objective.uses_reference:
+        if self.reference != "auto" and "ref_logprobs_BT" not in self.objective.columns:
             raise ConfigError(
                 f"reference={self.reference}, but this objective compares with no reference",
-                keys=("reference", "objective.loss"),
+                keys=("reference", "objective"),
                 fix="reference=auto",
             )
 
@@ -70,7 +69,8 @@ class DPORecipe(Recipe):
         """Log-probs of the reference, and for KTO the reference point of the step. Collective."""
         from recipes.reference import reference_columns, reference_point
 
-        wanted = "judged" if isinstance(self.objective, KTO) else "pairs"
+        needed = self.objective.columns
+        wanted = "judged" if "desirable_S" in needed else "pairs"
         for rows in filter(None, (session.data.train, session.data.validation)):
             if rows.kind != wanted:
                 raise DataError(
@@ -78,10 +78,10 @@ class DPORecipe(Recipe):
                     keys=("objective", "data"),
                     fix=f"objective._target_=automodel_cli.objectives.{_OBJECTIVES[rows.kind]}",
                 )
-        if not self.objective.uses_reference:
+        if "ref_logprobs_BT" not in needed:
             return lambda batches: batches
         columns = reference_columns(session, self.reference)
-        if isinstance(self.objective, KTO) and self.objective.reference_point == "kl":
+        if "kl_baseline_1" in needed:
             return lambda batches: reference_point(session, columns(batches))
         return columns
 

@@ -12,13 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
-from automodel_cli.models import compat
+from automodel_cli.models import compat, length_rope
 from automodel_cli.models.attention import PACKED, packed_attention, register
 from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
-from automodel_cli.pipelining.torch_compat import reshards_after_forward
-from automodel_cli.rollout.config import HFConfig, SamplerConfig, ServerConfig, VLLMConfig
+from automodel_cli.pipelining.torch_runtime.compat import reshards_after_forward
 from automodel_cli.rollout.decoder import Decoder, Stage, fsdp_gathered
 from automodel_cli.rollout.engine import (
     Capabilities,
@@ -30,8 +29,6 @@ from automodel_cli.rollout.engine import (
 )
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.sampler import Sampler
-from automodel_cli.rollout.vllm import NCCLTransfer, VLLMEngine
-from recipes.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -41,28 +38,8 @@ if TYPE_CHECKING:
     from recipes.session import Session
 
 _PROMPTS, _NEW_TOKENS = (13, 5), 9  # longer than every window of a shrunken config
+_LONGEST = max(_PROMPTS) + _NEW_TOKENS  # that rotary tables switch in between is refused by what is longer
 _TOLERANCE = 1e-4
-
-
-def build_engine(config: SamplerConfig | HFConfig | ServerConfig, session: Session) -> Engine:
-    """The engine that a `rollout` section names, on the run's own weights or ready to be given them. Collective."""
-    model, tokenizer = session.model, session.tokenizer
-    stops = stop_token_ids(tokenizer, model.parts[0].model.config)
-    if isinstance(config, SamplerConfig):
-        check_decoding(model.parts[0].source_config, trust_remote_code=session.recipe.model.trust_remote_code)
-        return build_sampler(model.stages, session.mesh, stop_token_ids=stops, **dataclasses.asdict(config))
-    if isinstance(config, HFConfig):
-        return build_replica(session, stops, max_batch_tokens=config.max_batch_tokens)
-    assert isinstance(config, VLLMConfig), "RolloutConfig refuses servers whose weights are fixed"
-    engine = None
-    if session.is_main:
-        if config.command is not None:
-            log = session.run_dir / "logs" / "rollout_server.log"
-            process = ServerProcess(config.command, config.server(), log, timeout=config.start_timeout)
-            session.at_exit.callback(process.close)
-        transfer = NCCLTransfer(config.address, config.port)
-        engine = VLLMEngine(config.server(), tokenizer, transfer, model=config.model, concurrency=config.concurrency)
-    return FirstRankEngine(engine)
 
 
 def build_replica(session: Session, stops: list[int], **options: Any) -> HFEngine:
@@ -174,21 +151,30 @@ def build_decoder(stages: Stages, mesh: Mesh) -> Decoder:
         "gathered": fsdp_gathered(parts, reshards_after_forward) if sharded else None,
         "lockstep_group": mesh.ep.get_group() if mesh.ep is not None else None,
     }
-    if mesh.layout.pp == 1:
-        return Decoder.whole(parts[0], mesh.device, **options)
-    local: Any = stages  # AutoPipeline: the protocol does not tell which stages of the pipeline are here
-    group = mesh.pp.get_group()
-    mine = {stage.stage_index: part for stage, part in zip(local.info.stages, parts, strict=True)}
-    everywhere: list[list[int]] = [[] for _ in range(mesh.layout.pp)]
-    dist.all_gather_object(everywhere, list(mine), group=group)
-    owners = {index: rank for rank, indices in enumerate(everywhere) for index in indices}
+    mine, rank = iter(parts), mesh.pp.get_local_rank()
     return Decoder(
-        [Stage(owners[index], mine.get(index)) for index in range(len(owners))],
+        [Stage(owner, next(mine) if owner == rank else None) for owner in stages.stage_owners],
         mesh.device,
-        pp_group=group,
-        hidden_dtype=local.info.stages[0].boundary_dtype,
+        pp_group=stages.pp_group,
+        hidden_dtype=stages.boundary_dtype,
         **options,
     )
+
+
+def check_lengths(hf_config: PretrainedConfig, longest: int) -> None:
+    """Raise ConfigError when sequences of up to `longest` tokens change their rotary table while they are generated.
+
+    Such a token is drawn with the table of the text so far and trained with that of the whole text: with log-probs of
+    another policy, whatever engine draws it.
+    """
+    limit = length_rope.longest_unswitched(hf_config)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"{hf_config.model_type} changes its rotary table at {limit} tokens, and prompts with their responses have "
+            f"up to data.seq_len={longest}: tokens before the change are drawn with one table and trained with another",
+            keys=("data.seq_len", "rollout"),
+            fix=f"data.seq_len={limit}",
+        )
 
 
 @torch.no_grad()
@@ -204,7 +190,7 @@ def check_decoding(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fal
 
     try:
         with compat.quiet(), torch.random.fork_rng(devices=[]):
-            difference = _decoding_error(build_small(shrink(hf_config), build))
+            difference = _decoding_error(build_small(shrink(hf_config, switch=_LONGEST), build))
     except Exception as error:  # any class of the library may fail in its own way
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise _refusal(hf_config, f"a small copy of it fails ({reason})") from error
@@ -224,6 +210,7 @@ def _decoding_error(model: PreTrainedModel) -> float:
     """Largest difference between log-probs drawn token by token and those of one forward."""
     register()
     model.set_attn_implementation(PACKED)
+    length_rope.install(model)
     part = ModelPart(model, HeadKind("generic"))
     part.eval()
     vocab = model.config.get_text_config().vocab_size

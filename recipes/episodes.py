@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from automodel_cli.data.chat import resolve_chat_template
 from automodel_cli.data.prompts import Prompt
+from automodel_cli.data.template_choice import resolve_chat_template
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
 from automodel_cli.rollout.environment import Environment, Episode, Reply, play
 from automodel_cli.rollout.rewards.base import Judged

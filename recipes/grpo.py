@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.config import MegatronFSDPConfig
-from automodel_cli.objectives.grpo import GRPO
-from automodel_cli.rollout.config import SamplerConfig
+from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.rewards.base import Reward
 from automodel_cli.rollout.settings import RolloutConfig
 from recipes.base import Recipe
@@ -16,6 +14,8 @@ from recipes.rules import check_environment, check_exported, check_prompt_data
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.training.callback import Callback
+    from recipes.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class GRPORecipe(Recipe):
     are nodes by name: the sum of weight x score is a sample's reward.
     """
 
-    objective: GRPO
+    objective: PolicyObjective
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: dict[str, Reward] = field(default_factory=dict)
 
@@ -44,9 +44,9 @@ class GRPORecipe(Recipe):
                 keys=("rewards",),
                 fix="rewards=exact",
             )
-        if isinstance(self.parallelizer, MegatronFSDPConfig) and isinstance(self.rollout.engine, SamplerConfig):
+        if "sampler" not in self.parallelizer.supports and self.rollout.engine.capabilities.live_weights:
             raise ConfigError(
-                "the sampler cannot read weights that Megatron-FSDP shards",
+                f"{type(self.rollout.engine).__name__} cannot read weights as {self.parallelizer.name} shards them",
                 keys=("parallelizer", "rollout.engine"),
                 fix="parallelizer=fsdp2, or rollout=hf",
             )
@@ -60,17 +60,18 @@ class GRPORecipe(Recipe):
                 keys=("rollout.prompts_per_step", "rollout.group_size", "train.global_batch_size"),
                 fix=f"train.global_batch_size={rollout.samples_per_step}",
             )
-        if self.objective.ratio == "on_policy" and rollout.samples_per_step * rollout.passes > per_update:
+        if "old_logprobs_BT" not in self.objective.columns and rollout.samples_per_step * rollout.passes > per_update:
             raise ConfigError(
-                "objective.ratio=on_policy is right for one update per rollout only",
-                keys=("objective.ratio", "rollout.passes", "train.global_batch_size"),
-                fix="objective.ratio=token",
+                "this objective compares with no earlier log-probs (ratio=on_policy): it is right for one update per "
+                "rollout only",
+                keys=("objective", "rollout.passes", "train.global_batch_size"),
+                fix=f"rollout.passes=1 train.global_batch_size={rollout.samples_per_step}",
             )
-        if rollout.max_staleness and self.objective.correction == "none":
+        if rollout.max_staleness and not self.objective.corrects_staleness:
             raise ConfigError(
-                f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, and "
-                "objective.correction=none takes them for the policy's own",
-                keys=("rollout.max_staleness", "objective.correction"),
+                f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, and this objective "
+                "(correction=none) takes them for the policy's own",
+                keys=("rollout.max_staleness", "objective"),
                 fix="objective.correction=truncate objective.correction_max=2.0",
             )
         if rollout.max_new_tokens >= self.data.seq_len:
@@ -110,12 +111,18 @@ class GRPORecipe(Recipe):
         tokenizer = load_tokenizer(self.model)
         show_prompts(self.prepared(tokenizer), tokenizer, **options)
 
+    def own_callbacks(self, session: Session) -> list[Callback]:
+        """None yet: what measures is a part of what generates, which `run` builds."""
+        return []
+
     def run(self, source: Composed) -> int:
         check_exported(self.model)
-        from recipes.rollouts import open_rollouts
+        from recipes.rollouts import Rollouts
         from recipes.session import open_session
 
-        with open_session(self, source) as session, open_rollouts(session, self) as rollouts:
+        with open_session(self, source) as session:
+            rollouts = Rollouts(session, self)
+            session.callbacks.add(rollouts)
             session.header()
             rollouts.tell("before")
             for step, prompts in session.steps():

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
-from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.megatron_fsdp import weights_changed
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.distributed.sharded import weights_changed
 from automodel_cli.models import compat
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.build import build_part
@@ -23,8 +21,9 @@ from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.router import RouterWatch
 from automodel_cli.models.source import hf_config
-from automodel_cli.models.support import probe_context, probe_packing
-from automodel_cli.training.stages import SingleStage, Stages
+from automodel_cli.models.support import Rows, probe_context, probe_packing
+from automodel_cli.pipelining.build import build_stages
+from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepHook
 
 if TYPE_CHECKING:
@@ -47,17 +46,23 @@ class Model:
         """From config to loaded weights under the parallelizer, whole or cut into pipeline stages. Collective."""
         config = recipe.model
         _check_compile(recipe, mesh)
-        if isinstance(recipe.parallelizer, FSDP2Config) and recipe.parallelizer.patch_is_packed_sequence:
+        if recipe.parallelizer.assumes_unpacked:
             compat.assume_unpacked()
         probe_packing(
             hf_config(config),
             attention=config.attention,
-            packed_rows=recipe.data.packing != "none",
+            rows=_rows(recipe),
             trust_remote_code=config.trust_remote_code,
         )
         if mesh.layout.cp > 1:
             probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
-        stages = _build_stages(recipe, mesh)
+        stages = build_stages(
+            build_part(config),
+            mesh,
+            recipe.pipeline,
+            recipe.parallelizer,
+            num_microbatches=recipe.train.num_microbatches(mesh.dp_size),
+        )
         parts = [part for part in stages.parts if isinstance(part, ModelPart)]
         device = recipe.parallelizer.parameter_device(mesh.device)
         for part in parts:
@@ -68,13 +73,20 @@ class Model:
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the other stages; None for a whole model."""
-        return self.mesh.pp.get_group() if self.mesh.layout.pp > 1 else None
+        return self.stages.pp_group
 
     def score(self, prompts: list[list[int]]) -> list[Tensor]:
         """Log-probs of each prompt's tokens after the first, `[len - 1]` on the CPU. Collective."""
         batches = [one_document(ids).to(self.mesh.device) for ids in prompts]
         scores = self.stages.forward(batches, lambda logprobs_BT, _: logprobs_BT[0, :-1])
         return [score.cpu() for score in scores]
+
+
+def _rows(recipe: Recipe) -> Rows:
+    """What a microbatch's rows hold. A row alone needs no padding, unless all are made equally long."""
+    if recipe.data.packing != "none":
+        return "packed"
+    return "whole" if recipe.train.microbatch_size == 1 and recipe.data.pad_to == "longest" else "padded"
 
 
 def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
@@ -91,23 +103,6 @@ def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
             keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention"),
             fix="parallelizer.enable_compile=false, or model.attention=sdpa",
         )
-
-
-def _build_stages(recipe: Recipe, mesh: Mesh) -> Stages:
-    """Parallelised, not yet loaded."""
-    part = build_part(recipe.model)
-    if recipe.pipeline is None:
-        return SingleStage(parallelize(part, mesh, recipe.parallelizer))
-    from automodel_cli.pipelining.build import build_pipeline  # 0.2 s that other runs need not spend
-
-    return build_pipeline(
-        part,
-        mesh,
-        recipe.pipeline,
-        recipe.parallelizer,
-        microbatch_size=recipe.train.microbatch_size,
-        num_microbatches=recipe.train.num_microbatches(mesh.dp_size),
-    )
 
 
 def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[StepHook]:

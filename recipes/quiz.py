@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from automodel_cli.data.config import AnswerChecker
 from automodel_cli.models.weights import iter_hf_weights
 
 if TYPE_CHECKING:
@@ -18,9 +19,12 @@ class Quiz:
         self.scores: dict[str, Accuracy] = {}
 
     def ask(self, session: Session, when: str) -> None:
-        """Measure and print the accuracy under the name `when`; nothing to do for data without a task. Collective."""
+        """Measure and print the accuracy under the name `when`; nothing to do for data without a task
+        that knows right answers. Collective.
+        """
         task = session.recipe.data.task
-        if task is None:
+        questions = [] if task is None else list(task.rows("validation"))
+        if not (isinstance(task, AnswerChecker) and questions and all("answer" in row for row in questions)):
             return
         from automodel_cli.rollout.accuracy import measure_accuracy  # only runs with a task pay for generation
         from recipes.engines import build_replica
@@ -34,7 +38,7 @@ class Quiz:
         with session.meter.pause():
             engine = build_replica(session, [session.tokenizer.eos_token_id])
             engine.update_weights(weights)
-            score = measure_accuracy(engine, session.tokenizer, task.rows("validation"), task.check_answer)
+            score = measure_accuracy(engine, session.tokenizer, questions, task.check_answer)
         self.scores[when] = score
         kinds = "  ".join(f"{kind} {share:.0%}" for kind, share in score.by_kind().items())
         session.meter.print(

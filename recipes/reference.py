@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,11 +23,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.data.cache import cache_root
+from automodel_cli.data.cache import cache_root, cache_unwritable, file_hash
+from automodel_cli.data.checksums import content_hash
 from automodel_cli.data.dataset import DUMMY_ROW, PackedDataset
+from automodel_cli.models.source import model_files
 from automodel_cli.objectives.kto import reference_point_sums
 from automodel_cli.training.memory import max_over_ranks
 from recipes.results import compute_dtype
@@ -42,8 +46,8 @@ Columns = Callable[[list[Batch]], list[Batch]]
 
 _CHUNK = 1 << 24
 """Values summed over ranks at a time: 64 MiB of device memory."""
-_CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""Mean |difference| of a log-prob up to which a cached value is that of this model: rounding, not other weights."""
+_BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+"""A file's id on the hub: of git for small files, SHA-256 for large ones."""
 
 
 def reference_columns(session: Session, choice: Choice) -> Columns:
@@ -82,13 +86,14 @@ def _precompute(session: Session) -> None:
 
 def _attach(session: Session, rows: PackedDataset, needed: np.ndarray, name: str) -> None:
     """Values of the rows from the cache, what is missing there measured and added to it."""
-    path = cache_root(session.recipe.data.cache_dir) / "reference" / f"{_key(session.recipe, rows)}.npy"
+    root = cache_root(session.recipe.data.cache_dir)
+    key = [_key(session.recipe, rows, root) if session.is_main else None]
+    dist.broadcast_object_list(key, src=0, device=torch.device("cpu"))  # one rank reads the weights for it
+    path = root / "reference" / f"{key[0]}.npy"
     values = _read(path, rows.num_tokens)
     missing = needed[np.isnan(values[rows.token_starts[needed]])]
     if _any_rank(len(missing) > 0, session):  # caches of several hosts may hold different rows
         missing = needed if _any_rank(len(missing) < len(needed), session) else missing
-    if not _any_rank(len(missing) > 0, session) and not _still_right(session, rows, values, needed):
-        missing = needed
     if _any_rank(len(missing) > 0, session):
         if session.is_main:
             print(f"reference log-probs of {len(missing):,} {name} rows", file=sys.stderr, flush=True)
@@ -104,23 +109,35 @@ def _any_rank(yes: bool, session: Session) -> bool:
     return max_over_ranks(float(yes), session.mesh.device) > 0
 
 
-def _key(recipe: Recipe, rows: PackedDataset) -> str:
-    """Of the rows, and of what the config says of the weights and of how they compute."""
+def _key(recipe: Recipe, rows: PackedDataset, root: Path) -> str:
+    """Of the rows, of the content of the model's files (not their place), and of how the config says they compute."""
     lora = recipe.model.lora
     base = lora.base_quantization if lora is not None else "none"
-    model = {**dataclasses.asdict(recipe.model), "tokenizer": None, "lora": None if base == "none" else base}
+    named_by_content = dict.fromkeys(("tokenizer", "pretrained", "gguf_file", "revision"))
+    model = {**dataclasses.asdict(recipe.model), **named_by_content, "lora": None if base == "none" else base}
     ingredients = {
-        "rows": [store.meta["key"] for store in rows.stores],
+        "rows": [store.content for store in rows.stores],
         "model": repr(sorted(model.items(), key=lambda item: item[0])),
+        "files": [[path.name, _content(path, root)] for path in model_files(recipe.model)],
+        "libraries": [torch.__version__, transformers.__version__],
         "seed": recipe.seed,
         "dtype": str(compute_dtype(recipe)),
     }
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def _content(path: Path, root: Path) -> str:
+    """What names a file's bytes: the hub's blob id where the file is a link into its cache, else a hash."""
+    blob = path.resolve()
+    if blob.parent.name == "blobs" and _BLOB.fullmatch(blob.name):
+        return blob.name
+    return file_hash(path, root)
+
+
 def _read(path: Path, num_tokens: int) -> np.ndarray:
-    """The cached values of all rows, nan where a row was never measured."""
-    if path.exists():
+    """The cached values of all rows, nan where a row was never measured; all nan where the file is not as written."""
+    note = path.with_suffix(".xxh3")
+    if path.exists() and note.exists() and note.read_text() == content_hash(path):
         values = np.load(path, mmap_mode="r")
         if values.shape == (num_tokens,):
             return values
@@ -128,26 +145,23 @@ def _read(path: Path, num_tokens: int) -> np.ndarray:
 
 
 def _write(path: Path, values: np.ndarray) -> None:
+    """Values, then the hash of their file: a reader in between finds none that fits, and measures again."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}.npy")
-    np.save(temporary, values)
-    os.replace(temporary, path)
-
-
-def _still_right(session: Session, rows: PackedDataset, values: np.ndarray, needed: np.ndarray) -> bool:
-    """Whether this model gives the cached values, on the first rows: a folder may hold other weights than last time."""
-    sample = needed[: session.recipe.train.microbatch_size * session.mesh.dp_size]
-    fresh = _measured(session, rows, values, sample)
-    spans = [slice(rows.token_starts[row], rows.token_starts[row + 1]) for row in sample.tolist()]
-    gap = np.concatenate([np.abs(fresh[span] - values[span]) for span in spans])
-    labels = max(1, sum(rows.num_label_tokens(row) for row in sample.tolist()))
-    return not _any_rank(not gap.sum() / labels <= _CLOSE[compute_dtype(session.recipe)], session)
+    temporary, note = (path.with_name(f"{path.stem}.tmp-{os.getpid()}{suffix}") for suffix in (".npy", ".xxh3"))
+    try:
+        np.save(temporary, values)
+        note.write_text(content_hash(temporary))
+        os.replace(temporary, path)
+        os.replace(note, path.with_suffix(".xxh3"))
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise cache_unwritable(path.parent, error) from error
 
 
 def _measured(session: Session, rows: PackedDataset, values: np.ndarray, missing: np.ndarray) -> np.ndarray:
     """`values` with those of the missing rows filled in, on every rank."""
     mesh, train = session.mesh, session.recipe.train
-    per_call = train.num_microbatches(mesh.dp_size) if session.recipe.pipeline is not None else 1
+    per_call = session.model.stages.forward_size(train.num_microbatches(mesh.dp_size))
     unit = train.microbatch_size * mesh.dp_size * per_call
     padded = np.full(-(-len(missing) // unit) * unit, DUMMY_ROW)
     padded[: len(missing)] = missing

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.layout import Layout, MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.models.export import export_hf, is_first_rank, verify_export
+from automodel_cli.models.export import discard_staged, export_hf, is_first_rank, publish, staging, verify_export
 from automodel_cli.models.lora import save_adapters
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.report.environment import environment
@@ -76,13 +77,37 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
 def export_and_verify(
     recipe: Recipe, model: Model, tokenizer: Any, rows: PackedDataset, folder: Path, summary: str
 ) -> float:
-    """Write the folder (adapters also apart, in `adapter/`), reload it with stock transformers, compare.
+    """Write the folder (adapters also apart, in `adapter/`), reload it with stock transformers, compare, put in place.
 
-    Raises RunError when the two do not agree.
-
-    Collective. Returns the largest difference of a log-prob.
+    Whatever happens before the end, an older export in `folder` stays as it is. Raises RunError when the two do not
+    agree, or the disk is full or read-only. Collective. Returns the largest difference of a log-prob.
     """
-    title = folder.resolve().parent.name if folder.name == "export" else folder.name
+    folder = folder.resolve()
+    try:
+        written = staging(folder) if is_first_rank() else folder
+        gap = _write_and_compare(recipe, model, tokenizer, rows, written, _title(folder), summary)
+        if is_first_rank():
+            publish(written, folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RunError(
+            f"the export {folder} could not be written: {reason}; the checkpoint is whole",
+            keys=("output_dir",),
+            fix=f"automodel export {folder.parent} --out another-disk/export",
+        ) from error
+    finally:
+        if is_first_rank():
+            discard_staged(folder)
+    return gap
+
+
+def _title(folder: Path) -> str:
+    return folder.parent.name if folder.name == "export" else folder.name
+
+
+def _write_and_compare(
+    recipe: Recipe, model: Model, tokenizer: Any, rows: PackedDataset, folder: Path, title: str, summary: str
+) -> float:
     export_hf(model.parts, recipe.model, tokenizer, folder, title=title, summary=summary, pp_group=model.pp_group)
     if recipe.model.lora is not None:
         save_adapters(
@@ -99,8 +124,8 @@ def export_and_verify(
     tolerance = _TOLERANCE[compute_dtype(recipe)]
     if not gap <= tolerance:
         raise RunError(
-            f"the export in {folder} does not compute what was trained: max |log-prob difference| {gap:.2e}, "
-            f"allowed {tolerance:.0e}; the checkpoint is whole",
+            f"the export does not compute what was trained: max |log-prob difference| {gap:.2e}, allowed "
+            f"{tolerance:.0e}; it was removed again, the checkpoint is whole",
             fix=f"automodel export {folder.parent}, and report this with its config.yaml",
         )
     return gap

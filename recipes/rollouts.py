@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,33 +15,27 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.config import AnswerChecker
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
-from automodel_cli.rollout.config import VLLMConfig
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.environment import Episode
 from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.sampling import Shaping
+from automodel_cli.training.callback import Callback, Run
 from automodel_cli.training.stages import Stages
-from recipes.ahead import Ahead, Asked
-from recipes.engines import build_engine
+from recipes.ahead import Ahead, Asked, Drawn
+from recipes.engine_host import EngineHost
 from recipes.episodes import play_episodes, scored_samples, speaks
 from recipes.experience import RowPlan, Sample, Update, kl_sums, plan_updates
 from recipes.quiz import Quiz
 from recipes.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
-from recipes.scoring import ReferenceModel, logprobs_of, shaped
+from recipes.scoring import ReferenceModel, draws_while_training, logprobs_of, shaped
 
 if TYPE_CHECKING:
     from recipes.grpo import GRPORecipe
     from recipes.session import Session
-
-
-@runtime_checkable
-class AnswerChecker(Protocol):
-    """A task that knows right answers."""
-
-    def check_answer(self, completion: str, answer: str) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -107,25 +101,16 @@ class Rollout:
         return self.version - min(sample.weight_version for sample in self.samples)
 
 
-@contextmanager
-def open_rollouts(session: Session, recipe: GRPORecipe) -> Iterator[Rollouts]:
-    """Build everything that generates and judges; end its processes whatever happens. Collective."""
-    rollouts = Rollouts(session, recipe)
-    session.measure = rollouts.measure
-    try:
-        yield rollouts
-    finally:
-        rollouts.close()
-
-
-class Rollouts:
-    """What GRPO has besides a session: an engine, rewards, and a reference model where the objective needs one."""
+class Rollouts(Callback):
+    """What GRPO has besides a session: an engine, rewards, and a reference model where the objective needs one. Of the
+    run's callbacks the one that measures held-out prompts, and that keeps what was drawn ahead. Collective to build.
+    """
 
     def __init__(self, session: Session, recipe: GRPORecipe):
         self.session, self.recipe, self.config = session, recipe, recipe.rollout
         self.mesh, self.model = session.mesh, session.model
         self.rewards = RewardSum(recipe.rewards)
-        self.engine = build_engine(self.config.engine, session)
+        self.engine = self.config.engine.build(EngineHost(session))
         capabilities = self.engine.capabilities
         if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
             raise ConfigError(
@@ -134,22 +119,50 @@ class Rollouts:
                 keys=("rollout.engine",),
                 fix="rollout=sampler",
             )
-        self._ahead = Ahead(self.engine, self.mesh.device) if self.config.max_staleness else None
+        self._ahead = self._build_ahead()
         self._reference = self._build_reference()
+        self._draws_while_training = draws_while_training(self.model)
         self._plan = RowPlan(
             seq_len=recipe.data.seq_len,
             packed=recipe.data.packing != "none",
             pad_multiple=recipe.data.pad_multiple,
             microbatch_size=recipe.train.microbatch_size,
             pad_id=_pad_id(session.tokenizer),
-            fits=self._fits,
+            fits=session.model.stages.takes,
         )
         self.quiz = Quiz()
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
         self.sync(session.first_step)
 
-    def close(self) -> None:
+    # -- what the run tells
+
+    def on_start(self, run: Run, state: Any) -> None:
+        """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""
+        if self._ahead is not None and state is not None:
+            self._ahead.restore(state)
+
+    def on_checkpoint(self, run: Run, step: int) -> Any:
+        """What is drawn and not yet trained on. Collective."""
+        return None if self._ahead is None else self._ahead.state()
+
+    def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """The mean reward of greedy responses to the held-out prompts. Collective."""
+        validation = self.session.data.validation
+        limit = self.recipe.validation.num_batches
+        prompts = validation.prompts
+        if limit is not None:
+            prompts = prompts[: limit * self.recipe.train.microbatch_size * self.mesh.dp_size]
+        mine = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
+        asked = [(place, 0, prompt) for place, prompt in mine]
+        answers = self._answers = self._judged(asked, self._generated(asked, self.config.params(greedy=True)))
+        return {
+            "val_reward": statistics.fmean(sample.score.total for sample in answers),
+            "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
+        }
+
+    def on_end(self, run: Run, succeeded: bool) -> None:
+        """End what generates and judges in other threads and processes."""
         if self._ahead is not None:
             self._ahead.close()
         self.rewards.close()
@@ -165,7 +178,7 @@ class Rollouts:
         """
         began = time.perf_counter()
         dynamic = self.config.dynamic_sampling
-        drawn = self._ahead.take() if self._ahead is not None else None
+        drawn = self._drawn_ahead(step, prompts)
         samples = self._sample(step, prompts) if drawn is None else self._judged(drawn.asked, drawn.completions)
         num_sampled, num_batches = len(samples), 1
         if dynamic is not None:
@@ -183,6 +196,16 @@ class Rollouts:
             asked, seeds = self._asked(step + 1, loader.peek_step(), loader.position)
             self._ahead.begin(asked, self.config.params(), seeds)
         return self._learnt_from(step, samples, num_sampled, seconds)
+
+    def _drawn_ahead(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Drawn | None:
+        """What was drawn during the step before, in this process or in the one whose checkpoint it goes on from."""
+        if self._ahead is None:
+            return None
+        drawn = self._ahead.take()
+        if drawn is not None:
+            return drawn
+        asked, _ = self._asked(step, prompts, self.session.loader.position - self.config.prompts_per_step)
+        return self._ahead.kept(asked, self.config.params())
 
     def _sample(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> list[Sample]:
         """Everything that all ranks draw for the prompts that the loader gave last, in their order."""
@@ -248,18 +271,18 @@ class Rollouts:
         updates = self._measured(updates)
         rewards = [overlong.shaped(s.score.total, s.num_generated, s.truncated, limit) for s in samples]
         rewards_N = torch.tensor(rewards, dtype=torch.float64)
-        objective = self.recipe.objective
-        if objective.kl_in == "reward":
-            kl_N = mesh.sum_over(mesh.dp, kl_sums(updates, samples, objective.kl_type)).cpu()
-            rewards_N -= objective.kl_coef * kl_N
+        if (kl := self.recipe.objective.reward_kl) is not None:
+            rewards_N -= kl.coef * mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl.kl_type)).cpu()
         advantages_N = self._advantages(samples, rewards_N).advantages_N
         updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
         passes = self.config.passes
         return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, seconds)
 
     def _measured(self, updates: list[Update]) -> list[Update]:
+        """With the log-probs before the first update. Those of an only update are its own: no pass is needed."""
         objective = self.recipe.objective
-        if objective.uses_old_logprobs or objective.kl_in == "reward":
+        several = len(updates) * self.config.passes > 1 or self._draws_while_training
+        if ("old_logprobs_BT" in objective.columns and several) or objective.reward_kl is not None:
             with self.scoring():
                 updates = [self._with_logprobs(update, "old", self.model.stages) for update in updates]
         if self._reference is None:
@@ -270,8 +293,14 @@ class Rollouts:
     def _with_logprobs(self, update: Update, name: str, stages: Stages) -> Update:
         return update.with_column(f"{name}_logprobs_BT", logprobs_of(stages, update.batches, self.mesh.device))
 
+    def _build_ahead(self) -> Ahead | None:
+        if not self.config.max_staleness:
+            return None
+        return Ahead(self.engine, self.mesh.device)
+
     def _build_reference(self) -> ReferenceModel | None:
-        if not self.recipe.objective.uses_reference:
+        objective = self.recipe.objective
+        if "ref_logprobs_BT" not in objective.columns and objective.reward_kl is None:
             return None
         lora = self.recipe.model.lora is not None
         return ReferenceModel(self.session, without_adapters=lora, temperature=self.config.temperature)
@@ -293,26 +322,11 @@ class Rollouts:
             iter_hf_weights(
                 parts,
                 dtype=parts[0].model.dtype,
-                hub_names=isinstance(self.config.engine, VLLMConfig),
+                hub_names=self.engine.capabilities.hub_names,
                 pp_group=self.model.pp_group,
             )
         )
         self.engine.weight_version = version
-
-    def measure(self) -> dict[str, float]:
-        """The mean reward of greedy responses to the held-out prompts. Collective."""
-        validation = self.session.data.validation
-        limit = self.recipe.validation.num_batches
-        prompts = validation.prompts
-        if limit is not None:
-            prompts = prompts[: limit * self.recipe.train.microbatch_size * self.mesh.dp_size]
-        mine = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
-        asked = [(place, 0, prompt) for place, prompt in mine]
-        answers = self._answers = self._judged(asked, self._generated(asked, self.config.params(greedy=True)))
-        return {
-            "val_reward": statistics.fmean(sample.score.total for sample in answers),
-            "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
-        }
 
     def tell(self, when: str) -> None:
         """The line about held-out prompts before and after training. Collective where they are not yet measured."""
@@ -337,16 +351,6 @@ class Rollouts:
             if warning is not None:
                 behind = " (part of it is the step that the samples are behind)" if rollout.staleness else ""
                 meter.print(f"step {step}: {warning}{behind}")
-
-    def _fits(self, num_microbatches: int) -> bool:
-        pipeline = self.recipe.pipeline
-        if pipeline is None:
-            return True
-        try:
-            pipeline.check(self.mesh.layout.pp, num_microbatches)
-        except ConfigError:
-            return False
-        return num_microbatches % self.mesh.layout.pp == 0
 
 
 def _mean_part(samples: Sequence[Sample], name: str) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig, ParallelizerConfig
 from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.rollout.settings import RolloutConfig
 
@@ -18,9 +19,22 @@ ENVIRONMENT = "environment"
 _PROMPT_FIELDS = ("messages", "prompt", "system", "tools")
 
 
-def check_packed_probe(parallelizer: ParallelizerConfig, model: ModelConfig, data: DataConfig) -> None:
+def check_run_name(name: str | None) -> None:
+    """A run's name is the name of its folder: one component of a path, of characters that a terminal shows."""
+    if name is None or re.fullmatch(r"[\w][\w .,+=@:~%()'\[\]-]{0,199}", name):
+        return
+    word = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100]
+    raise ConfigError(
+        f"run_name={name!r} must be one component of a path: up to 200 letters, digits, blanks and .,+=@:~%()'[]-_, "
+        "a letter, digit or _ first",
+        keys=("run_name",),
+        fix=f"run_name={word or 'my_run'}",
+    )
+
+
+def check_packed_probe(parallelizer: Strategy, model: ModelConfig, data: DataConfig) -> None:
     """Switching off the library's search for packed rows needs rows that are none, and attention that searches."""
-    if not (isinstance(parallelizer, FSDP2Config) and parallelizer.patch_is_packed_sequence):
+    if not parallelizer.assumes_unpacked:
         return
     if data.packing != "none":
         raise ConfigError(
@@ -36,7 +50,7 @@ def check_packed_probe(parallelizer: ParallelizerConfig, model: ModelConfig, dat
         )
 
 
-def check_transformer_engine(parallelizer: ParallelizerConfig, model: ModelConfig, mesh: MeshConfig) -> None:
+def check_transformer_engine(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig) -> None:
     """What Transformer Engine's layers cannot be combined with here."""
     engine = model.transformer_engine
     if engine is None:
@@ -63,7 +77,7 @@ def check_transformer_engine(parallelizer: ParallelizerConfig, model: ModelConfi
         )
 
 
-def check_4bit_base(parallelizer: ParallelizerConfig, model: ModelConfig, mesh: MeshConfig) -> None:
+def check_4bit_base(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig) -> None:
     """What layers with 4-bit weights cannot be combined with."""
     if model.lora is None or model.lora.base_quantization == "none":
         return
@@ -74,9 +88,9 @@ def check_4bit_base(parallelizer: ParallelizerConfig, model: ModelConfig, mesh: 
             keys=("model.lora.base_quantization", "mesh.tp_size"),
             fix="mesh.tp_size=1, or model.lora.base_quantization=none",
         )
-    if isinstance(parallelizer, MegatronFSDPConfig):
+    if "nf4" not in parallelizer.supports:
         raise ConfigError(
-            f"{quantization} keeps weights that are no parameters, which Megatron-FSDP's buffers know nothing of",
+            f"{quantization} keeps weights that are no parameters, which this parallelizer knows nothing of",
             keys=("model.lora.base_quantization", "parallelizer"),
             fix="parallelizer=fsdp2",
         )
@@ -108,7 +122,7 @@ def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Co
         raise ConfigError(
             "data.chat_template=none: what an environment says is rendered by a chat template",
             keys=("data.chat_template", "rollout.environment"),
-            fix="data.chat_template=null",
+            fix="data.chat_template=auto",
         )
     if rollout.max_staleness:
         raise ConfigError(

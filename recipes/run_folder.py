@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import glob
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.remembered import remember
+from recipes.run_lock import hold
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from recipes.base import Recipe
 
 
-def run_folder(recipe: Recipe, source: Composed, *, make: bool = True) -> Path:
+def run_folder(recipe: Recipe, source: Composed, *, make: bool = True, held: ExitStack | None = None) -> Path:
     """The folder of a run: the one it goes on in, the earlier one of its name (`checkpoint.resume=auto`), or a new one.
 
-    With `make` it exists afterwards and holds `config.yaml`, the config with its origins. Raises RunError.
+    With `make` it exists afterwards and holds `config.yaml`, the config with its origins. With `held` no other run gets
+    in until that is closed. Raises RunError.
     """
     output_dir, name = Path(recipe.output_dir), recipe.run_name or source.name
     earlier = runs_called(output_dir, name) if recipe.checkpoint.resume == "auto" else []
@@ -26,8 +31,14 @@ def run_folder(recipe: Recipe, source: Composed, *, make: bool = True) -> Path:
         folder = earlier[-1]
     else:
         folder = new_run_folder(output_dir, name, make=make)
-    if make:
-        (folder / "config.yaml").write_text(source.to_yaml())
+    try:
+        if held is not None:
+            held.callback(hold(folder))  # before the config of a run that is going on is replaced
+        if make:
+            (folder / "config.yaml").write_text(source.to_yaml())
+            remember(folder, source.trust)
+    except OSError as error:
+        raise _unwritable(folder, "cannot be written", error) from error
     return folder
 
 
@@ -35,7 +46,7 @@ def runs_called(output_dir: Path, name: str) -> list[Path]:
     """The folders of runs with this name, oldest first: `name`, `name-2`, `name-3`, ..."""
     pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
     found = {}
-    for path in output_dir.glob(f"{name}*"):
+    for path in output_dir.glob(f"{glob.escape(name)}*"):
         match = pattern.fullmatch(path.name)
         if match and path.is_dir():
             found[int(match[1] or 1)] = path
@@ -56,8 +67,12 @@ def new_run_folder(output_dir: Path, name: str, *, make: bool = True) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise RunError(
-                f"the run folder {path} cannot be made: {error.strerror}",
-                keys=("output_dir",),
-                fix="output_dir=a folder that you may write to",
-            ) from error
+            raise _unwritable(path, "cannot be made", error) from error
+
+
+def _unwritable(folder: Path, what: str, error: OSError) -> RunError:
+    return RunError(
+        f"the run folder {folder} {what}: {error.strerror}",
+        keys=("output_dir",),
+        fix="output_dir=a folder that you may write to",
+    )

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.models.lora import adapters_off
@@ -48,6 +48,23 @@ def _frozen_copy(session: Session) -> Model:
     for part in copy.parts:
         part.requires_grad_(False)
     return copy
+
+
+def draws_while_training(model: Model) -> bool:
+    """Whether a training forward may use random numbers (dropout, jitter of routers): then it does not score tokens as
+    an evaluation does. By the modules and by the config, of which any such share above 0 counts.
+    """
+    for part in model.parts:
+        if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in part.modules()):
+            return True
+        fields = part.model.config.get_text_config().to_dict()
+        if any(_is_random(name) and isinstance(value, float) and value > 0 for name, value in fields.items()):
+            return True
+    return False
+
+
+def _is_random(name: str) -> bool:
+    return "drop" in name or name.endswith("jitter_noise")
 
 
 def logprobs_of(stages: Stages, batches: Sequence[Batch], device: torch.device) -> list[Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,14 +21,14 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class ServerProcess:
-    """`command`, run by the shell in a process group of its own, that answers `/health` at `server`.
+    """`command`, run (without a shell) in a process group of its own, that answers `/health` at `server`.
 
     Raises RunError where something answers there already, or `command` ends or does not answer within `timeout`
     seconds; it is ended then too.
     """
 
-    def __init__(self, command: str, server: Server, log: Path, *, timeout: float):
-        self._command, self._log = command, log
+    def __init__(self, command: Sequence[str], server: Server, log: Path, *, timeout: float):
+        self._command, self._log = shlex.join(command), log
         self._health = Server(server.url, timeout=5.0, retries=0, api_key=server.api_key)
         if self._answers():
             raise RunError(
@@ -37,9 +39,15 @@ class ServerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         with log.open("ab") as file:
-            self._process = subprocess.Popen(
-                command, shell=True, stdout=file, stderr=file, env=environment, start_new_session=True
-            )
+            try:
+                self._process = subprocess.Popen(
+                    list(command), stdout=file, stderr=file, env=environment, start_new_session=True
+                )
+            except OSError as error:
+                raise RunError(
+                    f"rollout.engine.command `{self._command}` cannot be started: {error.strerror}",
+                    keys=("rollout.engine.command",),
+                ) from error
         try:
             self._wait(timeout)
         except BaseException:
@@ -51,7 +59,7 @@ class ServerProcess:
         self._signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
-        self._signal(signal.SIGKILL)  # workers that outlived the shell
+        self._signal(signal.SIGKILL)  # workers that outlived their parent
         self._process.wait()
 
     def _signal(self, signum: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -22,17 +22,17 @@ from automodel_cli import __version__
 from automodel_cli.config import bundled
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import Batch
-from automodel_cli.data.loader import StepLoader, eval_batches
+from automodel_cli.data.loader import StepLoader
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import MeasuredObjective
 from automodel_cli.training import rng
+from automodel_cli.training.callback import Callbacks
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.checkpoint_dir import CheckpointDir
 from automodel_cli.training.config import CheckpointConfig
-from automodel_cli.training.evaluate import evaluate
 from automodel_cli.training.flops import device_peak_flops, training_flops_per_token
 from automodel_cli.training.lr_scheduler import build_lr_scheduler
 from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
@@ -66,17 +66,18 @@ class Session:
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.model = Model.build(recipe, mesh)
-        self._columns = recipe.batch_columns(self)
+        self.columns = recipe.batch_columns(self)
         self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps)
         rng.seed(recipe.seed, dist.get_rank())
         self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source))
+        self._callback_states: Mapping[str, Any] = {}
+        self.last_validation: tuple[int, dict[str, float]] = -1, {}
+        self._owed_to: Path | None = None
         self.first_step = self._resume()
         self.stopped_by = 0
         self.at_exit = ExitStack()
         self._metrics: dict[str, float] = {}
-        self.measure: Callable[[], dict[str, float]] = self._measure_loss
-        self.last_validation: tuple[int, dict[str, float]] = -1, {}
         self.meter = Meter(
             run_dir,
             recipe.logging,
@@ -84,9 +85,10 @@ class Session:
             machine=self._machine(),
             is_main=self.is_main,
             resume_step=self.first_step,
-            tracked_config=source.tree,
+            tracked_config=source.public(),
         )
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
+        self.callbacks = Callbacks(self, self._callback_states)
 
     def steps(self) -> Iterator[tuple[int, list[Any]]]:
         """The number of each step (1-based) and this rank's microbatches, until the run's end or a signal.
@@ -94,6 +96,9 @@ class Session:
         After the body of the loop: what is due (validation, checkpoint), and the agreement of all ranks to stop.
         """
         startup.collect_again()
+        for name in self.callbacks.unclaimed():
+            self.print(f"the state of callback {name} in the checkpoint is dropped: this run does not have it")
+        self._validate_what_is_owed()
         self.meter.start()
         for step in range(self.first_step + 1, self.num_steps + 1):
             self.profiler.before(step)
@@ -129,16 +134,20 @@ class Session:
         num_tokens, num_label_tokens = self.mesh.sum_over(self.mesh.dp, local).unbind()
         metrics = _over_updates([result.metrics for result in results], self.recipe.objective)
         on_line = shown_metrics(self.recipe.objective)
+        shown = {**shown, **{name: value for name, value in metrics.items() if name in on_line}}
+        unshown = {**{name: value for name, value in metrics.items() if name not in on_line}, **unshown}
+        loss, grad_norm = _mean([r.loss for r in results]), _mean([r.grad_norm for r in results])
+        counted = {"num_label_tokens": num_label_tokens, "num_tokens": num_tokens}
+        row = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **counted, **shown, **unshown}
         self.meter.step(
             step,
-            loss=_mean([result.loss for result in results]),
-            grad_norm=_mean([result.grad_norm for result in results]),
+            loss=loss,
+            grad_norm=grad_norm,
             lr=lr,
-            num_label_tokens=num_label_tokens,
-            num_tokens=num_tokens,
+            **counted,
             memory_gib=self._memory() if self.meter.due(step) else None,
-            unshown={**{name: value for name, value in metrics.items() if name not in on_line}, **unshown},
-            **{**shown, **{name: value for name, value in metrics.items() if name in on_line}},
+            unshown={**unshown, **self.callbacks.step(step, row)},
+            **shown,
         )
         return metrics
 
@@ -146,7 +155,7 @@ class Session:
         try:
             return train_step(
                 self.model.stages,
-                self._columns(batches),
+                self.columns(batches),
                 self.recipe.objective,
                 self.optimizer,
                 self.mesh,
@@ -161,22 +170,16 @@ class Session:
         if self.data.validation is None:
             return
         with self.meter.pause():
-            self._metrics = self.measure()
+            self._metrics = self.callbacks.validation(step)
         self.last_validation = step, self._metrics
         self.meter.validation(step, **self._metrics)
 
-    def _measure_loss(self) -> dict[str, float]:
-        """The loss, and what else the objective measures."""
-        batches = eval_batches(
-            self.data.validation,
-            microbatch_size=self.recipe.train.microbatch_size,
-            dp_rank=self.mesh.dp_rank,
-            dp_size=self.mesh.dp_size,
-            num_batches=self.recipe.validation.num_batches,
-        )
-        result = evaluate(self.model.stages, self._columns(batches), self.recipe.objective, self.mesh)
-        values = {f"val_{name}": value.item() for name, value in result.metrics.items()}
-        return {"val_loss": result.loss.item(), **values}
+    def _validate_what_is_owed(self) -> None:
+        """The validation of the step at which the run was stopped: a notice to stop does not wait for it."""
+        if self._owed_to is not None:
+            self.validate(self.first_step)
+            self.checkpointer.add_metrics(self._owed_to, self._metrics, {"validated": self.first_step})
+            self._metrics = {}
 
     def save(self, step: int) -> None:
         """Write a checkpoint of everything the next step depends on."""
@@ -186,7 +189,11 @@ class Session:
                 self.model.parts,
                 self.optimizer,
                 self.scheduler,
-                extra={"loader": self.loader.state_dict()},
+                extra={
+                    "loader": self.loader.state_dict(),
+                    "validated": self.last_validation[0],
+                    "callbacks": self.callbacks.checkpoint(step),
+                },
                 metrics=self._metrics,
             )
         self._metrics = {}
@@ -195,6 +202,10 @@ class Session:
         """Validate before the first step, where the config asks for it."""
         if self.recipe.validation.due(step, self.num_steps) and step == 0:
             self.validate(step)
+
+    def print(self, text: str) -> None:
+        """A line of the run's output, on rank 0."""
+        self.meter.print(text)
 
     def exit_code(self) -> int:
         """0, or what a run returns that a signal stopped."""
@@ -231,6 +242,9 @@ class Session:
             return 0
         resumed = self.checkpointer.load(path, self.model.parts, self.optimizer, self.scheduler)
         self.loader.load_state_dict(resumed.extra["loader"])
+        self._callback_states = resumed.extra.get("callbacks", {})
+        owed = self.recipe.validation.due(resumed.step, self.num_steps) and resumed.extra["validated"] != resumed.step
+        self._owed_to = path if owed and self.data.validation is not None else None
         return resumed.step
 
     def _agree_to_stop(self) -> int:
@@ -253,9 +267,12 @@ class Session:
     def close(self, *, succeeded: bool) -> None:
         """Finish what is in flight. Also called when the run fails."""
         with self.at_exit:
+            failure = self.callbacks.end(succeeded=succeeded)
             self.profiler.close()
             self.checkpointer.close()
-            self.meter.close(succeeded=succeeded)
+            self.meter.close(succeeded=succeeded and failure is None)
+        if failure is not None:
+            raise failure
 
 
 @contextmanager
@@ -269,24 +286,28 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
     data = recipe.prepared(tokenizer)
     device = process_group.start(recipe.parallelizer.backend)
     try:
-        mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
-        session = Session(recipe, source, data, tokenizer, mesh, _shared_run_folder(recipe, source))
-        succeeded = False
-        try:
-            yield session
-            succeeded = True
-        finally:
-            session.close(succeeded=succeeded)
+        with ExitStack() as held:
+            mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
+            run_dir = _shared_run_folder(recipe, source, held)
+            session = Session(recipe, source, data, tokenizer, mesh, run_dir)
+            succeeded = False
+            try:
+                session.callbacks.start(recipe.own_callbacks(session), recipe.callbacks)
+                yield session
+                succeeded = True
+            finally:
+                session.close(succeeded=succeeded)
     finally:
         process_group.stop()
 
 
-def _shared_run_folder(recipe: Recipe, source: Composed) -> Path:
-    """The folder of this run, the same on all ranks. Collective."""
+def _shared_run_folder(recipe: Recipe, source: Composed, held: ExitStack) -> Path:
+    """The folder of this run, the same on all ranks; no other run gets in until `held` is closed. Collective."""
     chosen: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            chosen[0] = run_folder(recipe, source)
+            chosen[0] = run_folder(recipe, source, held=held)
+            worker.note_run_folder(chosen[0])
         except RunError as error:
             chosen[1] = error
     dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
@@ -329,7 +350,7 @@ def _model_name(recipe: Recipe) -> str:
 
 
 def _layout(recipe: Recipe, mesh: Mesh) -> str:
-    return f"{type(recipe.parallelizer).__name__.removesuffix('Config').lower()}: {mesh.layout}"
+    return f"{recipe.parallelizer.name}: {mesh.layout}"
 
 
 def _count(number: int) -> str:

@@ -26,7 +26,7 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     index = (labels != IGNORE_INDEX).nonzero()[:, 0]
-    logprobs, _ = fused_logprobs(hidden[index], weight, labels[index], HeadKind("plain"), chunk)
+    logprobs = fused_logprobs(hidden[index], weight, labels[index], HeadKind("plain"), chunk)
     return -logprobs.sum()
 
 

@@ -29,8 +29,8 @@ from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.pipelining.auto_pipeline import AutoPipeline
-from automodel_cli.pipelining.programs import build_program
-from automodel_cli.pipelining.simulator import Costs, simulate
+from automodel_cli.pipelining.schedule.programs import build_program
+from automodel_cli.pipelining.timeline.simulator import Costs, simulate
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 SEQ_LEN, HIDDEN, LAYERS, MICROBATCHES, RANKS = 256, 128, 8, 8, 2

@@ -24,7 +24,7 @@ from automodel_cli.launch.ranks import launch_all
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.load import load_weights
-from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.memory import GIB, peak_memory_gib
 from automodel_cli.training.stages import SingleStage
@@ -61,7 +61,7 @@ def load(rank: int, world: int, folder: str, mesh_config: MeshConfig) -> tuple[i
     mesh = build_mesh(mesh_config.resolve(world), "cpu")
     part, parallelizer = build_part(config), FSDP2Config(mp_policy=FP32)
     if mesh.layout.pp > 1:
-        stages = build_pipeline(part, mesh, PipelineConfig(), parallelizer, microbatch_size=1, num_microbatches=world)
+        stages = build_stages(part, mesh, PipelineConfig(), parallelizer, num_microbatches=world)
     else:
         stages = SingleStage(parallelize(part, mesh, parallelizer))
     cpu = torch.device("cpu")

@@ -24,8 +24,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.support import probe_packing
-from automodel_cli.pipelining.anatomy import NotMeasuredError, SplitError
-from automodel_cli.pipelining.support import probe
+from automodel_cli.pipelining.cut.anatomy import NotMeasuredError, SplitError
+from automodel_cli.pipelining.cut.probe import probe
 
 SECONDS_PER_FAMILY = 60
 # Default configs of the library leave open what every published config of the family says.
@@ -90,7 +90,8 @@ def measure(check: Callable[[], object]) -> tuple[str, str]:
     except SplitError as error:
         return "no", error.reason
     except ConfigError as error:
-        return "unknown" if "cannot be measured" in error.message else "no", error.message
+        with_fix = f"{error.message} (works with: {error.fix})" if error.fix else error.message
+        return "unknown" if "cannot be measured" in error.message else "no", with_fix
     except Exception as error:
         return "unknown", f"{type(error).__name__}: {error}"
     return "yes", ""
@@ -119,7 +120,7 @@ def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedMode
     return Row(name, model_class.__name__, split, packing, tuple(notes))
 
 
-def _short(reason: str, limit: int = 200) -> str:
+def _short(reason: str, limit: int = 260) -> str:
     text = " ".join(reason.split()).replace("|", "\\|")
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -131,9 +132,10 @@ def render(rows: list[Row]) -> str:
 
 Measured with transformers {library} and torch {torch_version} by `scripts/support_table.py`: every family is built tiny
 from its default config. *Split*: three uneven pipeline stages give the log-probs and gradients of the whole model.
-*Packing*: packed documents give what separate ones give. A run probes the user's own config in the same way and refuses
-what differs, so this table is information, not a gate. *Unknown*: the tiny copy could not be built or run, so nothing
-was measured.
+*Packing*: packed documents give what separate ones give, in a part that is built and run as in training; where the
+family's default configuration needs another attention or other rows, the note says which. A run probes the user's own
+config in the same way and refuses what differs, so this table is information, not a gate. *Unknown*: the tiny copy
+could not be built or run, so nothing was measured.
 """
     lines = [
         intro,

@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.config.problems import show
+from automodel_cli.config.problems import Problem, show
+from automodel_cli.config.trust import Need, Trust
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
 
 
 @click.command(short_help="Check a config; nothing is run.")
 @common.config_options
 @click.option("--resolved", is_flag=True, help="Print the composed config with the origin of every value instead.")
-def check(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], resolved: bool) -> None:
-    """Check a config without running it: no GPU, no network, no torch. Prints a line for each section and ok."""
+def check(conf: str, overrides: tuple[str, ...], trust: Trust, resolved: bool) -> None:
+    """Check a config without running it: no GPU, no network, no torch.
+
+    Every error at once, missing files and folders too; else a line for each section and ok.
+    """
     from automodel_cli.config.bundled import conf_dir, display
 
-    composed, _ = common.load(conf, overrides, trust)
+    untrusted: list[Need] = []
+    composed, recipe = common.load(conf, overrides, trust, untrusted=untrusted)
+    _refuse_missing(composed, recipe)
     if resolved:
         click.echo(composed.to_yaml(), nl=False)
         return
     width = max(map(len, composed.tree))
     limit = max(40, shutil.get_terminal_size().columns - width - 2)
-    for key, value in sorted(composed.tree.items(), key=lambda item: item[0] != "_target_"):
+    for key, value in sorted(composed.public().items(), key=lambda item: item[0] != "_target_"):
         label = "recipe" if key == "_target_" else key
         click.echo(f"{click.style(label.ljust(width), bold=True)}  {_clip(_line(value), limit)}")
+    common.say_untrusted(composed, untrusted, width)
     homes = (composed.path.parent, conf_dir())
     chain = [display(path) for path in reversed(composed.files) if path.parent in homes]
     groups = len(composed.files) - len(chain)
     files = " < ".join(chain) + (f" and {groups} group files" if groups else "")
     more = f", {len(overrides)} from the command line" if overrides else ""
     click.echo(f"{click.style('ok'.ljust(width), fg='green', bold=True)}  {files}{more}")
+
+
+def _refuse_missing(composed: Composed, recipe: common.Recipe) -> None:
+    """Raise one ConfigError with every file and folder that is not there."""
+    problems = []
+    for error in recipe.missing_files():
+        key = error.keys[0]
+        where = composed.nearest_origin(key)
+        problems.append(Problem(key, error.message, where, f"{key} ({where})", error.fix))
+    if problems:
+        raise composed.error(problems)
 
 
 def _line(value: Any) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
@@ -12,11 +13,15 @@ import click
 
 from automodel_cli.cli import complete
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.problems import Finding, show
+from automodel_cli.config.remembered import recall
+from automodel_cli.config.trust import WORDS, Need, Trust
 from automodel_cli.launch.placement import detect
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
 
+_PACKAGES = "automodel.trust-package"
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -30,6 +35,10 @@ class Recipe(Protocol):
 
     def check_ranks(self, num_ranks: int) -> None:
         """Whether a run on so many ranks, of one host or several, is possible. Raises ConfigError."""
+        ...
+
+    def missing_files(self) -> Sequence[ConfigError]:
+        """What the config names on this disk and is not there; each error names its key."""
         ...
 
     def run_folder(self, composed: Composed, *, make: bool) -> Path:
@@ -52,6 +61,10 @@ class Recipe(Protocol):
         """Compare the recipe's layouts with one process on small CPU ranks; returns 0 where all agree, else 1."""
         ...
 
+    def examine(self, run_dir: Path) -> Iterable[Finding]:
+        """Whether the files of a run are as they were written."""
+        ...
+
     def export(self, run_dir: Path, out_dir: Path) -> int:
         """Write the newest checkpoint of a run for `transformers`; returns the exit code."""
         ...
@@ -68,14 +81,24 @@ class KindOfRecipe(Protocol):
 
 
 def trust_option(function: F) -> F:
-    """`--trust-package NAME`, repeatable."""
-    return click.option(
+    """`--trust WHAT` and `--trust-package NAME`, both repeatable, as one argument `trust`."""
+    packages = click.option(
         "--trust-package",
-        "trust",
         multiple=True,
         metavar="NAME",
-        help="Let _target_ name classes and functions of this package too.",
-    )(function)
+        expose_value=False,
+        is_eager=True,  # before `--trust`, which takes it up
+        callback=lambda context, _, names: context.meta.update({_PACKAGES: names}),
+        help="Let the config name classes and functions of this package too.",
+    )
+    words = click.option(
+        "--trust",
+        multiple=True,
+        type=click.Choice(WORDS),
+        callback=lambda context, _, words: Trust(frozenset(words), context.meta[_PACKAGES]),
+        help="Let the config start a command, or run Python code that comes with a model.",
+    )
+    return words(packages(function))
 
 
 def override_arguments(function: F) -> F:
@@ -84,7 +107,7 @@ def override_arguments(function: F) -> F:
 
 
 def config_options(function: F) -> F:
-    """`-c CONF [--trust-package NAME] [key=value ...]`."""
+    """`-c CONF [--trust WHAT] [--trust-package NAME] [key=value ...]`."""
     conf = click.option(
         "-c",
         "--conf",
@@ -97,15 +120,22 @@ def config_options(function: F) -> F:
 
 
 def load(
-    conf: str | Path, overrides: Sequence[str], trust: Sequence[str], *, run_dir: Path | None = None
+    conf: str | Path,
+    overrides: Sequence[str],
+    trust: Trust,
+    *,
+    run_dir: Path | None = None,
+    untrusted: list[Need] | None = None,
 ) -> tuple[Composed, Recipe]:
-    """Compose and check. Raises ConfigError with everything that is wrong."""
+    """Compose and check. Raises ConfigError with everything that is wrong; what the config would execute without being
+    trusted is part of that, or goes to `untrusted` (see `check`). A run in `run_dir` remembers what was trusted."""
     from automodel_cli.config.check import check
     from automodel_cli.config.compose import compose
 
     try:
         composed = compose(conf, overrides, run_dir=run_dir)
-        recipe = check(composed, trust)
+        composed = replace(composed, trust=trust | recall(run_dir) if run_dir is not None else trust)
+        recipe = check(composed, composed.trust, untrusted)
     except ConfigError as error:
         if detect().rank > 0:  # every rank has found the same: rank 0 speaks, and is given the time to
             time.sleep(2)
@@ -113,11 +143,23 @@ def load(
         raise
     if not isinstance(recipe, Recipe):
         raise ConfigError(
-            f"{type(recipe).__name__} is no recipe: it lacks run, num_ranks, check_ranks, run_folder, inspect_data, "
-            "plan or export",
+            f"{type(recipe).__name__} is no recipe: it lacks {', '.join(_lacking(recipe))}",
             origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
         )
     return composed, recipe
+
+
+def say_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 5) -> None:
+    """One line for each value that this command has left alone and a run would execute, if it were trusted."""
+    for need in untrusted:
+        value = show(composed.shown(need.key), 100)
+        label = click.style("trust".ljust(width), fg="yellow", bold=True)
+        click.echo(f"{label}  {need.key}={value} ({composed.origin(need.key)}) {need.what}: a run needs {need.option}")
+
+
+def _lacking(found: object) -> list[str]:
+    """What `Recipe` asks for and `found` does not have."""
+    return [name for name, member in vars(Recipe).items() if callable(member) and not hasattr(found, name)]
 
 
 def run_folder(name: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config.trust import Trust
 
 
 @click.group()
@@ -15,7 +16,7 @@ def data() -> None:
 @data.command()
 @click.option("--rows", default=3, show_default=True, type=click.IntRange(min=1), help="How many rows to print.")
 @common.config_options
-def inspect(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], rows: int) -> int:
+def inspect(conf: str, overrides: tuple[str, ...], trust: Trust, rows: int) -> int:
     """Print rows with trained tokens coloured and the totals of supervised tokens."""
     composed, recipe = common.load(conf, overrides, trust)
     return recipe.inspect_data(composed, rows=rows) or 0

@@ -16,6 +16,9 @@ from typing import Literal
 
 import click
 
+from automodel_cli.cli import common
+from automodel_cli.config.trust import Trust
+
 DISTRIBUTION = "automodel-cli"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 _GIB = 2**30
@@ -40,10 +43,15 @@ class Verdict:
     fix: str = ""
 
 
-@click.command(short_help="Check this machine, with fixes.")
-def doctor() -> int:
-    """Check versions, clashes, GPU, disk and optional packages; exit code 1 if something fails."""
-    verdicts = [verdict for check in CHECKS for verdict in check()]
+@click.command(short_help="Check this machine, or the files of a run, with fixes.")
+@click.argument("run", required=False, metavar="[RUN]")
+@common.trust_option
+def doctor(run: str | None, trust: Trust) -> int:
+    """Check versions, clashes, GPU, disk and optional packages; exit code 1 if something fails.
+
+    With RUN, a folder or a name below runs/: whether every byte of its checkpoints is as it was written.
+    """
+    verdicts = list(of_run(run, trust)) if run else [verdict for check in CHECKS for verdict in check()]
     width = max(len(v.subject) for v in verdicts)
     for v in verdicts:
         label = click.style(f"{v.status:<4}", fg=_COLOURS[v.status], bold=True)
@@ -51,6 +59,15 @@ def doctor() -> int:
         if v.fix:
             click.echo(f"      {'':<{width}}  {click.style('fix', fg='green')}  {v.fix}")
     return int(any(v.status == "fail" for v in verdicts))
+
+
+def of_run(run: str, trust: Trust) -> Iterator[Verdict]:
+    """The config and every file of a run. Nothing that the config names is executed."""
+    folder = common.run_folder(run)
+    _, recipe = common.load(folder / "config.yaml", (), trust, run_dir=folder, untrusted=[])
+    yield Verdict("ok", "config", str(folder / "config.yaml"))
+    for finding in recipe.examine(folder):
+        yield Verdict(*finding)
 
 
 def python() -> Iterator[Verdict]:
@@ -144,6 +161,18 @@ def slurm() -> Iterator[Verdict]:
         yield Verdict("ok", "slurm", "none: automodel submit --dry-run prints a script to copy")
 
 
+def sandbox() -> Iterator[Verdict]:
+    """What the rewards that run foreign code cut it off from on this machine, measured."""
+    command = [sys.executable, "-m", "automodel_cli.rollout.rewards.sandbox"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    text = answer.stdout.strip() or f"nothing: {answer.stderr.strip()[-200:]}"
+    if "OPEN" in text or text.startswith("nothing"):
+        fix = "a kernel with seccomp, and user namespaces or Landlock   (docs/security.md)"
+        yield Verdict("warn", "code sandbox", text, fix)
+    else:
+        yield Verdict("ok", "code sandbox", text)
+
+
 def space() -> Iterator[Verdict]:
     """Room for runs, for the Hugging Face cache, and shared memory for NCCL and data workers."""
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
@@ -170,7 +199,16 @@ def extras() -> Iterator[Verdict]:
         yield Verdict("ok", "extras not there", f"{', '.join(missing)}: pip install '{DISTRIBUTION}[NAME]'")
 
 
-CHECKS: tuple[Callable[[], Iterator[Verdict]], ...] = (python, dependencies, clashes, gpu, slurm, space, extras)
+CHECKS: tuple[Callable[[], Iterator[Verdict]], ...] = (
+    python,
+    dependencies,
+    clashes,
+    gpu,
+    slurm,
+    sandbox,
+    space,
+    extras,
+)
 
 
 def satisfies(version: str, spec: str) -> bool:

@@ -7,13 +7,14 @@ from pathlib import Path
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config.trust import Trust
 
 
 @click.command(short_help="Write a run for transformers, and verify it.")
 @click.argument("run", metavar="RUN")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write; default RUN/export.")
 @common.trust_option
-def export(run: str, out: Path | None, trust: tuple[str, ...]) -> int:
+def export(run: str, out: Path | None, trust: Trust) -> int:
     """Write a run's newest checkpoint as a Hugging Face folder and verify it by reloading.
 
     RUN is a folder or a name below runs/.

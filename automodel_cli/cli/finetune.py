@@ -9,6 +9,7 @@ import click
 
 from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.trust import Trust
 from automodel_cli.launch import local, memory, placement, startup, stop, worker
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def finetune() -> None:
 @finetune.command()
 @common.config_options
 @click.pass_obj
-def llm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: tuple[str, ...]) -> int:
+def llm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
     """Fine-tune a language model.
 
     Starts the ranks that the mesh asks for; under torchrun or srun it is one of them. Ctrl-C and SIGTERM stop at a
@@ -43,7 +44,7 @@ def of_kind(kind: str, what: str) -> click.Group:
     @group.command(name="llm", help=f"{what}\n\nLike `finetune llm`, for configs whose recipe is of kind {kind} only.")
     @common.config_options
     @click.pass_obj
-    def llm_of_kind(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: tuple[str, ...]) -> int:
+    def llm_of_kind(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
         composed, recipe = common.load(conf, overrides, trust)
         if not (isinstance(recipe, common.KindOfRecipe) and recipe.kind == kind):
             raise ConfigError(
@@ -65,7 +66,7 @@ grpo = of_kind("grpo", "Train on the model's own samples and what rewards say of
 @common.override_arguments
 @common.trust_option
 @click.pass_obj
-def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: tuple[str, ...]) -> int:
+def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: Trust) -> int:
     """Continue a run in its folder, from its newest checkpoint.
 
     RUN is a folder or a name below runs/. Overrides change its config from here on.

@@ -7,6 +7,7 @@ Exit codes: 0 ok, 1 the run failed, 2 usage or config, 3 data, 4 out of memory, 
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import re
 import sys
@@ -19,10 +20,12 @@ from typing import Any, NoReturn
 import click
 
 from automodel_cli import __version__
+from automodel_cli.cli import answers
 from automodel_cli.config import bundled
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.launch import peers, worker
 
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _FAILED, _USAGE, _OUT_OF_MEMORY, _INTERRUPTED = 1, 2, 4, 130
 
 _CLICK = str(Path(click.__file__).parent)
@@ -39,6 +42,7 @@ COMMANDS = {
     "data": ("automodel_cli.cli.data", "data"),
     "export": ("automodel_cli.cli.export", "export"),
     "recipes": ("automodel_cli.cli.recipes", "recipes"),
+    "options": ("automodel_cli.cli.options", "options"),
     "doctor": ("automodel_cli.cli.doctor", "doctor"),
     "completion": ("automodel_cli.cli.completion", "completion"),
 }
@@ -64,6 +68,8 @@ class LazyGroup(click.Group):
         if word not in COMMANDS:
             if word.endswith((".yaml", ".yml")) or word in bundled.names():
                 return super().resolve_command(ctx, ["finetune", "llm", "-c", *args])
+            if (answer := answers.other_command(word)) is not None:
+                raise answer
             near = difflib.get_close_matches(word, [*COMMANDS, *bundled.names()], 1, 0.6)
             fix = f"automodel {near[0]}" if near else "automodel --help"
             raise ConfigError(f"no such command: {word}", fix=fix)
@@ -97,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
         click.echo(render(error), err=True)
         return error.exit_code
     except click.NoSuchOption as error:
-        click.echo(render(_unknown_option(error)), err=True)
+        click.echo(render(answers.unknown_option(error, arguments)), err=True)
         return _USAGE
     except click.ClickException as error:
         error.show()
@@ -107,6 +113,9 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if (code := _lost_peer(error)) is not None:
             return code
+        if isinstance(error, OSError) and error.errno in _DISK:
+            click.echo(render(_disk(error)), err=True)
+            return _FAILED
         traceback.print_exception(error.with_traceback(_own_frames(error)))
         return _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else _FAILED
 
@@ -115,7 +124,7 @@ def render(error: ConfigError) -> str:
     """The error as it is printed: the class in red, `from` and `fix` labels dimmed and green on a terminal."""
     text = str(error)
     text = re.sub(r"^( +)(from )", lambda m: m[1] + click.style(m[2], dim=True), text, flags=re.M)
-    text = re.sub(r"^( +)(fix )", lambda m: m[1] + click.style(m[2], fg="green"), text, flags=re.M)
+    text = re.sub(r"^( +)(fix |try )", lambda m: m[1] + click.style(m[2], fg="green"), text, flags=re.M)
     return f"{click.style(type(error).__name__ + ':', fg='red', bold=True)} {text}"
 
 
@@ -129,18 +138,17 @@ def _lost_peer(error: Exception) -> int | None:
     return lost.exit_code
 
 
+def _disk(error: OSError) -> RunError:
+    """A full or read-only disk is nobody's mistake in the code, wherever it shows."""
+    return RunError(
+        f"{error.filename or 'a file'} could not be written: {error.strerror}",
+        fix="free space there, or output_dir=another-disk data.cache_dir=another-disk/cache",
+    )
+
+
 def _own_frames(error: BaseException) -> TracebackType | None:
     """The traceback from the command on: click's frames above it tell nobody anything."""
     frame = error.__traceback__
     while frame and frame.tb_next and frame.tb_frame.f_code.co_filename.startswith((_CLICK, __file__)):
         frame = frame.tb_next
     return frame
-
-
-def _unknown_option(error: click.NoSuchOption) -> ConfigError:
-    name = error.option_name
-    if "." in name or not error.possibilities:
-        return ConfigError(
-            f"no such option: {name}; a config key is set without dashes", fix=f"{name.lstrip('-')}=VALUE"
-        )
-    return ConfigError(f"no such option: {name}", fix=sorted(error.possibilities)[0])

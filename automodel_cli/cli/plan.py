@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config.trust import Need, Trust
 
 
 @click.command(short_help="Stages, memory and idle time of a run; nothing is run.")
@@ -16,12 +17,12 @@ from automodel_cli.cli import common
 )
 @click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the pipeline's timeline here.")
 @common.config_options
-def plan(
-    conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], gpus: int, memory_gib: float, svg: Path | None
-) -> int:
+def plan(conf: str, overrides: tuple[str, ...], trust: Trust, gpus: int, memory_gib: float, svg: Path | None) -> int:
     """Print stages, memory of a GPU, the schedule's timeline and every other schedule, from the model's config alone.
 
     Memory is an estimate. Loads torch, starts no process.
     """
-    composed, recipe = common.load(conf, overrides, trust)
+    untrusted: list[Need] = []
+    composed, recipe = common.load(conf, overrides, trust, untrusted=untrusted)
+    common.say_untrusted(composed, untrusted)
     return recipe.plan(composed, num_gpus=gpus, memory_gib=memory_gib, svg=svg)

@@ -12,6 +12,7 @@ import click
 
 from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.trust import Trust
 from automodel_cli.launch import slurm
 from automodel_cli.launch.local import safe_path
 
@@ -56,7 +57,7 @@ _CPUS_PER_GPU = 4
 @click.option("--image", help="Start the ranks in this container image (needs Slurm's pyxis plugin).")
 @click.option("--dry-run", is_flag=True, help="Print the batch script; write and submit nothing.")
 @common.config_options
-def submit(conf: str, overrides: tuple[str, ...], trust: tuple[str, ...], dry_run: bool, **options: Any) -> None:
+def submit(conf: str, overrides: tuple[str, ...], trust: Trust, dry_run: bool, **options: Any) -> None:
     """Check a config and run it on a Slurm cluster, one rank per GPU.
 
     The batch script and the logs of every rank are in the run folder. Before the time limit the ranks save at the end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config.trust import Trust
 
 
 @click.command(short_help="Compare a recipe's layouts with one process, on CPU ranks.")
@@ -27,7 +28,7 @@ from automodel_cli.cli import common
 def verify(
     conf: str,
     overrides: tuple[str, ...],
-    trust: tuple[str, ...],
+    trust: Trust,
     wanted: tuple[str, ...],
     tolerance: float,
     as_json: bool,

@@ -11,16 +11,20 @@ import functools
 import os
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from automodel_cli.config import schema, targets, values
+from automodel_cli.config import trust as trusting
 from automodel_cli.config.compose import MISSING, Composed
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import map_keys
+from automodel_cli.config.other_tools import recognise
 from automodel_cli.config.problems import Origin, Problem, show
 from automodel_cli.config.suggest import section as nearest_section
 from automodel_cli.config.suggest import suggest
+from automodel_cli.config.trust import NOTHING, Need, Trust
 
 _WRONG = object()
 """A value that has already been reported."""
@@ -38,18 +42,19 @@ class _Node:
     clean: bool = True
 
 
-def check(composed: Composed, trust: Sequence[str] = ()) -> Any:
-    """Check the whole config and build its root. `trust` names further packages that `_target_` may reach.
+def check(composed: Composed, trust: Trust = NOTHING, untrusted: list[Need] | None = None) -> Any:
+    """Check the whole config and build its root. `trust` is what the command line allows it to execute.
 
     Nothing but config nodes (frozen dataclasses, pure to construct) runs before every error is known. Raises one
-    ConfigError with all of them, sorted by file and line.
+    ConfigError with all of them, sorted by file and line. What is not trusted is an error too; with the list
+    `untrusted` it is added there instead, and the field has its default: for commands that execute nothing.
     """
-    for name in trust:
+    for name in trust.packages:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(f"--trust-package {name}: a package name is expected")
-    if trust and os.getcwd() not in sys.path:
+    if trust.packages and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a trusted package may lie beside the user's config; appended, it shadows nothing
-    binder = _Binder(composed, tuple(trust))
+    binder = _Binder(composed, trust, untrusted)
     root = binder.root()
     problems = binder.problems
     built = _WRONG
@@ -62,8 +67,8 @@ def check(composed: Composed, trust: Sequence[str] = ()) -> Any:
 
 
 class _Binder:
-    def __init__(self, composed: Composed, trust: tuple[str, ...]):
-        self.composed, self.trust = composed, trust
+    def __init__(self, composed: Composed, trust: Trust, untrusted: list[Need] | None):
+        self.composed, self.trust, self.untrusted = composed, trust, untrusted
         self.problems: list[Problem] = list(composed.problems)
         self.reported = {p.key for p in composed.problems}
         self.known: dict[str, None] = {}
@@ -72,12 +77,32 @@ class _Binder:
     def root(self) -> _Node | None:
         tree = self.composed.tree
         if "_target_" not in tree:
-            self.add("", "no recipe: the root has no _target_", fix="defaults: [sft, _self_]   at the top of the file")
+            self.refuse_without_recipe()
             return None
         node = self.node(tree, "", None)
+        tool = recognise(tree, [key for key, _ in self.unknown if "." not in key])
+        if tool is not None:
+            self.add("", f"these are keys of {tool}, which have other names here; each is translated below")
+            self.problems.insert(0, self.problems.pop())
         for key, value in self.unknown:
             self.report_unknown(key, value)
         return node
+
+    def refuse_without_recipe(self) -> None:
+        """No `_target_`: the file forgot its base, or was written for another tool, whose keys are then translated."""
+        tree = self.composed.tree
+        tool = recognise(tree)
+        if tool is None:
+            fix = "defaults: [sft, _self_]   at the top of the file"
+            self.add("", "no recipe: the root has no _target_", fix=fix)
+            return
+        recipe = schema.keys(targets.resolve("recipes.sft.SFTRecipe"))
+        known = {*recipe, "optimizer.lr", "optimizer.betas", "optimizer.eps", "lr_scheduler.warmup_ratio"}
+        known |= {"lr_scheduler.warmup_steps", "parallelizer.activation_checkpointing", "parallelizer.enable_compile"}
+        fixes = [found.fix for k, v in _leaves(tree, "") if (found := suggest(k, v, known)) and found.fix]
+        text = f"this is a {tool} config, and this program reads its own: begin it with `defaults: [sft, _self_]`"
+        known_here = " ".join(dict.fromkeys(fixes))
+        self.add("", text, fix=f"automodel check -c sft {known_here}   (what of it has a name here)")
 
     def add(self, key: str, message: str, fix: str | None = None, *, source: bool = True) -> None:
         where = self.composed.nearest_origin(key)
@@ -88,7 +113,7 @@ class _Binder:
         """Bind one mapping to its `_target_`, or to the one dataclass that the annotation names."""
         path = _join(key, "_target_")
         try:
-            target = targets.resolve(value["_target_"], self.trust) if "_target_" in value else hint
+            target = targets.resolve(value["_target_"], self.trust.packages) if "_target_" in value else hint
         except ConfigError as error:
             self.add(path, error.message, _prefixed(error.fix, key))
             return None
@@ -113,14 +138,32 @@ class _Binder:
             if name in ("_target_", "_partial_"):
                 continue
             if name not in parameters and not (node.signature.open and not name.startswith("_")):
+                if self.composed.forget_replaced(node.key, name):
+                    continue
                 self.unknown.append((key, item))
                 node.clean = False
                 continue
             node.arguments[name] = self.value(item, parameters[name].hint if name in parameters else Any, key)
+            if not self.trusted(node, name, key):
+                del node.arguments[name]
         for name, parameter in parameters.items():
             if parameter.default is schema.REQUIRED and name not in value and not node.partial:
                 node.clean = False
                 self.report_missing(_join(node.key, name), parameter.hint)
+
+    def trusted(self, node: _Node, name: str, key: str) -> bool:
+        """Whether the user allows what this field executes. If not: a problem, or one more of `untrusted`."""
+        value = node.arguments[name]
+        found = [] if value is _WRONG else trusting.needs(node.target, name, key, value)
+        lacking = [need for need in found if not self.trust.allows(need)]
+        if self.untrusted is not None:
+            self.untrusted += lacking
+            return not lacking
+        for need in lacking:
+            note = f" ({self.trust.note})" if self.trust.note else ""
+            message = f"{key}={show(self.composed.shown(key), 100)} {need.what}, and a config cannot allow that{note}"
+            self.add(key, message, f"{need.option}   (if you trust it)")
+        return True
 
     def value(self, value: object, hint: Any, key: str) -> Any:
         """Convert one value, or report it and return `_WRONG`."""
@@ -172,11 +215,29 @@ class _Binder:
         node = self.node(value, key, nodes[0] if nodes else None)
         if node is None:
             return _WRONG
-        options = schema.members(hint)
-        plain = all(isinstance(o, type) and o is not Any and typing.Protocol not in o.__mro__ for o in options)
-        if plain and not node.partial and isinstance(node.target, type) and not issubclass(node.target, options):
-            raise values.Mismatch(f"expects {values.describe(options)}, got {value['_target_']}")
+        self.check_kind(node, hint, value)
         return node
+
+    def check_kind(self, node: _Node, hint: Any, value: dict[str, Any]) -> None:
+        """Refuse a target that makes none of the alternatives and lacks what a protocol among them asks for."""
+        protocols = schema.protocol_members(hint)
+        options = tuple(option for option in schema.members(hint) if option not in protocols)
+        if not all(isinstance(option, type) and option is not Any for option in options):
+            return
+        made = node.target if isinstance(node.target, type) else schema.returned(node.target)
+        if protocols and (node.partial or not isinstance(made, type)):
+            return  # what comes out is known when it is called
+        if not node.partial and isinstance(made, type) and options and issubclass(made, options):
+            return
+        message = f"expects {values.describe(schema.members(hint))}, got {value['_target_']}{_what_it_makes(node)}"
+        if protocols:
+            offered = {*dir(made), *schema.signature(made).parameters}
+            lacking = {protocol: names - offered for protocol, names in protocols.items()}
+            nearest = min(lacking, key=lambda protocol: len(lacking[protocol]))
+            if not lacking[nearest]:
+                return
+            message += f", which lacks {', '.join(sorted(lacking[nearest]))} of {nearest.__module__}"
+        raise values.Mismatch(message)
 
     def report_missing(self, key: str, hint: Any) -> None:
         kind = values.describe(schema.members(hint)) if hint is not Any else "a value"
@@ -239,7 +300,8 @@ class _Builder:
         keys = [_join(node.key, _located(node, arguments, k)) for k in error.keys] or [node.key]
         where = self.composed.nearest_origin(keys[0])
         source = error.origin or self.sources(node, arguments, keys)
-        self.problems.append(Problem(keys[0], error.message, where, source, error.fix))
+        fix = error.fix and map_keys(error.fix, lambda key: _placed(node, arguments, key))
+        self.problems.append(Problem(keys[0], error.message, where, source, fix))
 
     def sources(self, node: _Node, arguments: dict[str, Any], keys: list[str]) -> str:
         groups: dict[Origin, list[str]] = {}
@@ -250,6 +312,21 @@ class _Builder:
             text = f"{key}={show(_effective(node, arguments, key[len(node.key) + 1 if node.key else 0 :]))}"
             groups.setdefault(self.composed.where(key), []).append(text)
         return "; ".join(f"{', '.join(texts)} ({origin})".lstrip() for origin, texts in groups.items())
+
+
+def _what_it_makes(node: _Node) -> str:
+    """What is wrong with a target that is no config node of the right class, and how a model gets in all the same."""
+    made = node.target if isinstance(node.target, type) else schema.returned(node.target)
+    if node.key == "model":
+        return (
+            ": a model is described, not built, so that every rank can build its share; save yours once with "
+            "save_pretrained(FOLDER) and set model.pretrained=FOLDER"
+        )
+    if isinstance(node.target, type):
+        return ""
+    if made is Any:
+        return ", which does not say what it returns"
+    return f", which returns {getattr(made, '__name__', made)}"
 
 
 def _join(key: str, name: str) -> str:
@@ -283,6 +360,17 @@ def _located(node: _Node, arguments: dict[str, Any], key: str) -> str:
     return f"{sections[0]}.{key}"
 
 
+def _placed(node: _Node, arguments: dict[str, Any], key: str) -> str:
+    """The key of a fix as the root knows it: nodes may name their own fields, and those of their sections."""
+    name = key.partition(".")[0]
+    if name in node.signature.parameters:
+        return _join(node.key, key)
+    if node.key:
+        return key
+    sections = [n for n in node.signature.parameters if name in _fields(_effective(node, arguments, n))]
+    return f"{sections[0]}.{key}" if len(sections) == 1 else key
+
+
 def _fields(value: Any) -> dict[str, Any]:
     """The fields of a config node; nothing for any other value."""
     return vars(value) if targets.is_node(type(value)) else {}
@@ -303,7 +391,7 @@ def _effective(node: _Node, arguments: dict[str, Any], key: str) -> Any:
 
 def _leaves(value: object, key: str) -> list[tuple[str, object]]:
     if isinstance(value, dict):
-        return [leaf for k, v in value.items() if not str(k).startswith("_") for leaf in _leaves(v, f"{key}.{k}")]
+        return [leaf for k, v in value.items() if not str(k).startswith("_") for leaf in _leaves(v, _join(key, k))]
     return [(key, value)]
 
 

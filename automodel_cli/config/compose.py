@@ -15,8 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automodel_cli.config import bundled, hydra_adapter
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.limits import MAX_CHARACTERS, MAX_DEPTH, check_override, too_large
 from automodel_cli.config.marks import read_marks, yaml_error
 from automodel_cli.config.problems import COMMAND_LINE, DEFAULT, Origin, Problem, as_error
+from automodel_cli.config.trust import NOTHING, Trust
 
 MISSING = "???"
 
@@ -27,7 +29,7 @@ class Composed:
 
     `tree` is plain and resolved. `problems` holds what composing found wrong (spellings, interpolations): `check`
     raises them together with its own. `path` is the file that was named; `run_dir` is set when a run is resumed or
-    exported from its folder.
+    exported from its folder. `trust` is what its user allows it to execute.
     """
 
     name: str
@@ -37,8 +39,9 @@ class Composed:
     problems: tuple[Problem, ...]
     files: tuple[Path, ...]
     run_dir: Path | None
+    trust: Trust = field(kw_only=True, default=NOTHING)
     _config: DictConfig = field(repr=False)
-    _origins: Mapping[str, Origin] = field(repr=False)
+    _origins: dict[str, Origin] = field(repr=False)
 
     def where(self, key: str) -> Origin:
         """The origin of `key`, or "default" where nobody set it."""
@@ -59,6 +62,37 @@ class Composed:
     def error(self, problems: Sequence[Problem]) -> ConfigError:
         """`problems` as one error that names this config."""
         return as_error(problems, bundled.display(self.path))
+
+    def forget_replaced(self, section: str, name: str) -> bool:
+        """Drop an option that a bundled file brought for another `_target_` than the one that the user has named
+        since. Returns whether it was such an option."""
+        key = f"{section}.{name}"
+        option, target = self.where(key).file, self.where(f"{section}._target_").file
+        is_bundled = [
+            file.startswith("conf/") and (bundled.conf_dir() / file[5:]).is_file() for file in (option, target)
+        ]
+        if is_bundled != [True, False]:
+            return False
+        OmegaConf.set_struct(self._config, False)
+        del OmegaConf.select(self._config, section)[name]
+        del self._origins[key]
+        return True
+
+    def public(self) -> dict[str, Any]:
+        """The config as it may be shown to others: what an interpolation stands for (a secret of the environment, or
+        a value that holds one) stays unresolved.
+        """
+        raw: Any = OmegaConf.to_container(self._config, resolve=False)
+        return raw  # type: ignore[no-any-return]
+
+    def shown(self, key: str) -> Any:
+        """The value of `key` as `public` has it; of a key inside an interpolation, that interpolation."""
+        value: Any = self.public()
+        for part in key.split("."):
+            if isinstance(value, str):
+                break
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        return value
 
     def to_yaml(self) -> str:
         """The composed config with interpolations UNRESOLVED (secrets stay in the environment) and each origin as a
@@ -101,6 +135,7 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
         _record_file(file, package, origins, problems)
     for override in values:
         _apply(merged.config, override, origins)
+    _check_interpolations(merged.config, origins, path)
     problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
     tree = _resolve(merged.config, origins, problems)
     name = run_dir.name if run_dir else path.stem
@@ -118,6 +153,8 @@ def locate(conf: str) -> Path:
             return path.resolve()
         if path.with_suffix(".yaml").is_file():
             raise ConfigError(f"{conf} has no suffix", fix=f"-c {path.with_suffix('.yaml')}")
+        if path.parent == Path("conf") and path.suffix == ".yaml" and path.stem in bundled.names():
+            return bundled.path_of(path.stem)  # as messages and the docs call it, from wherever it is typed
         known = f"-c {path.stem}   (bundled)" if path.stem in bundled.names() else None
         raise ConfigError(f"no such config file: {conf}", fix=known or _nearest_file(path))
     if conf in bundled.names():
@@ -170,6 +207,7 @@ def _split(
 
 def _parse(text: str) -> hydra_adapter.Override:
     key, equals, value = text.partition("=")
+    check_override(text)
     origin = f"{text} (command line)"
     if text.startswith("-"):
         raise ConfigError(f"{text} is no option; overrides have no dashes", origin=origin, fix=text.lstrip("-"))
@@ -181,9 +219,22 @@ def _parse(text: str) -> hydra_adapter.Override:
         quoted = "'" + f'{key}="{value}"' + "'"
         raise ConfigError(f"{text} cannot be read; quote the value", origin=origin, fix=quoted) from error
     if override.is_sweep_override():
-        fix = f"'{key}=[{value}]'"
-        raise ConfigError(f"{text} is a sweep over several runs; a list has brackets", origin=origin, fix=fix)
+        raise _several_values(key, value, origin)
     return override
+
+
+def _several_values(key: str, value: str, origin: str) -> ConfigError:
+    """The answer to Hydra's sweeps: one command is one run, and a shell makes several of it."""
+    values = value.split(",")
+    if "(" in value:  # range(1,4), choice(a,b)
+        return ConfigError(f"{key}={value} is a sweep, and one command is one run: name one value", origin=origin)
+    name = key.rpartition(".")[2]
+    loop = f"for v in {' '.join(values)}; do automodel finetune llm -c CONF {key}=$v run_name={name}-$v; done"
+    return ConfigError(
+        f"{key}={value} are {len(values)} values, and one command is one run (several: {loop})",
+        origin=origin,
+        fix=f"{key}={values[0]}, or '{key}=[{value}]' where the key takes a list",
+    )
 
 
 def _record_file(path: Path, package: str, origins: dict[str, Origin], problems: list[Problem]) -> None:
@@ -229,20 +280,31 @@ def _record_override(key: str, value: object, origins: dict[str, Origin]) -> Non
             _record_override(f"{key}.{i}", v, origins)
 
 
+def _check_interpolations(config: DictConfig, origins: Mapping[str, Origin], path: Path) -> None:
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    key = too_large(raw)
+    if key is not None:
+        raise ConfigError(
+            f"the interpolations of {key} expand to more than {MAX_CHARACTERS:,} characters, or lead through more than "
+            f"{MAX_DEPTH} others",
+            origin=f"{key} ({origins.get(key, Origin(bundled.display(path), 1))})",
+        )
+
+
 def _resolve(config: DictConfig, origins: Mapping[str, Origin], problems: list[Problem]) -> dict[str, Any]:
     """The plain tree with every interpolation resolved; one that fails stays as text and becomes a problem."""
 
     def plain(node: DictConfig | ListConfig, prefix: str) -> Any:
+        raws: Any = OmegaConf.to_container(node, resolve=False)
         if isinstance(node, ListConfig):
-            return [item(node, i, f"{prefix}.{i}") for i in range(len(node))]
+            return [item(node, i, f"{prefix}.{i}", raws) for i in range(len(node))]
         names: list[Any] = list(node)
-        return {str(k): item(node, k, f"{prefix}.{k}" if prefix else str(k)) for k in names}
+        return {str(k): item(node, k, f"{prefix}.{k}" if prefix else str(k), raws) for k in names}
 
-    def item(node: DictConfig | ListConfig, k: Any, key: str) -> Any:
+    def item(node: DictConfig | ListConfig, k: Any, key: str, raws: Any) -> Any:
         if OmegaConf.is_missing(node, k):
             return MISSING
-        unresolved: Any = OmegaConf.to_container(node, resolve=False)
-        raw = unresolved[k] if OmegaConf.is_interpolation(node, k) else None
+        raw = raws[k] if OmegaConf.is_interpolation(node, k) else None
         where = origins.get(key, Origin("", text=DEFAULT))
         source = f"{key}={raw} ({where})"
         if raw is not None and ("${now:" in raw or "${hydra:" in raw):

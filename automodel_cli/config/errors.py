@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from automodel_cli.config.fixes import label
+
 
 class ConfigError(Exception):
     """What is wrong, where the value came from, and one fix that works when pasted.
 
-    `message` states value and rule; `origin` is `key=value (file:line)` or `(command line)`; `fix` is pasteable. A
-    config node that refuses its own values in `__post_init__` names the offending fields in `keys` (dotted, relative to
-    the node) and leaves `origin` to the checker, which knows the files. Rendered as::
+    `message` states value and rule; `origin` is `key=value (file:line)` or `(command line)`; `fix` is pasteable, or
+    advice in words, which is labelled `try` (`config.fixes`). A config node that refuses its own values in
+    `__post_init__` names the offending fields in `keys` (dotted, relative to the node), may name them so in `fix`, and
+    leaves `origin` to the checker, which knows the files. Rendered as::
 
         ConfigError: mesh does not fit: pp_size=2 x dp_size=4 needs 8 ranks, but 4 were started
           from  mesh.dp_size=4 (conf/llama3_8b.yaml:12)
@@ -28,7 +31,7 @@ class ConfigError(Exception):
         if self.origin:
             lines.append(f"  from  {self.origin}")
         if self.fix:
-            lines.append(f"  fix   {self.fix}")
+            lines.append(f"  {label(self.fix)}   {self.fix}")
         return "\n".join(lines)
 
 

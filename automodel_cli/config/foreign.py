@@ -1,22 +1,59 @@
 """Other tools' names for our keys, as of 2026-11. At most 80 rows; only names that people paste.
 
-A row is `name: (our key, note)`. The note says what differs; it is empty where the meaning is the same. A name with a
-dot is looked up before its leaf.
+A name with a dot is looked up before its leaf.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
-class Foreign(NamedTuple):
-    """Our key (with a value where the foreign name implies one: `data.packing=best_fit`) and what differs."""
+@dataclass(frozen=True)
+class Foreign:
+    """Our key and what differs.
+
+    `ours` may carry a value where the foreign name implies one (`data.packing=best_fit`). `values` translates theirs,
+    as lower-case text, into whole overrides of ours. Without either, the value is taken over as it is, unless
+    `other_value`: then the note says how to find ours.
+    """
 
     ours: str
     note: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    other_value: bool = False
+    is_list: bool = False
+    """Whether text with commas is a list of ours."""
+
+    @property
+    def key(self) -> str:
+        return self.ours.partition("=")[0]
 
 
-_GLOBAL = "global batch = microbatch x accumulation x data-parallel ranks"
+_GLOBAL = "train.global_batch_size = microbatch x accumulation x data-parallel ranks"
+_BETAS = Foreign("optimizer.betas", "optimizer.betas is the pair [beta1, beta2]", other_value=True)
+_ALL_LINEAR = {"all": "model.lora.target_modules=all-linear", "all-linear": "model.lora.target_modules=all-linear"}
+_OPTIMIZERS = {
+    "adamw_torch": "optimizer=adamw",
+    "adamw_torch_fused": "optimizer=adamw",
+    "adamw": "optimizer=adamw",
+    "adamw_8bit": "optimizer=adamw8bit",
+    "adamw_bnb_8bit": "optimizer=adamw8bit",
+    "paged_adamw_8bit": "optimizer=adamw8bit",
+    "muon": "optimizer=muon",
+}
+_SCHEDULES = {
+    "cosine": "lr_scheduler=cosine",
+    "linear": "lr_scheduler=linear",
+    "constant": "lr_scheduler=constant",
+    "constant_with_warmup": "lr_scheduler=constant",
+    "warmup_stable_decay": "lr_scheduler=wsd",
+}
+_PACKING = {"true": "data.packing=best_fit", "false": "data.packing=none"}
+_CHECKPOINTING = {
+    "true": "parallelizer.activation_checkpointing=full",
+    "false": "parallelizer.activation_checkpointing=false",
+}
 
 FOREIGN: dict[str, Foreign] = {
     # batch and steps: HF/TRL, LLaMA-Factory, axolotl, torchtune, NeMo, torchtitan
@@ -25,7 +62,7 @@ FOREIGN: dict[str, Foreign] = {
     "batch_size": Foreign("train.microbatch_size", "microbatch is one forward, global batch one step"),
     "local_batch_size": Foreign("train.microbatch_size"),
     "per_device_eval_batch_size": Foreign("train.microbatch_size", "validation uses the same microbatch"),
-    "gradient_accumulation_steps": Foreign("train.global_batch_size", _GLOBAL),
+    "gradient_accumulation_steps": Foreign("train.global_batch_size", _GLOBAL, other_value=True),
     "train_batch_size": Foreign("train.global_batch_size", _GLOBAL),
     "max_steps_per_epoch": Foreign("train.max_steps"),
     "training_steps": Foreign("train.max_steps"),
@@ -36,24 +73,30 @@ FOREIGN: dict[str, Foreign] = {
     "max_grad_norm": Foreign("train.max_grad_norm"),
     "clip_grad_norm": Foreign("train.max_grad_norm"),
     "gradient_clip_val": Foreign("train.max_grad_norm"),
-    "gradient_checkpointing": Foreign("parallelizer.activation_checkpointing"),
-    "enable_activation_checkpointing": Foreign("parallelizer.activation_checkpointing"),
-    "enable_gradient_checkpointing": Foreign("parallelizer.activation_checkpointing"),
+    "gradient_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
+    "enable_activation_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
+    "enable_gradient_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
     "torch_compile": Foreign("parallelizer.enable_compile"),
     # optimizer and schedule
     "learning_rate": Foreign("optimizer.lr"),
-    "adam_beta1": Foreign("optimizer.betas", "betas is the pair [beta1, beta2]"),
-    "adam_beta2": Foreign("optimizer.betas", "betas is the pair [beta1, beta2]"),
+    "adam_beta1": _BETAS,
+    "adam_beta2": _BETAS,
     "adam_epsilon": Foreign("optimizer.eps"),
-    "optim": Foreign("optimizer", "an optimizer is a node: optimizer._target_"),
+    "optimizer": Foreign("optimizer", "optimizer=adamw, muon or adamw8bit", _OPTIMIZERS, other_value=True),
+    "optim": Foreign("optimizer", "optimizer=adamw, muon or adamw8bit", _OPTIMIZERS, other_value=True),
     "warmup_ratio": Foreign("lr_scheduler.warmup_ratio"),
     "num_warmup_steps": Foreign("lr_scheduler.warmup_steps"),
     "lr_warmup_steps": Foreign("lr_scheduler.warmup_steps"),
-    "lr_scheduler_type": Foreign("lr_scheduler", "a schedule is a group: lr_scheduler=cosine"),
+    "lr_scheduler": Foreign(
+        "lr_scheduler", "lr_scheduler=cosine, linear, wsd or constant", _SCHEDULES, other_value=True
+    ),
+    "lr_scheduler_type": Foreign(
+        "lr_scheduler", "lr_scheduler=cosine, linear, wsd or constant", _SCHEDULES, other_value=True
+    ),
     # data
     "dataset_path": Foreign("data.path"),
     "dataset_name": Foreign("data.path", "a hub id or a file"),
-    "datasets": Foreign("data.sources"),
+    "datasets": Foreign("data.sources", "data.sources is a list of {path: ..., weight: ...}", other_value=True),
     "train_file": Foreign("data.path"),
     "sequence_len": Foreign("data.seq_len"),
     "seq_length": Foreign("data.seq_len"),
@@ -61,17 +104,18 @@ FOREIGN: dict[str, Foreign] = {
     "max_length": Foreign("data.seq_len"),
     "max_seq_len": Foreign("data.seq_len"),
     "max_seq_length": Foreign("data.seq_len"),
-    "sample_packing": Foreign("data.packing=best_fit"),
-    "neat_packing": Foreign("data.packing=best_fit"),
-    "packed": Foreign("data.packing=best_fit"),
+    "packing": Foreign("data.packing", values=_PACKING),
+    "sample_packing": Foreign("data.packing", values=_PACKING),
+    "neat_packing": Foreign("data.packing", values=_PACKING),
+    "packed": Foreign("data.packing", values=_PACKING),
     "packed_sequence_size": Foreign("data.seq_len", "with data.packing=best_fit"),
-    "train_on_inputs": Foreign("data.mask=all", "false there is data.mask=assistant here"),
-    "assistant_only_loss": Foreign("data.mask=assistant"),
-    "completion_only_loss": Foreign("data.mask=assistant"),
-    "mask_history": Foreign("data.mask=last_turn"),
+    "train_on_inputs": Foreign("data.mask", values={"true": "data.mask=all", "false": "data.mask=assistant"}),
+    "assistant_only_loss": Foreign("data.mask", values={"true": "data.mask=assistant", "false": "data.mask=all"}),
+    "completion_only_loss": Foreign("data.mask", values={"true": "data.mask=assistant", "false": "data.mask=all"}),
+    "mask_history": Foreign("data.mask", values={"true": "data.mask=last_turn", "false": "data.mask=assistant"}),
     "chat_template_path": Foreign("data.chat_template"),
-    "template": Foreign("data.chat_template", "by default the tokenizer's own"),
-    "val_set_size": Foreign("data.validation_rows", "a number of rows, not a share"),
+    "template": Foreign("data.chat_template", "the tokenizer's own is the default", other_value=True),
+    "val_set_size": Foreign("data.validation_rows"),
     "eval_steps": Foreign("validation.every"),
     "dataset_num_proc": Foreign("data.num_workers"),
     "preprocessing_num_workers": Foreign("data.num_workers"),
@@ -79,7 +123,6 @@ FOREIGN: dict[str, Foreign] = {
     "base_model": Foreign("model.pretrained"),
     "model_name_or_path": Foreign("model.pretrained"),
     "pretrained_model_name_or_path": Foreign("model.pretrained"),
-    "hf_assets_path": Foreign("model.pretrained"),
     "torch_dtype": Foreign("model.dtype"),
     "attn_implementation": Foreign("model.attention"),
     "flash_attention": Foreign("model.attention=packed"),
@@ -88,8 +131,9 @@ FOREIGN: dict[str, Foreign] = {
     "lora_rank": Foreign("model.lora.rank"),
     "lora_alpha": Foreign("model.lora.alpha"),
     "lora_dropout": Foreign("model.lora.dropout"),
-    "lora_target": Foreign("model.lora.target_modules"),
-    "lora_target_modules": Foreign("model.lora.target_modules"),
+    "lora_target": Foreign("model.lora.target_modules", values=_ALL_LINEAR, is_list=True),
+    "lora_target_modules": Foreign("model.lora.target_modules", values=_ALL_LINEAR, is_list=True),
+    "lora_target_linear": Foreign("model.lora.target_modules=all-linear"),
     # mesh: axolotl, NeMo, torchtitan
     "tensor_parallel_size": Foreign("mesh.tp_size"),
     "tensor_parallel_degree": Foreign("mesh.tp_size"),

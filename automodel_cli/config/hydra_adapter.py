@@ -24,6 +24,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from automodel_cli.config.limits import check_file
+
 ComposeErrors = (HydraException, OmegaConfBaseException, ValueError)
 
 
@@ -40,6 +42,20 @@ def parse(override: str) -> Override:
     return OverridesParser.create().parse_override(override)
 
 
+class _Checked(CachingConfigRepository):
+    """Looks at a file before Hydra builds it: a few lines of YAML can stand for more than memory holds."""
+
+    def __init__(self, repository: Any, folders: Sequence[Path]):
+        super().__init__(repository)
+        self._folders = folders
+
+    def load_config(self, config_path: str) -> Any:
+        name = f"{config_path.removesuffix('.yaml')}.yaml"
+        if path := next((folder / name for folder in self._folders if (folder / name).is_file()), None):
+            check_file(path)
+        return super().load_config(config_path)
+
+
 class Loader:
     """Config files on a search path of folders, the first folder winning."""
 
@@ -51,7 +67,7 @@ class Loader:
             search.append("main" if i == 0 else "bundled", f"file://{folder}")
         search.append("schema", "structured://")
         self._loader = ConfigLoaderImpl(search)
-        self._repository = CachingConfigRepository(self._loader.repository)
+        self._repository = _Checked(self._loader.repository, folders)
 
     def options(self, group: str) -> list[str]:
         """The files of a config group; empty for a plain key (and for a folder of data that happens to have its

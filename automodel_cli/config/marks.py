@@ -17,6 +17,7 @@ from omegaconf._utils import get_yaml_loader  # the one private name: it is the 
 
 from automodel_cli.config.bundled import display
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.limits import check_file
 
 _BOOL_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+$")
@@ -54,6 +55,7 @@ def _refusal(text: str) -> tuple[str, str] | None:
 
 def read_marks(path: Path) -> list[Mark]:
     """Every key of the file in document order; list items are `key.0`, `key.1`. Raises ConfigError on broken YAML."""
+    check_file(path)
     try:
         with path.open(encoding="utf-8") as stream:
             root = yaml.compose(stream, Loader=get_yaml_loader())

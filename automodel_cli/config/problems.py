@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import label
 
+Finding = tuple[Literal["ok", "warn", "fail"], str, str, str]
+"""Of something that was looked at: how it is, what it is, what was found, and a fix or ""."""
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 
@@ -69,5 +73,5 @@ def as_error(problems: Sequence[Problem], title: str) -> ConfigError:
         lines.append(f"  {p.where!s:<{width}}  {first}")
         lines += [f"  {'':<{width}}  {line}" for line in rest]
         if p.fix:
-            lines.append(f"  {'':<{width}}  fix  {p.fix}")
+            lines.append(f"  {'':<{width}}  {label(p.fix)}  {p.fix}")
     return ConfigError("\n".join(lines), keys=keys)

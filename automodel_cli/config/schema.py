@@ -56,6 +56,12 @@ def signature(target: Callable[..., Any]) -> Signature:
     return Signature(parameters, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.parameters.values()))
 
 
+def returned(target: Callable[..., Any]) -> Any:
+    """What a function says that it returns; Any where it does not say."""
+    annotation = getattr(target, "__annotations__", {}).get("return", inspect.Parameter.empty)
+    return _hints(target, {"return": annotation}, sys.modules[target.__module__])["return"]
+
+
 def _field(field: dataclasses.Field[Any], hint: Any) -> Parameter:
     if field.default is not dataclasses.MISSING:
         return Parameter(field.name, hint, field.default)
@@ -93,6 +99,18 @@ def members(hint: Any) -> tuple[Any, ...]:
 def dataclass_members(hint: Any) -> list[type]:
     """The dataclasses among the alternatives."""
     return [m for m in members(hint) if isinstance(m, type) and dataclasses.is_dataclass(m)]
+
+
+def protocol_members(hint: Any) -> dict[type, frozenset[str]]:
+    """The protocols among the alternatives, and the public names that whatever satisfies one must have."""
+    protocols = [m for m in members(hint) if isinstance(m, type) and getattr(m, "_is_protocol", False)]
+    return {protocol: frozenset(_protocol_names(protocol)) for protocol in protocols}
+
+
+def _protocol_names(protocol: type) -> Iterator[str]:
+    for base in protocol.__mro__:
+        if getattr(base, "_is_protocol", False):
+            yield from (name for name in (*vars(base), *base.__annotations__) if not name.startswith("_"))
 
 
 def keys(target: Callable[..., Any], prefix: str = "") -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -11,31 +12,44 @@ from automodel_cli.config.problems import show
 
 
 class Suggestion(NamedTuple):
-    """`fix` is `key=value` of ours; `note` says what differs in meaning."""
+    """`fix` is `key=value` of ours, None where only a person can choose the value; `note` says what differs."""
 
-    fix: str
+    fix: str | None
     note: str = ""
 
 
 def suggest(key: str, value: object, known: Collection[str]) -> Suggestion | None:
-    """The first that hits: same leaf in another section, another tool's name (exact), a close path, a close leaf."""
+    """The first that hits: another tool's name (exact), same leaf in another section, a close path, a close leaf."""
     leaf = key.rpartition(".")[2]
+    row = foreign.lookup(key)
+    if row is not None and row.key in known:
+        return _translated(row, value)
     same = [k for k in known if k.rpartition(".")[2] == leaf]
     if same:
-        return Suggestion(_set(_closest(key, same), value))
-    row = foreign.lookup(key)
-    if row is not None and row.ours.partition("=")[0] in known:
-        keep = not row.note and "=" not in row.ours
-        return Suggestion(_set(row.ours, value) if keep else row.ours, row.note)
+        return _set(_closest(key, same), value)
     values = [k for k in known if not any(other.startswith(k + ".") for other in known)]  # no sections
     near = difflib.get_close_matches(key, values, 1, 0.8)
     if near:
-        return Suggestion(_set(near[0], value))
+        return _set(near[0], value)
     leaves: dict[str, list[str]] = {}
     for k in values:
         leaves.setdefault(k.rpartition(".")[2], []).append(k)
     near = difflib.get_close_matches(leaf, leaves, 1, 0.7)
-    return Suggestion(_set(_closest(key, leaves[near[0]]), value)) if near else None
+    return _set(_closest(key, leaves[near[0]]), value) if near else None
+
+
+def _translated(row: foreign.Foreign, value: object) -> Suggestion:
+    """A value of theirs as an override of ours."""
+    if "=" in row.ours:
+        return Suggestion(row.ours, row.note)
+    known = row.values.get(show(value).lower())
+    if known is not None:
+        return Suggestion(known)
+    if row.is_list and isinstance(value, str) and "," in value:
+        value = [item.strip() for item in value.split(",")]
+    if row.other_value:
+        return Suggestion(None, row.note)
+    return Suggestion(_set(row.key, value).fix, row.note)
 
 
 def section(key: str, known: Collection[str]) -> str | None:
@@ -51,6 +65,15 @@ def _closest(key: str, candidates: list[str]) -> str:
     return max(candidates, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
 
 
-def _set(key: str, value: object) -> str:
-    """`key=value` where the value fits on a line, else the key alone."""
-    return key if isinstance(value, (dict, list)) or value is None else f"{key}={show(value)}"
+def _set(key: str, value: object) -> Suggestion:
+    """`key=value` as a shell takes it; a section or nothing is no value to carry over."""
+    if isinstance(value, dict) or value is None:
+        return Suggestion(None, f"{key} here")
+    text = show(value, limit=1000)
+    plain = all(c.isalnum() or c in "._/+-" for c in text)
+    if isinstance(value, list):
+        return Suggestion(shlex.quote(f"{key}={text.replace(', ', ',')}"))
+    if isinstance(value, str) and not plain:
+        quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+        return Suggestion(shlex.quote(f'{key}="{quoted}"'))
+    return Suggestion(f"{key}={text}")

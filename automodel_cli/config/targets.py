@@ -118,6 +118,8 @@ def _import(module: str, path: str) -> types.ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or module
+        if inside(missing, OWN):
+            raise  # a bug of ours: keep the traceback
         message = f"{path} needs the package {missing}, which is not installed"
         raise ConfigError(message, fix=f"pip install {missing}") from error
 

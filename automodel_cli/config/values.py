@@ -10,7 +10,7 @@ import typing
 from typing import Any, Literal
 
 from automodel_cli.config.problems import show
-from automodel_cli.config.schema import members
+from automodel_cli.config.schema import members, protocol_members
 
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
 _DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
@@ -36,7 +36,9 @@ def fits(value: object, hint: Any) -> bool:
     origin = typing.get_origin(hint) or hint
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(hint))
-    if origin is Any or not isinstance(origin, type) or typing.Protocol in origin.__mro__:
+    if protocols := protocol_members(origin):
+        return all(hasattr(value, name) for name in protocols[origin])
+    if origin is Any or not isinstance(origin, type):
         return True  # nothing that a value could be compared with
     if value is None:
         return hint is types.NoneType
@@ -97,9 +99,16 @@ def _words(hint: Any) -> list[str]:
         return ["a list" + (f" of {_plural(arguments[0])}" if arguments else "")]
     if origin in _DICTS:
         return ["a section of any keys"]
+    if protocol_members(origin):
+        return [f"a section with the _target_ of {_with_article(origin)}"]
     if dataclasses.is_dataclass(origin):
         return [f"a section ({origin.__name__})"]  # type: ignore[union-attr]
     return [getattr(origin, "__name__", str(origin))]
+
+
+def _with_article(protocol: Any) -> str:
+    name = protocol.__name__
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def _plural(hint: Any) -> str:

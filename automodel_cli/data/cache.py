@@ -2,9 +2,10 @@
 nothing.
 
 An entry's name is the hash of everything its content depends on, the code of this package included. It is built under a
-temporary name next to its place and renamed when whole, so an entry that exists is complete. A file lock admits one
-builder; it needs no process group, so ranks may come before `init_process_group` and no collective waits for
-tokenisation.
+temporary name next to its place and renamed when whole, so an entry that exists was complete. What happens to it later
+(a bad disk, a copy cut short) is noticed by sizes and hashes in its `files.json`, and it is built again. A file lock
+admits one builder; it needs no process group, so ranks may come before `init_process_group` and no collective waits
+for tokenisation.
 """
 
 from __future__ import annotations
@@ -15,26 +16,42 @@ import hashlib
 import json
 import os
 import shutil
+import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.checksums import content_hash
 
 REMEMBERED_HASH_BYTES = 64 << 20
+HASHED_BYTES = 64 << 20
+"""Files of an entry up to this size are compared by content, 10 ms at most; of larger ones (tokens) only the size."""
+MANIFEST = "files.json"
+WAIT_SECONDS = 5.0
 CODE_FILES = (
     "cache.py",
     "chat.py",
+    "columns.py",
+    "checksums.py",
+    "encoded.py",
     "formats.py",
+    "json_rows.py",
     "packing.py",
     "preferences.py",
+    "prefixes.py",
     "prepare.py",
     "readers.py",
     "rows.py",
+    "stop_tokens.py",
     "stores.py",
+    "text_rows.py",
     "tokenise.py",
+    "turns.py",
 )
 
 
@@ -86,43 +103,47 @@ def file_hash(path: Path, root: Path) -> str:
     """Hash of a file's bytes. Of large files it is remembered under the file's identity, size and time of change."""
     stat = path.stat()
     if stat.st_size < REMEMBERED_HASH_BYTES:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return content_hash(path)
     identity = f"{path.resolve()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-    note = root / "hashes" / hashlib.sha256(identity.encode()).hexdigest()
+    note = root / "hashes" / f"{hashlib.sha256(identity.encode()).hexdigest()}.xxh3"
     if note.is_file():
         return note.read_text()
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    note.parent.mkdir(parents=True, exist_ok=True)
-    temporary = note.with_suffix(f".{os.getpid()}")
-    temporary.write_text(digest)
-    temporary.replace(note)
+    digest = content_hash(path)
+    with suppress(OSError):  # a full or read-only cache costs the next start a reading of the file
+        note.parent.mkdir(parents=True, exist_ok=True)
+        temporary = note.with_suffix(f".{os.getpid()}")
+        temporary.write_text(digest)
+        temporary.replace(note)
     return digest
 
 
 def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
     """The folder of entry `key`, and whether this call built it. `build` fills an empty folder; what it raises is
-    passed on.
+    passed on. An entry that is damaged is built again, with a line on standard error.
 
     Safe to call from any number of processes at once. Raises DataError when the disk is full or the folder not
     writable.
     """
     final = root / key
-    if final.is_dir():
+    if final.is_dir() and _damage(final) is None:
         return final, False
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{key}.lock"):
-            if final.is_dir():
-                return final, False
-            for left_over in root.glob(
-                f"{key}.tmp-*"
-            ):  # of a builder that was killed: it held this lock, so it is gone
+            for left_over in root.glob(f"{key}.tmp-*"):  # of one that was killed: it held this lock, so it is gone
                 shutil.rmtree(left_over)
+            if final.is_dir():
+                if (damage := _damage(final)) is None:
+                    return final, False
+                print(f"the data cache is damaged and is built again: {final}: {damage}", file=sys.stderr, flush=True)
+                doomed = root / f"{key}.tmp-damaged"
+                final.rename(doomed)
+                shutil.rmtree(doomed)
             temporary = root / f"{key}.tmp-{os.getpid()}"
             temporary.mkdir()
             try:
                 build(temporary)
+                _write_manifest(temporary)
                 _to_disk(temporary)
                 temporary.rename(final)
             except BaseException:
@@ -132,17 +153,66 @@ def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[P
         ours = error.filename is None or str(error.filename).startswith(str(root))  # not a source that cannot be read
         if not ours or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
             raise
-        reason = f"cannot write the data cache {root}: {os.strerror(error.errno)}"
-        raise DataError(reason, fix="data.cache_dir=<a folder with space>") from error
+        raise cache_unwritable(root, error) from error
     return final, True
+
+
+def cache_unwritable(root: Path, error: OSError) -> DataError:
+    """The user's error where the disk is full or may not be written."""
+    reason = f"cannot write the data cache {root}: {os.strerror(error.errno or 0)}"
+    return DataError(reason, fix="data.cache_dir=<a folder with space>")
+
+
+def _write_manifest(folder: Path) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    files = {
+        name: [size, content_hash(folder / name) if size <= HASHED_BYTES else None] for name, size in sizes.items()
+    }
+    (folder / MANIFEST).write_text(json.dumps(files))
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with an entry, if anything."""
+    try:
+        files = dict(json.loads((folder / MANIFEST).read_bytes()))
+        for name, (size, digest) in files.items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found:,} bytes, not {size:,}"
+            if digest is not None and content_hash(folder / name) != digest:
+                return f"{name} holds other bytes than were written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    return None
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Wait for, hold and give back an exclusive lock; the kernel gives back the lock of a process that dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with path.open("a+") as file:
+        if not _soon(file):
+            file.seek(0)
+            print(f"waiting for {file.read() or 'another process'}, which prepares the same data", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
         yield
+
+
+def _soon(file: IO[str]) -> bool:
+    """Whether the lock is had within a few seconds, as by the ranks of one run."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
 
 
 def _to_disk(folder: Path) -> None:

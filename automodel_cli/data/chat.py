@@ -1,10 +1,11 @@
 """Conversations as tokens, and which of them are trained.
 
-Two ways, in this order. A template that marks what the model says with `{% generation %}` decides itself. For any other
-the conversation is rendered up to each trained turn and up to its end; both must be prefixes of the whole, as text and
-as token ids, which is verified for every row. A template that rewrites earlier turns (Qwen3 drops past reasoning) fails
-that check and its row is refused, never masked by guess. The end-of-turn token is trained, the whitespace after it is
-not.
+A conversation is one document (`whole`) where that shows the model every turn as it will see it when it speaks: the
+conversation is rendered up to each trained turn and up to its end, and both must be prefixes of the whole, as text and
+as token ids, which is verified for every row. A template that marks what the model says with `{% generation %}` decides
+itself what of the turns is trained. Where a template rewrites earlier turns (Qwen3 drops past reasoning) each trained
+turn becomes a document of its own (`unroll`, see `data/turns.py`). The token that ends a turn is trained
+(`data/stop_tokens.py`), the whitespace after it is not.
 
 Token ids always come from encoding a rendered text with `add_special_tokens=False`: a template that writes BOS has
 written it.
@@ -13,67 +14,71 @@ written it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from automodel_cli.config.errors import DataError
-from automodel_cli.data.config import Mask
+from automodel_cli.data.config import Mask, Turns
+from automodel_cli.data.encoded import TOKENIZER_OPTIONS, Encoded, Unrolled, as_ids, encode_texts
 from automodel_cli.data.formats import Conversation
+from automodel_cli.data.prefixes import PrefixEncoder
+from automodel_cli.data.rendered import RenderedCheck
 from automodel_cli.data.rows import RowError
+from automodel_cli.data.stop_tokens import TurnEnds, kind_of
+from automodel_cli.data.tool_calls import ArgumentForm
+from automodel_cli.data.turns import STAND_IN, TurnTexts, continuation, reasoning_key, turn_document, with_key
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-TRAINING_TEMPLATE_FIX = "data.mask=last_turn, or data.chat_template=<a template with {% generation %} tags>"
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Tokens of one document; `trained` says of each whether the model must learn to produce it.
-
-    Of two documents that stay together the tokens follow each other: `split` are the first one's. `judgement` of such
-    a row is 1 or 0 for a response judged good or bad.
-    """
-
-    ids: np.ndarray
-    trained: np.ndarray
-    split: int = 0
-    judgement: int = -1
-
-
-def resolve_chat_template(choice: str | None, tokenizer: Any) -> str | None:
-    """The template's text: the tokenizer's for None, none for `none`, else a file's content or the text itself."""
-    if choice is None:
-        template = tokenizer.chat_template
-        if isinstance(template, dict):
-            raise DataError(
-                f"the tokenizer has several chat templates: {', '.join(template)}",
-                fix="data.chat_template=<a .jinja file with the one to train>",
-            )
-        return template
-    if choice == "none":
-        return None
-    if "{%" in choice or "{{" in choice:
-        return choice
-    path = Path(choice).expanduser()
-    if not path.is_file():
-        raise DataError(f"chat_template={choice} is neither a file, nor 'none', nor a template (no {{{{ or {{% in it)")
-    return path.read_text(encoding="utf-8")
+UNROLL_FIX = "data.turns=unroll, or data.turns=auto"
+NOT_WHOLE = ("not_a_prefix", "no_stop", "generation_blocks", "dropped_by_template")
+"""Causes for which a row is no single document, though its turns may each be one."""
 
 
 class ChatEncoder:
     """Renders and encodes conversations with one template and one mask rule. Pickles, for worker processes."""
 
-    def __init__(self, tokenizer: Any, template: str, mask: Mask):
-        self.tokenizer, self.template, self.mask = tokenizer, template, mask
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str,
+        mask: Mask,
+        *,
+        turns: Turns = "auto",
+        stop_ids: Collection[int] = (),
+        own_template: str | None = None,
+    ):
+        """`stop_ids`: tokens at which generation stops, besides EOS. `own_template`: the tokenizer's, where `template`
+        stands in for it in training; they must agree on the first turn of every row.
+        """
+        self.tokenizer, self.template, self.mask, self.turns = tokenizer, template, mask, turns
+        self.own_template = own_template
+        self.rendered, self.rendered_turn, self.arguments = RenderedCheck(), RenderedCheck(), ArgumentForm()
+        self.prefixes = PrefixEncoder(tokenizer)
         self.uses_tags = mask != "all" and tokenizer.is_fast and bool(GENERATION_TAG.search(template))
+        self.reasoning_key = reasoning_key(template)
+        self.ends = TurnEnds.of(tokenizer, self._render_text, stop_ids)
 
-    def encode(self, chats: Sequence[Conversation]) -> list[Encoded | RowError]:
+    def encode(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
         """Tokens and mask of each conversation, or the reason why it has none."""
+        chats = [self._formed(chat) for chat in chats]
+        if self.turns == "unroll":
+            return self._unroll(chats)
+        results: list[Any] = self._whole(chats)
+        if self.turns == "auto" and self.mask != "all":
+            places = [i for i, result in enumerate(results) if _is_unrollable(result)]
+            for place, result in zip(places, self._unroll([chats[i] for i in places]), strict=True):
+                results[place] = result
+        return results
+
+    def _whole(self, chats: Sequence[Conversation]) -> list[Encoded | RowError]:
+        """Each conversation as one document."""
         texts = self._render([(chat, len(chat.messages), False) for chat in chats])
         checked = [_attempt(self._check, chat, text) for chat, text in zip(chats, texts, strict=True)]
+        if self.own_template is not None:
+            checked = self._like_the_tokenizers(chats, checked)
         good = [i for i, result in enumerate(checked) if not isinstance(result, RowError)]
         encode = self._by_tags if self.uses_tags else self._by_prefixes
         results = encode([chats[i] for i in good], [checked[i] for i in good])
@@ -81,7 +86,38 @@ class ChatEncoder:
             checked[i] = result
         return checked
 
+    def prompt_ids(self, chat: Conversation) -> np.ndarray:
+        """Token ids, int32, up to where the model begins to speak. Raises RowError when the text leaves out a part."""
+        chat = self._formed(chat)
+        (text,) = self._render([(chat, len(chat.messages), True)])
+        if isinstance(text, RowError):
+            raise text
+        self.rendered.check(chat, text, (), self._render_text)
+        return encode_texts(self.tokenizer, [text])[0]
+
+    def with_tokenizer(self, tokenizer: Any) -> ChatEncoder:
+        """The same encoder with another tokenizer."""
+        other = copy(self)
+        other.tokenizer, other.prefixes = tokenizer, PrefixEncoder(tokenizer)
+        return other
+
+    def _like_the_tokenizers(self, chats: Sequence[Conversation], texts: Sequence[Any]) -> list[Any]:
+        """The texts of rows that begin as the tokenizer's own template renders them up to their first answer."""
+        first = [(chat, _assistant_turns(chat)[0] + 1) if _assistant_turns(chat) else (chat, 0) for chat in chats]
+        asked = [(chat.messages[:count], chat.tools) for chat, count in first]
+        expected = self._apply_many(asked, chat_template=self.own_template, tokenize=False)
+        ours = self._apply_many(asked, tokenize=False)
+        return [
+            text if isinstance(text, RowError) or own == our else _unlike(our, own)
+            for text, own, our in zip(texts, expected, ours, strict=True)
+        ]
+
     # -- rendering
+
+    def render(self, chat: Conversation) -> str:
+        """The text of a whole conversation. Raises RowError with what the template says of it."""
+        chat = self._formed(chat)
+        return self._render_text(chat.messages, chat.tools)
 
     def _render(self, jobs: Sequence[tuple[Conversation, int, bool]]) -> list[str | RowError]:
         """Text of the first n messages of each conversation, with the generation prompt after them where asked."""
@@ -115,40 +151,34 @@ class ChatEncoder:
         """The library's renderer: texts, or (ids, mask) pairs. What a template raises is the row's error."""
         if not conversations:
             return []
+        options = {"chat_template": self.template, **options}
+        if self.reasoning_key is not None:
+            conversations = [[with_key(m, self.reasoning_key) for m in messages] for messages in conversations]
         try:
-            out = self.tokenizer.apply_chat_template(conversations, tools=tools, chat_template=self.template, **options)
+            out = self.tokenizer.apply_chat_template(conversations, tools=tools, **options)
         except Exception as error:  # templates raise jinja's errors, and TypeError, KeyError, ... from the row's values
             reason = str(error).strip() or type(error).__name__
             raise RowError("template_error", f"the chat template refuses the row: {reason}") from error
         return out if isinstance(out, list) else list(zip(out["input_ids"], out["assistant_masks"], strict=True))
 
+    def _render_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        return str(self._apply([messages], tools, tokenize=False)[0])
+
+    def _formed(self, chat: Conversation) -> Conversation:
+        """The conversation with the arguments of its calls as this template wants them."""
+        messages = self.arguments.formed(chat.messages, lambda other: self._render_text(other, chat.tools))
+        return chat if messages is chat.messages else replace(chat, messages=messages)
+
     # -- what is checked of every row, and which of its turns are trained
 
     def _check(self, chat: Conversation, text: str | RowError) -> str:
-        """The rendered text, if it holds what the row holds.
-
-        A template without a branch for a role or for tools leaves them out in silence; training would go on without.
-        """
+        """The rendered text, if it holds what the row holds (`data/rendered.py`)."""
         if isinstance(text, RowError):
             raise text
-        if self.mask != "all":
-            self._turns(chat)
-        for index, message in enumerate(chat.messages):
-            said = message["content"].strip()
-            if message["role"] in ("system", "developer", "user") and said not in text:
-                head = said if len(said) <= 40 else f"{said[:36]} ..."
-                raise RowError(
-                    "dropped_by_template",
-                    f"the chat template leaves out message {index} (role {message['role']!r}, {head!r})",
-                    fix="data.chat_template=<a template that renders this role>, or rename the role in the data",
-                )
-        unnamed = [name for name in map(_tool_name, chat.tools or ()) if name not in text]
-        if unnamed:
-            raise RowError(
-                "tools_ignored",
-                f"the chat template does not render the row's tools ({unnamed[0]!r} is not in its text)",
-                fix="data.chat_template=<a template with tools>, or data.columns='{tools: \"\"}' to train without them",
-            )
+        trained = _assistant_turns(chat) if self.mask == "all" else self._turns(chat)
+        if self.mask != "all" and not self.uses_tags:  # that earlier turns keep their reasoning shows in the prefixes
+            trained = trained[-1:]
+        self.rendered.check(chat, text, trained, self._render_text)
         return text
 
     def _turns(self, chat: Conversation) -> list[int]:
@@ -173,54 +203,68 @@ class ChatEncoder:
         asked = [(chat.messages, chat.tools) for chat in chats]
         options = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenizer_kwargs": TOKENIZER_OPTIONS}
         pairs = self._apply_many(asked, **options)
-        return [_attempt(self._select_runs, chat, pair) for chat, pair in zip(chats, pairs, strict=True)]
+        out = [_attempt(self._select_runs, chat, pair) for chat, pair in zip(chats, pairs, strict=True)]
+        if self.turns == "auto":
+            # the tags of a template that rewrites earlier turns mark what the model never said
+            several = [i for i, chat in enumerate(chats) if len(_assistant_turns(chat)) > 1]
+            found = self._edges_of([chats[i] for i in several], [texts[i] for i in several])
+            for i, edges in zip(several, found, strict=True):
+                if isinstance(edges, RowError) and not isinstance(out[i], RowError):
+                    out[i] = edges
+        return out
 
     def _select_runs(self, chat: Conversation, pair: tuple[list[int], list[int]] | RowError) -> Encoded:
-        """The template's mask, less the turns that the row or the mask rule leaves out."""
+        """The template's mask, less the turns that the row or the mask rule leaves out, each up to its stop token."""
         if isinstance(pair, RowError):
             raise pair
-        ids, trained = _ids(pair[0]), np.asarray(pair[1], np.uint8)
+        ids, trained = as_ids(pair[0]), np.asarray(pair[1], np.uint8)
         turns, spoken = self._turns(chat), _assistant_turns(chat)
-        if turns != spoken:
-            spans = _runs(trained)
-            if len(spans) != len(spoken):
+        spans = _runs(trained)
+        if len(spans) != len(spoken):
+            if turns != spoken:
                 raise RowError(
                     "generation_blocks",
                     f"the template marks {len(spans)} stretches as generated where the row has {len(spoken)} assistant "
                     "messages, so single turns cannot be told apart",
                     fix="data.mask=assistant without train: false, or a template with one generation block per turn",
                 )
-            trained = np.zeros_like(trained)
-            for turn, (start, stop) in zip(spoken, spans, strict=True):
-                trained[start:stop] = turn in turns
-        return Encoded(ids, trained)
+            return Encoded(ids, trained)
+        kept = [(turn, span) for turn, span in zip(spoken, spans, strict=True) if turn in turns]
+        return self._trained(chat, ids, kept)
 
     # -- prefix difference
 
     def _by_prefixes(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[Encoded | RowError]:
         """Render and encode the text before and up to each located turn, for all rows at once; verify row by row."""
+        out: list[Any] = self._edges_of(chats, texts)
+        good = [i for i, row in enumerate(out) if not isinstance(row, RowError)]
+        for i, pieces in zip(good, self.prefixes.encode([out[i] for i in good]), strict=True):
+            out[i] = _attempt(self._between, chats[i], pieces)
+        return out
+
+    def _edges_of(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[list[str] | RowError]:
+        """See `_edges`, for the located turns of each conversation."""
         turns = [self._located(chat) for chat in chats]
         jobs = []
         for chat, located in zip(chats, turns, strict=True):
             for turn in located:
-                jobs += [(chat, turn, True), (chat, turn + 1, False)]
+                jobs.append((chat, turn, True))
+                if turn + 1 < len(chat.messages):
+                    jobs.append((chat, turn + 1, False))
         rendered = iter(self._render(jobs))
         out: list[Any] = []
-        for text, located in zip(texts, turns, strict=True):
-            prefixes = [next(rendered) for _ in range(2 * len(located))]
-            out.append(_attempt(_edges, text, located, prefixes))
-        wanted = [text for row in out if not isinstance(row, RowError) for text in row]
-        ids = iter(encode_texts(self.tokenizer, wanted))
-        for i, row in enumerate(out):
-            if not isinstance(row, RowError):
-                out[i] = _attempt(self._between, turns[i], [next(ids) for _ in row])
+        for chat, text, located in zip(chats, texts, turns, strict=True):
+            prefixes: list[str | RowError] = []
+            for turn in located:
+                prefixes += [next(rendered), next(rendered) if turn + 1 < len(chat.messages) else text]
+            out.append(_attempt(_edges, text, located, prefixes, self.tokenizer.eos_token))
         return out
 
-    def _between(self, located: Sequence[int], pieces: Sequence[np.ndarray]) -> Encoded:
+    def _between(self, chat: Conversation, pieces: Sequence[np.ndarray]) -> Encoded:
         """The mask from the ids of the whole text and of each turn's two prefixes."""
         ids, prefixes = pieces[0], pieces[1:]
-        whole_row = self.mask == "all"
-        trained = np.full(len(ids), whole_row, np.uint8)
+        located = self._located(chat)
+        spans = []
         for turn, before, upto in zip(located, prefixes[::2], prefixes[1::2], strict=True):
             for prefix, side in ((before, "start"), (upto, "end")):
                 if not np.array_equal(ids[: len(prefix)], prefix):
@@ -228,13 +272,130 @@ class ChatEncoder:
                         "not_a_prefix",
                         f"a token reaches over the {side} of message {turn}, so the trained tokens are not those that "
                         "follow its prompt",
-                        fix="data.chat_template=<a template with a special token or newline at the turn's edges>",
+                        fix=UNROLL_FIX,
                     )
-            trained[len(before) : len(upto)] = not whole_row
+            spans.append((turn, (len(before), len(upto))))
+        if self.mask != "all":
+            return self._trained(chat, ids, spans)
+        last = chat.messages[-1]
+        if last["role"] == "assistant" and chat.trained[-1]:
+            kind = kind_of(last)
+            if self.ends.end(ids, 0, len(ids), kind, tokenizer=self.tokenizer) is None:
+                ids = np.append(ids, np.int32(self.ends.missing(kind)))
+        trained = np.ones(len(ids), np.uint8)
+        for _, (start, stop) in spans:
+            trained[start:stop] = 0
         return Encoded(ids, trained)
 
+    def _trained(self, chat: Conversation, ids: np.ndarray, spans: Sequence[tuple[int, tuple[int, int]]]) -> Encoded:
+        """The document in which these turns are trained, each up to and with its stop token.
 
-TOKENIZER_OPTIONS = {"return_attention_mask": False, "verbose": False}
+        Raises RowError when the template leaves the stop token of a turn out and other text follows, in whose place it
+        would have to stand.
+        """
+        ends = []
+        for turn, (start, stop) in spans:
+            kind = kind_of(chat.messages[turn])
+            end = self.ends.end(ids, start, stop, kind, tokenizer=self.tokenizer)
+            if end is None:
+                token = self.ends.missing(kind)
+                if self.tokenizer.decode(ids[stop:]).strip():
+                    raise RowError(
+                        "no_stop",
+                        f"the chat template writes no token that ends message {turn}, so the model could not learn to "
+                        "stop there",
+                        fix=UNROLL_FIX,
+                    )
+                ids = np.append(ids[:stop], np.int32(token))
+                end = stop + 1
+            ends.append((start, end))
+        trained = np.zeros(len(ids), np.uint8)
+        for start, end in ends:
+            trained[start:end] = 1
+        return Encoded(ids, trained)
+
+    # -- one document per turn
+
+    def _unroll(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
+        """Each conversation as one document per trained turn; see `data/turns.py`."""
+        turns: list[Any] = [_attempt(self._turns, chat) for chat in chats]
+        asked = [(i, turn) for i, located in enumerate(turns) if not isinstance(located, RowError) for turn in located]
+        prompts = self._render([(chats[i], turn, True) for i, turn in asked])
+        said = self._said([(chats[i], turn) for i, turn in asked], prompts)
+        texts: list[str] = []
+        for prompt, text in zip(prompts, said, strict=True):
+            if not isinstance(text, RowError):
+                assert isinstance(prompt, str), "refused with its turn"
+                texts += [prompt, prompt + text, text]
+        ids = iter(encode_texts(self.tokenizer, texts))
+        documents: list[list[Encoded]] = [[] for _ in chats]
+        for (i, turn), text in zip(asked, said, strict=True):
+            if isinstance(text, RowError):
+                turns[i] = text
+                continue
+            pieces = (next(ids), next(ids), next(ids))
+            document = _attempt(turn_document, self.tokenizer, self.ends, pieces, kind_of(chats[i].messages[turn]))
+            if isinstance(document, RowError):
+                turns[i] = document
+            else:
+                documents[i].append(document)
+        return [
+            result if isinstance(result, RowError) else found[0] if len(found) == 1 else Unrolled(tuple(found))
+            for result, found in zip(turns, documents, strict=True)
+        ]
+
+    def _said(
+        self, asked: Sequence[tuple[Conversation, int]], prompts: Sequence[str | RowError]
+    ) -> list[str | RowError]:
+        """What the model has to say in each of these turns, white space at its end left out."""
+        upto = self._render([(chat, turn + 1, False) for chat, turn in asked])
+        out: list[Any] = []
+        for (chat, turn), prompt, text in zip(asked, prompts, upto, strict=True):
+            out.append(_attempt(self._said_once, chat, turn, prompt, text))
+        return out
+
+    def _said_once(self, chat: Conversation, turn: int, prompt: str | RowError, upto: str | RowError) -> str:
+        said = self._continuation(chat, turn, prompt, upto).rstrip()
+        seen = Conversation(chat.messages[: turn + 1], [*[False] * turn, True], chat.tools)
+        self.rendered_turn.check(seen, f"{prompt}{said}", [turn], self._document_text)
+        return said
+
+    def _document_text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        """The text of the document in which the last message is the trained turn."""
+        chat, turn = Conversation(messages, [], tools), len(messages) - 1
+        prompt, upto = self._render([(chat, turn, True), (chat, turn + 1, False)])
+        return f"{prompt}{self._continuation(chat, turn, prompt, upto)}"
+
+    def _continuation(self, chat: Conversation, turn: int, prompt: str | RowError, upto: str | RowError) -> str:
+        prompt, upto = _text(prompt), _text(upto)
+        history = other = ""
+        if not upto.startswith(prompt):
+            stand_in = replace(chat, messages=[*chat.messages[:turn], STAND_IN])
+            history, other = map(_text, self._render([(chat, turn, False), (stand_in, turn + 1, False)]))
+        return continuation(TurnTexts(prompt, history, upto, other), chat.messages[turn])
+
+
+def _text(rendered: str | RowError) -> str:
+    if isinstance(rendered, RowError):
+        raise rendered
+    return rendered
+
+
+def _is_unrollable(result: Any) -> bool:
+    return isinstance(result, RowError) and result.code in NOT_WHOLE
+
+
+def _unlike(ours: Any, own: Any) -> RowError:
+    """Why a row cannot be trained with our template."""
+    for text in (own, ours):
+        if isinstance(text, RowError):
+            return text
+    return RowError(
+        "other_template",
+        "the tokenizer's chat template renders this row's first turn differently from the training template that was "
+        "chosen by its renderings of other conversations",
+        fix="data.turns=unroll, or data.chat_template=tokenizer",
+    )
 
 
 def _attempt(function: Any, *args: Any, **options: Any) -> Any:
@@ -249,13 +410,16 @@ def _assistant_turns(chat: Conversation) -> list[int]:
     return [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
 
 
-def _edges(whole: str, located: Sequence[int], prefixes: Sequence[str | RowError]) -> list[str]:
+def _edges(whole: str, located: Sequence[int], prefixes: Sequence[str | RowError], eos_token: str | None) -> list[str]:
     """The whole text, then per turn the text before it and up to its end, trailing whitespace left out.
 
     Raises RowError unless each is a prefix of the whole and the generation prompt is how the template begins the turn.
+    An EOS token that the template writes only at the end of everything (Phi-3) belongs to no turn.
     """
     texts = [whole]
     for turn, before, upto in zip(located, prefixes[::2], prefixes[1::2], strict=True):
+        if isinstance(upto, str) and eos_token and not whole.startswith(upto):
+            upto = upto.rstrip().removesuffix(eos_token)
         for text in (before, upto):
             if isinstance(text, RowError):
                 raise text
@@ -263,28 +427,12 @@ def _edges(whole: str, located: Sequence[int], prefixes: Sequence[str | RowError
                 raise RowError(
                     "not_a_prefix",
                     f"the chat template renders the text up to message {turn} differently once later messages follow, "
-                    "so the tokens of that turn cannot be located",
-                    fix=TRAINING_TEMPLATE_FIX,
+                    "so the conversation is no single document in which that turn stands as the model will see it",
+                    fix=UNROLL_FIX,
                 )
         assert isinstance(before, str) and isinstance(upto, str), "refused above"
         texts += [before, max(upto.rstrip(), before, key=len)]
     return texts
-
-
-def encode_texts(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[np.ndarray]:
-    """Token ids of each text, int32. One call, so that a fast tokenizer uses its threads."""
-    if not texts:
-        return []
-    out = tokenizer(list(texts), add_special_tokens=add_special_tokens, **TOKENIZER_OPTIONS)
-    return [_ids(ids) for ids in out["input_ids"]]
-
-
-def _ids(ids: Sequence[int]) -> np.ndarray:
-    return np.asarray(ids, np.int32)
-
-
-def _tool_name(tool: dict[str, Any]) -> str:
-    return str(tool.get("function", tool).get("name", ""))
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from automodel_cli.config.errors import ConfigError
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "judged"]
+TxtRows = Literal["file", "paragraph", "line"]
 Packing = Literal["best_fit", "wrapped", "none"]
 LongDocuments = Literal["split", "truncate", "drop", "fail"]
+LongChoice = Literal["auto", "split", "truncate", "drop", "fail"]
 Mask = Literal["assistant", "last_turn", "all"]
+Turns = Literal["auto", "whole", "unroll"]
+SpecialTokensInText = Literal["auto", "as_text", "keep", "refuse"]
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "tools"),
+    "messages": ("messages", "system", "tools"),
     "sharegpt": ("messages", "system", "tools"),
     "alpaca": ("instruction", "input", "output", "system", "history"),
     "prompt_completion": ("prompt", "completion", "system", "tools"),
@@ -30,6 +34,7 @@ PREFERENCE_FIELDS: dict[str, tuple[str, ...]] = {
 ALL_FIELDS = {**FIELDS, **PREFERENCE_FIELDS}
 
 
+@runtime_checkable
 class TaskNode(Protocol):
     """A procedural dataset: rows made in code instead of read from files."""
 
@@ -38,6 +43,14 @@ class TaskNode(Protocol):
 
     def cache_key(self) -> str:
         """Text that changes whenever the generated rows would."""
+
+
+@runtime_checkable
+class AnswerChecker(Protocol):
+    """A task that also knows right answers, which its rows bring as `answer`: runs then report an accuracy."""
+
+    def check_answer(self, completion: str, answer: str) -> bool:
+        """Whether what the model said is the answer."""
 
 
 def check_columns(columns: dict[str, str], key: str) -> None:
@@ -58,8 +71,10 @@ def check_columns(columns: dict[str, str], key: str) -> None:
 class SourceConfig:
     """One dataset of a mixture.
 
-    `path`: a file (json, jsonl, csv, parquet, arrow; .gz of the text ones), a folder or glob of them, or a hub id;
-    `name`, `revision` and `split` belong to hub datasets. `columns` maps a field of the format to a column, for example
+    `path`: a file (json, jsonl, csv, parquet, arrow, txt; .gz of the text ones), a folder or glob of them, a folder
+    that `datasets` saved (`save_to_disk`), or a hub id. `name` and `revision` belong to hub datasets, `split` also to a
+    saved DatasetDict. `txt_rows`: what is one document of a .txt file: the whole `file`, a `paragraph` (between blank
+    lines) or a `line`; the rows have the column `text`. `columns` maps a field of the format to a column, for example
     `{prompt: question, completion: answer}`; an empty column name leaves an optional field out (`{tools: ""}`).
     `weight` is how often each row of this source is seen per epoch: 2 is twice, 0.5 is every second epoch.
     """
@@ -71,6 +86,7 @@ class SourceConfig:
     format: Format = "auto"
     columns: dict[str, str] = field(default_factory=dict)
     weight: float = 1.0
+    txt_rows: TxtRows = "file"
 
     def __post_init__(self) -> None:
         if not (self.weight > 0 and math.isfinite(self.weight)):
@@ -86,8 +102,8 @@ class SourceConfig:
 class DataConfig:
     """Rows to train on, and how they become token rows. Exactly one of `path`, `sources` and `task` says where from.
 
-    Where from. `path, name, revision, split, format, columns` describe one dataset as in `SourceConfig`; `sources` is a
-    list of them with weights; `task` is a node that generates rows.
+    Where from. `path, name, revision, split, format, columns, txt_rows` describe one dataset as in `SourceConfig`;
+    `sources` is a list of them with weights; `task` is a node that generates rows.
 
     Validation, at most one of: `validation_rows` taken out of the training rows (below 1: a share; 1 or more: a
     number), `validation_path` (a file, same format and columns), `validation_split` (of the same hub dataset). A task
@@ -95,12 +111,31 @@ class DataConfig:
 
     Tokens. `seq_len`: tokens per row. `packing`: `best_fit` (whole documents, best-fit decreasing), `wrapped`
     (documents one after the other, cut at every `seq_len`), `none` (one document per row, padded). `long_documents`:
-    what happens to those longer than `seq_len`; `wrapped` cuts everywhere and takes only `split`. `pad_to`: rows of
-    unpacked data are padded to the `longest` of their microbatch or to `seq_len`; the length is rounded up to a
+    what happens to those longer than `seq_len`: `split` into pieces, `truncate`, `drop`, or `fail`; `auto` splits plain
+    text, truncates chats and prompts with completions (the later pieces of a chat would be trained without its
+    beginning), and drops pairs and prompts for sampling. `wrapped` cuts everywhere and takes only `split`. `pad_to`:
+    rows of unpacked data are padded to the `longest` of their microbatch or to `seq_len`; the length is rounded up to a
     multiple of `pad_multiple`.
 
-    Loss mask. `mask`: `assistant` turns, the `last_turn` only, or `all` tokens. `chat_template`: None takes the
-    tokenizer's, `none` renders prompt and completion as they are, anything else is a file or the template's text.
+    Loss mask. `mask`: `assistant` turns, the `last_turn` only, or `all` tokens. `chat_template`: `auto` (or null) and
+    `tokenizer` take the tokenizer's, `none` renders prompt and completion as they are, anything else is a file or the
+    template's text.
+
+    Turns. A turn is trained after what the model sees at inference: the chat template's rendering of the messages
+    before it, with its generation prompt. `turns`: `auto` keeps a conversation as one document where that holds for
+    every turn of it, and else unrolls it: one document for each trained turn with its own history. `unroll` always
+    does; `whole` never does, and under `chat_template=auto` takes a training template of this package where the
+    tokenizer's rewrites earlier turns (docs/data.md). Rows with preferences hold two documents each, so there only the
+    last turn can be trained where turns must be unrolled.
+
+    Special tokens in the rows' own text (`<|im_end|>` in a question): `as_text` trains them as the characters they are,
+    while those that the chat template writes stay control tokens; `keep` makes control tokens of them; `refuse` refuses
+    their rows. `auto` is `as_text` for conversations, and `keep` where no template is used and a row writes its control
+    tokens itself. A row is refused where they cannot be told apart (a slow tokenizer). The report counts them.
+
+    Columns and keys. What would change the training and is read by nothing (`label` or `rejected` in plain rows,
+    `images`, `loss_weight`, an unknown key of a message or content part) refuses its row; `ignore_columns` names those
+    that may be left out. Other columns (`id`, `source`) are listed in the report.
 
     Bad rows. `on_bad_row`: `fail` lists all of them, `drop` goes on without them, up to the share `max_bad`.
     """
@@ -111,6 +146,7 @@ class DataConfig:
     split: str = "train"
     format: Format = "auto"
     columns: dict[str, str] = field(default_factory=dict)
+    txt_rows: TxtRows = "file"
     sources: list[SourceConfig] | None = None
     task: Any = None
     validation_rows: float = 0
@@ -118,21 +154,29 @@ class DataConfig:
     validation_split: str | None = None
     seq_len: int = 2048
     packing: Packing = "best_fit"
-    long_documents: LongDocuments = "split"
+    long_documents: LongChoice = "auto"
     pad_to: Literal["longest", "seq_len"] = "longest"
     pad_multiple: int = 1
     mask: Mask = "assistant"
-    chat_template: str | None = None
+    turns: Turns = "auto"
+    chat_template: str | None = "auto"
     on_bad_row: Literal["fail", "drop"] = "fail"
     max_bad: float = 0.01
+    special_tokens_in_text: SpecialTokensInText = "auto"
+    """What becomes of a special token's spelling inside user text: plain text, the control token, or a refusal."""
+    ignore_columns: list[str] = field(default_factory=list)
     cache_dir: str | None = None
+    """Where prepared data is kept; null: `$AUTOMODEL_CACHE`, else the user's cache folder."""
     num_workers: int | None = None
+    """Processes that tokenise; 0: this one; null: by the number of cores."""
     shuffle: bool = True
+    """Whether each epoch has an order of its own."""
 
     def __post_init__(self) -> None:
         self._check_origin()
         self._check_validation()
         self._check_numbers()
+        self._check_turns()
         check_columns(self.columns, "columns")
 
     def _check_origin(self) -> None:
@@ -144,7 +188,15 @@ class DataConfig:
                 keys=tuple(given),
                 fix="data.path=train.jsonl",
             )
+        if self.task is not None and not isinstance(self.task, TaskNode):
+            lacking = [name for name in ("rows", "cache_key") if not hasattr(self.task, name)]
+            raise ConfigError(
+                f"task={type(self.task).__name__} has no {' and no '.join(lacking)}: rows(split) makes rows with "
+                "`messages`, and cache_key() changes whenever they would",
+                keys=("task",),
+            )
         single: dict[str, Any] = {"name": None, "revision": None, "split": "train", "format": "auto", "columns": {}}
+        single["txt_rows"] = "file"
         stray = [key for key, default in single.items() if getattr(self, key) != default]
         if stray and self.path is None:
             raise ConfigError(
@@ -171,6 +223,14 @@ class DataConfig:
                 fix="data.validation_rows=0.02",
             )
 
+    def _check_turns(self) -> None:
+        if self.turns == "unroll" and self.mask == "all":
+            raise ConfigError(
+                "turns=unroll makes a document of each trained turn, but mask=all trains everything, histories too",
+                keys=("turns", "mask"),
+                fix="data.turns=whole, or data.mask=assistant",
+            )
+
     def _check_numbers(self) -> None:
         if self.seq_len < 2:
             raise ConfigError(f"seq_len={self.seq_len} must be at least 2", keys=("seq_len",), fix="data.seq_len=2048")
@@ -189,7 +249,7 @@ class DataConfig:
                 keys=("seq_len", "pad_multiple"),
                 fix=f"data.seq_len={-(-self.seq_len // self.pad_multiple) * self.pad_multiple}",
             )
-        if self.packing == "wrapped" and self.long_documents != "split":
+        if self.packing == "wrapped" and self.long_documents not in ("auto", "split"):
             raise ConfigError(
                 f"packing=wrapped cuts documents at the row's end, so long_documents={self.long_documents} cannot hold",
                 keys=("packing", "long_documents"),
@@ -231,10 +291,29 @@ class DataConfig:
                 fix="data.mask=assistant",
             )
 
+    def long_choice(self, *, is_text: bool, preferences: bool) -> LongDocuments:
+        """What `long_documents` means for plain text, for other rows, and for rows with preferences."""
+        if self.long_documents != "auto":
+            return self.long_documents
+        if preferences:
+            return "drop"
+        return "split" if is_text or self.packing == "wrapped" else "truncate"
+
     def train_sources(self) -> list[SourceConfig]:
         """The datasets to read, `path` and its companions as a list of one; empty for a task."""
         if self.sources:
             return list(self.sources)
         if self.path is None:
             return []
-        return [SourceConfig(self.path, self.name, self.revision, self.split, self.format, self.columns)]
+        return [
+            SourceConfig(
+                self.path, self.name, self.revision, self.split, self.format, self.columns, txt_rows=self.txt_rows
+            )
+        ]
+
+    def validation_source(self) -> SourceConfig | None:
+        """What `validation_path` or `validation_split` names, read like the first of the training data."""
+        if self.validation_path:
+            path = self.validation_path
+            return SourceConfig(path, format=self.format, columns=self.columns, txt_rows=self.txt_rows)
+        return replace(self.train_sources()[0], split=self.validation_split) if self.validation_split else None

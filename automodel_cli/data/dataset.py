@@ -58,6 +58,11 @@ class PackedDataset:
         return int(self.first_rows[-1])
 
     @property
+    def contents(self) -> list[tuple[str, str]]:
+        """Files and hash of every dataset."""
+        return [(", ".join(store.meta["files"]), store.content) for store in self.stores]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all rows; row r has those from `token_starts[r]` to `token_starts[r + 1]`."""
         return int(self.token_starts[-1])
@@ -108,11 +113,6 @@ class PackedDataset:
         """Trained tokens of the row."""
         store, local = self._locate(row)
         return int(store.num_label_tokens[local])
-
-    @property
-    def total_label_tokens(self) -> int:
-        """Trained tokens of all rows, each row once."""
-        return sum(int(store.num_label_tokens.sum()) for store in self.stores)
 
     def mean_context(self) -> float:
         """Length of the document that the average token sits in, for the cost of attention."""

@@ -4,15 +4,17 @@ wrong.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.columns import LIST_COLUMNS, column_for, columns_fix
 from automodel_cli.data.config import ALL_FIELDS, FIELDS
-from automodel_cli.data.rows import RowError
+from automodel_cli.data.rows import RowError, without_nulls
+from automodel_cli.data.tool_calls import json_value, link_answers, read_calls
+from automodel_cli.data.unread import NO_OTHER_KEYS, TRAINING_COLUMNS, KnownKeys
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -29,8 +31,11 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "tool": "tool",
 }
-LIST_COLUMNS = ("messages", "conversations", "conversation")
 PREFERENCE_COLUMNS = ("chosen", "rejected")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "train", "weight", *REASONING_KEYS})
+SHAREGPT_KEYS = frozenset({"from", "value", "train", "weight"})
+PART_KEYS = frozenset({"type", "text"})
 
 
 @dataclass(frozen=True)
@@ -110,24 +115,36 @@ def _is_sharegpt(value: Any) -> bool:
 
 def _suggest_columns(rows: Sequence[Mapping[str, Any]], shared: set[str]) -> str:
     columns = dict.fromkeys(column for row in rows for column in row)
-    texts = [column for column in columns if column in shared and isinstance(_first(rows, column), str)]
     if set(PREFERENCE_COLUMNS) <= shared:
         prompt = next((c for c in ("prompt", "question", *LIST_COLUMNS) if c in shared), "prompt")
         plain = f"data.columns='{{prompt: {prompt}, completion: chosen}}' trains on the preferred answer"
         return f"{plain}; a recipe of kind dpo trains on both"
-    if len(texts) >= 2:
-        return f"data.columns='{{prompt: {texts[0]}, completion: {texts[1]}}}'"
-    if len(texts) == 1:
-        return f"data.columns='{{text: {texts[0]}}}'"
-    return "data.columns='{messages: <column>}', or data.format=..."
+    listed = [c for c in columns if c in shared and _is_chat(_first(rows, c))]
+    if listed:
+        return columns_fix({"messages": listed[0]})
+    texts = [c for c in columns if c in shared and isinstance(_first(rows, c), str)]
+    asked, answered, text = (column_for(field, texts) for field in ("prompt", "completion", "text"))
+    if asked and answered:
+        return columns_fix({"prompt": asked, "completion": answered})
+    if text or len(texts) == 1:
+        return columns_fix({"text": text or texts[0]})
+    names = f"one of {', '.join(texts)}" if texts else "column"
+    return f"data.columns='{{prompt: <{names}>, completion: <{names}>}}', or '{{text: <{names}>}}'"
+
+
+def _is_chat(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
 class RowReader:
     """Turns rows of one format into documents. `columns` names the column that holds each field of the format."""
 
-    def __init__(self, fmt: str, columns: Mapping[str, str], *, chat: bool):
-        """`chat`: a chat template is there, so prompt and completion become a user and an assistant turn."""
-        self.fmt, self.columns, self.chat = fmt, dict(columns), chat
+    def __init__(self, fmt: str, columns: Mapping[str, str], *, chat: bool, keys: KnownKeys = NO_OTHER_KEYS):
+        """`chat`: a chat template is there, so prompt and completion become a user and an assistant turn. `keys`: what
+        a row may hold besides the fields of its format.
+        """
+        self.fmt, self.columns, self.chat, self.keys = fmt, dict(columns), chat, keys
         stray = [field for field in columns if field not in ALL_FIELDS[fmt]]
         if stray:
             raise DataError(
@@ -137,6 +154,8 @@ class RowReader:
 
     def read(self, row: Mapping[str, Any]) -> Document:
         """The row as a document. Raises RowError naming the field, what stands there, and what would be read."""
+        row = without_nulls(row)
+        self.refuse_unread(row)
         if self.fmt in ("messages", "sharegpt"):
             return self._conversation(row)
         if self.fmt == "alpaca":
@@ -145,6 +164,25 @@ class RowReader:
             return self._prompt_completion(row)
         text = self._required_text(row, "text")
         return PlainText(text)
+
+    def read_prompt(self, row: Mapping[str, Any]) -> Conversation:
+        """The messages of a row to sample from, its answer included where it has one; other columns are for rewards."""
+        if self.fmt != "prompt_completion":
+            return self._conversation(row)
+        messages, trained = as_messages(self._required(row, "prompt"), "user", self.keys)
+        return _with_system(messages, trained, self._optional_text(row, "system"), self._tools(row))
+
+    def refuse_unread(self, row: Mapping[str, Any]) -> None:
+        """Raises RowError for a column that would change what is trained and that this format does not read."""
+        self.keys.refuse(row, self.columns_read(), f"format {self.fmt}", TRAINING_COLUMNS)
+
+    def columns_read(self) -> set[str]:
+        """Columns that `read` looks at, and `rejected` for those who chose to train on `chosen` alone."""
+        read = {self.columns.get(field, field) for field in ALL_FIELDS[self.fmt]}
+        if "messages" in ALL_FIELDS[self.fmt] and "messages" not in self.columns:
+            read.update(LIST_COLUMNS)
+        left_out = {field for field, column in self.columns.items() if not column}
+        return read | left_out | ({"rejected"} if "chosen" in self.columns.values() else set())
 
     def _column(self, field: str, row: Mapping[str, Any]) -> str:
         if field in self.columns:
@@ -181,18 +219,17 @@ class RowReader:
         column = self._column("tools", row)
         value = row.get(column)
         if isinstance(value, str) and value.strip():
-            value = _json_value(value, column, "bad_tools")
+            value = json_value(value, column, "bad_tools")
         if not value:
             return None
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             raise RowError("bad_tools", f"{column} is {type(value).__name__}, not a list of tool descriptions")
-        return [_without_none(tool) for tool in value]
+        return value
 
     def _conversation(self, row: Mapping[str, Any]) -> Conversation:
         column, value = self._required(row, "messages")
-        messages, trained = read_messages(value, column)
-        system = self._optional_text(row, "system") if self.fmt == "sharegpt" else ""
-        return _with_system(messages, trained, system, self._tools(row))
+        messages, trained = read_messages(value, column, self.keys)
+        return _with_system(messages, trained, self._optional_text(row, "system"), self._tools(row))
 
     def _alpaca(self, row: Mapping[str, Any]) -> Document:
         question = self._required_text(row, "instruction")
@@ -210,8 +247,8 @@ class RowReader:
 
     def _prompt_completion(self, row: Mapping[str, Any]) -> Document:
         prompt, completion = self._required(row, "prompt"), self._required(row, "completion")
-        before, _ = as_messages(prompt, "user")
-        after, wanted = as_messages(completion, "assistant")
+        before, _ = as_messages(prompt, "user", self.keys)
+        after, wanted = as_messages(completion, "assistant", self.keys)
         if not isinstance(prompt[1], str) and not self.chat:
             raise RowError(
                 "no_template", f"{prompt[0]} holds messages, which need a chat template", fix=NO_TEMPLATE_FIX
@@ -231,9 +268,11 @@ class RowReader:
         """Turns when there is a template, else one prompt and its completion."""
         if self.chat:
             return _with_system(messages, trained or [m["role"] == "assistant" for m in messages], system, tools)
-        if system or tools or len(messages) != 2:
+        if system or tools or len(messages) != 2 or any(message.keys() - {"role", "content"} for message in messages):
             raise RowError(
-                "no_template", "system text, tools and earlier turns need a chat template", fix=NO_TEMPLATE_FIX
+                "no_template",
+                "system text, tools, reasoning and earlier turns need a chat template",
+                fix=NO_TEMPLATE_FIX,
             )
         return Completion(messages[0]["content"], messages[1]["content"])
 
@@ -250,20 +289,28 @@ def _with_system(
 ) -> Conversation:
     if system.strip() and messages[0]["role"] != "system":
         return Conversation([_turn("system", system), *messages], [False, *trained], tools)
+    if system.strip() and messages[0]["content"].strip() != system.strip():
+        raise RowError(
+            "two_systems",
+            "the row has a system text, and its messages begin with another one",
+            fix="data.ignore_columns=[system] to take that of the messages",
+        )
     return Conversation(messages, trained, tools)
 
 
-def as_messages(field: tuple[str, Any], role: str) -> tuple[list[dict[str, Any]], list[bool]]:
+def as_messages(
+    field: tuple[str, Any], role: str, keys: KnownKeys = NO_OTHER_KEYS
+) -> tuple[list[dict[str, Any]], list[bool]]:
     """Text, one message or a list of messages (the prompt or completion of conversational data) as messages."""
     column, value = field
     if isinstance(value, str):
         if not value.strip():
             raise RowError("empty", f"{column} is empty")
         return [_turn(role, value)], [role == "assistant"]
-    return read_messages([value] if isinstance(value, dict) else value, column)
+    return read_messages([value] if isinstance(value, dict) else value, column, keys)
 
 
-def read_messages(value: Any, column: str) -> tuple[list[dict[str, Any]], list[bool]]:
+def read_messages(value: Any, column: str, keys: KnownKeys = NO_OTHER_KEYS) -> tuple[list[dict[str, Any]], list[bool]]:
     """OpenAI (`role`, `content`) or sharegpt (`from`, `value`) messages as template messages, and which are trained.
 
     Trained are assistant messages without `train: false` (or the `weight: 0` of OpenAI files). Raises RowError naming
@@ -278,20 +325,14 @@ def read_messages(value: Any, column: str) -> tuple[list[dict[str, Any]], list[b
         where = f"{column}[{index}]"
         if not isinstance(item, dict):
             raise RowError("not_messages", f"{where} is {type(item).__name__}, not a message")
-        item = _without_none(item)
-        message = _from_sharegpt(item, where) if "from" in item and "role" not in item else _from_openai(item, where)
+        item = {key: entry for key, entry in item.items() if entry is not None}
+        sharegpt = "from" in item and "role" not in item
+        item = keys.kept(item, SHAREGPT_KEYS if sharegpt else MESSAGE_KEYS, where)
+        message = _from_sharegpt(item, where) if sharegpt else _from_openai(item, where, keys)
         trained.append(_is_trained(item, message["role"], where))
         messages.append(message)
+    link_answers(messages, column)
     return messages, trained
-
-
-def _without_none(value: Any) -> Any:
-    """Arrow files fill absent keys of nested objects with None; templates test for the key's presence."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
 
 
 def _is_trained(item: Mapping[str, Any], role: str, where: str) -> bool:
@@ -305,7 +346,7 @@ def _is_trained(item: Mapping[str, Any], role: str, where: str) -> bool:
     return bool(flag)
 
 
-def _from_openai(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _from_openai(item: Mapping[str, Any], where: str, keys: KnownKeys) -> dict[str, Any]:
     if "role" not in item:
         raise RowError("no_role", f"{where} has no 'role' (its keys: {', '.join(item) or 'none'})")
     role = item["role"]
@@ -313,18 +354,23 @@ def _from_openai(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         fix = "rename the role to 'tool' (a tool's answer)" if role == "function" else None
         raise RowError("bad_role", f"{where}.role is {role!r}; known roles: {', '.join(ROLES)}", fix=fix)
     message = {key: value for key, value in item.items() if key not in ("train", "weight")}
+    for key in (*REASONING_KEYS, "name", "tool_call_id"):
+        if not isinstance(message.get(key, ""), str):
+            raise RowError("not_text", f"{where}.{key} is {message[key]!r}, not text")
     if "tool_calls" in message:
-        message["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])
-        ]
-    message["content"] = _content(item.get("content", ""), where)
-    spoken = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+        message["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
+    message["content"] = _content(item.get("content", ""), where, keys)
+    spoken = message["content"].strip() or message.get("tool_calls") or any(map(message.get, REASONING_KEYS))
     if role == "assistant" and not spoken:
         raise RowError("empty", f"{where} is an assistant message without content or tool calls")
+    if role != "assistant":
+        for key in ("tool_calls", *REASONING_KEYS):
+            if message.get(key):
+                raise RowError("bad_role", f"{where} has {key}, but its role is {role!r}: only assistants have them")
     return message
 
 
-def _content(value: Any, where: str) -> str:
+def _content(value: Any, where: str, keys: KnownKeys) -> str:
     """Text, or OpenAI's list of text parts joined."""
     if isinstance(value, str):
         return value
@@ -334,21 +380,10 @@ def _content(value: Any, where: str) -> str:
             if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
                 kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
                 raise RowError("not_text", f"{where}.content[{i}] is a part of type {kind!r}; only text is supported")
+            keys.kept(part, PART_KEYS, f"{where}.content[{i}]")
             parts.append(part["text"])
         return "".join(parts)
     raise RowError("not_text", f"{where}.content is {type(value).__name__}, not text")
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """Arguments as an object: OpenAI writes them as JSON text, templates write them out as JSON once more."""
-    if not (isinstance(call, dict) and isinstance(call.get("function"), dict) and "name" in call["function"]):
-        raise RowError("bad_tool_call", f"{where} has no function with a name")
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = _json_value(
-            function["arguments"] or "{}", f"{where}.function.arguments", "bad_tool_call"
-        )
-    return {**call, "type": "function", "function": function}
 
 
 def _from_sharegpt(item: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -359,17 +394,9 @@ def _from_sharegpt(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise RowError("not_text", f"{where}.value is {type(value).__name__}, not text")
     role = SHAREGPT_ROLES[speaker]
     if speaker in ("function_call", "tool_call"):
-        calls = _json_value(value, f"{where}.value", "bad_tool_call")
-        calls = calls if isinstance(calls, list) else [calls]
-        wrapped = [{"function": call} for call in calls]
-        return {"role": role, "content": "", "tool_calls": [_tool_call(c, f"{where}.value") for c in wrapped]}
+        calls = json_value(value, f"{where}.value", "bad_tool_call")
+        calls = read_calls(calls if isinstance(calls, list) else [calls], f"{where}.value")
+        return {"role": role, "content": "", "tool_calls": calls}
     if role == "assistant" and not value.strip():
         raise RowError("empty", f"{where} is an assistant message without content")
     return _turn(role, value)
-
-
-def _json_value(text: str, where: str, code: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RowError(code, f"{where} is not JSON: {error.msg} (column {error.colno})") from error

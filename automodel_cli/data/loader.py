@@ -18,6 +18,10 @@ from automodel_cli.data.dataset import DUMMY_ROW, PackedDataset, shuffled
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
+_OTHER_DATA = (
+    "resume with the data, packing and seed of the checkpoint; or train on from its weights in a new run: "
+    "automodel export RUN, then model.pretrained=RUN/export"
+)
 
 
 class Rows(Protocol[T_co]):
@@ -26,6 +30,10 @@ class Rows(Protocol[T_co]):
 
     first_rows: np.ndarray
     weights: list[float]
+
+    @property
+    def contents(self) -> list[tuple[str, str]]:
+        """Name and content hash of each dataset."""
 
     def collate(self, row_indices: Sequence[int], /) -> T_co:
         """These rows as what a step reads."""
@@ -142,6 +150,7 @@ class StepLoader(Generic[T]):
             "shuffle": stream.shuffle,
             "sizes": list(stream.sizes),
             "takes": list(stream.takes),
+            "contents": [list(pair) for pair in self.dataset.contents],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,8 +160,19 @@ class StepLoader(Generic[T]):
         if changed:
             said = ", ".join(f"{key} was {state[key]}, is {mine[key]}" for key in changed)
             raise RunError(
-                f"the data changed since the checkpoint, so its position means other rows now: {said}",
-                fix="resume with the data, packing and seed of the checkpoint, or start a new run from its weights",
+                f"the data changed since the checkpoint, so its position means other rows now: {said}", fix=_OTHER_DATA
+            )
+        edited = [
+            name
+            for (name, content), (_, saved) in zip(self.dataset.contents, state["contents"], strict=True)
+            if content != saved
+        ]
+        if edited:
+            raise RunError(
+                f"the rows of {' and of '.join(edited)} are not those of the checkpoint: edited since, or "
+                "tokenised or packed in another way; a continued run would train on some rows twice, on others never",
+                keys=("data",),
+                fix=_OTHER_DATA,
             )
         self.position = int(state["position"])
 

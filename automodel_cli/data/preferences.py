@@ -9,7 +9,7 @@ from typing import Any
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import PREFERENCE_FIELDS
 from automodel_cli.data.formats import LIST_COLUMNS, Document, RowReader, as_messages, read_messages, usual_columns
-from automodel_cli.data.rows import RowError
+from automodel_cli.data.rows import RowError, without_nulls
 
 Messages = list[dict[str, Any]]
 
@@ -58,6 +58,8 @@ class PreferenceReader(RowReader):
 
     def read_preference(self, row: Mapping[str, Any]) -> Pair | Judged:
         """Raises RowError naming the field, what stands there, and what would be read."""
+        row = without_nulls(row)
+        self.refuse_unread(row)
         return self._judged(row) if self.fmt == "judged" else self._pair(row)
 
     def _pair(self, row: Mapping[str, Any]) -> Pair:
@@ -85,7 +87,7 @@ class PreferenceReader(RowReader):
             prompt, (response, trained) = self._prompt(row), self._response(row, "completion")
         else:
             column, value = self._required(row, "messages")
-            messages, flags = read_messages(value, column)
+            messages, flags = read_messages(value, column, self.keys)
             last = max((i for i, message in enumerate(messages) if message["role"] != "assistant"), default=-1)
             prompt, response, trained = messages[: last + 1], messages[last + 1 :], flags[last + 1 :]
         if not prompt or not response or any(message["role"] != "assistant" for message in response):
@@ -98,7 +100,7 @@ class PreferenceReader(RowReader):
         return self.chat_or_text(row.prompt + answered.response, row.system, row.tools, trained)
 
     def _response(self, row: Mapping[str, Any], field: str) -> tuple[Messages, list[bool]]:
-        return as_messages(self._required(row, field), "assistant")
+        return as_messages(self._required(row, field), "assistant", self.keys)
 
     def _prompt(self, row: Mapping[str, Any]) -> Messages:
         """The messages before the response: the prompt, or the conversation so far."""
@@ -111,7 +113,7 @@ class PreferenceReader(RowReader):
                 fix="data.columns='{prompt: <column>}'",
             )
         column, value = self._required(row, field)
-        messages, _ = as_messages((column, value), "user")
+        messages, _ = as_messages((column, value), "user", self.keys)
         if not isinstance(value, str) and not self.chat:
             raise RowError("no_template", f"{column} holds messages, which need a chat template")
         return messages
@@ -129,7 +131,7 @@ class PreferenceReader(RowReader):
             raise RowError("same_responses", "one of chosen and rejected is the beginning of the other")
         column = self._column("prompt", row)
         if row.get(column):
-            said, _ = as_messages((column, row[column]), "user")
+            said, _ = as_messages((column, row[column]), "user", self.keys)
             shared = [message["content"].strip() for message in prompt]
             if any(message["content"].strip() not in shared for message in said):
                 raise RowError("bad_prompt", f"{column} is not among the messages that chosen and rejected share")

@@ -18,17 +18,28 @@ import numpy as np
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
-from automodel_cli.data.chat import GENERATION_TAG, Encoded, resolve_chat_template
+from automodel_cli.data.chat import GENERATION_TAG
+from automodel_cli.data.columns import Unseen, check_mapped
 from automodel_cli.data.config import DataConfig, LongDocuments, SourceConfig
 from automodel_cli.data.dataset import PackedDataset, shuffled
+from automodel_cli.data.encoded import Encoded, Unrolled, documents_of
 from automodel_cli.data.formats import detect_format
 from automodel_cli.data.packing import Pieces, cut_long, pack
 from automodel_cli.data.preferences import detect_preferences
-from automodel_cli.data.report import DataReport, LongReport, SourceReport
-from automodel_cli.data.rows import Rejected, RowError, rows_error
+from automodel_cli.data.report import (
+    KEEP_MOST,
+    DataReport,
+    LongReport,
+    SourceReport,
+    SpecialReport,
+    UnrolledReport,
+)
+from automodel_cli.data.rows import Rejected, RowError, refuse_damaged, rows_error
 from automodel_cli.data.sources import Source, TaskSource, first_rows, open_source
 from automodel_cli.data.stores import PackedStore, TokenStore, write_packed, write_tokens
+from automodel_cli.data.template_choice import choose_template
 from automodel_cli.data.tokenise import EncodeSpec, RowEncoder, choose_workers, encode_all
+from automodel_cli.data.unread import unused_columns
 
 PROGRESS_SECONDS = 5.0
 Progress = Callable[[str], None]
@@ -57,17 +68,25 @@ class _Part:
 
 
 def prepare(
-    config: DataConfig, tokenizer: Any, *, seed: int, preferences: bool = False, progress: Progress | None = None
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    preferences: bool = False,
+    stop_ids: Sequence[int] = (),
+    progress: Progress | None = None,
 ) -> PreparedData:
     """Tokenise, mask, pack and cache the data, or find it in the cache.
 
     `preferences`: rows are pairs or judged responses (`data/preferences.py`), not plain documents. `seed` decides which
-    rows `validation_rows` takes out. `progress` receives a line each few seconds of a long tokenisation (default:
-    standard error). Raises DataError with every row that cannot be used, grouped by cause.
+    rows `validation_rows` takes out. `stop_ids` are the tokens at which generation stops, besides EOS. `progress`
+    receives a line each few seconds of a long tokenisation (default: standard error). Raises DataError with every row
+    that cannot be used, grouped by cause.
     """
     began = time.perf_counter()
     config.check_kind(preferences=preferences)
-    builder = _Builder(config, tokenizer, preferences, progress or (lambda line: print(line, file=sys.stderr)))
+    show = progress or (lambda line: print(line, file=sys.stderr))
+    builder = _Builder(config, tokenizer, preferences, tuple(stop_ids), show)
     train, validation = builder.tokenised()
     _check_rows(config, [*train, *validation])
     if config.validation_rows:
@@ -98,6 +117,7 @@ def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
             if len(rejected) > config.max_bad * num_rows:
                 fix += f" data.max_bad={_round_up(len(rejected) / num_rows)}"
         raise rows_error(rejected, num_rows, fix=fix)
+    refuse_damaged(rejected, num_rows)
     if len(rejected) > config.max_bad * num_rows:
         error = rows_error(rejected, num_rows, fix=f"data.max_bad={_round_up(len(rejected) / num_rows)}")
         raise DataError(
@@ -115,13 +135,15 @@ def _round_up(share: float) -> float:
 
 
 def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part], list[_Part]]:
-    """Take validation documents out of every dataset, in proportion to its size, by a seeded shuffle."""
-    sizes = np.array([part.tokens.num_documents for part in parts])
+    """Take validation rows out of every dataset, in proportion to its size, by a seeded shuffle. All documents of a row
+    go with it: those of one conversation repeat each other.
+    """
+    sizes = np.array([part.tokens.num_used_rows for part in parts])
     total = int(sizes.sum())
     number = max(1, round(wanted * total)) if wanted < 1 else int(wanted)
     if number >= total:
         raise DataError(
-            f"validation_rows={wanted:g} leaves nothing to train on: there are {total:,} documents",
+            f"validation_rows={wanted:g} leaves nothing to train on: there are {total:,} rows",
             fix="data.validation_rows=0.1",
         )
     exact = number * sizes / total
@@ -129,22 +151,26 @@ def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part]
     shares[np.argsort(shares - exact, kind="stable")[: number - shares.sum()]] += 1
     train, validation = [], []
     for index, (part, share) in enumerate(zip(parts, shares.tolist(), strict=True)):
-        order = shuffled(part.tokens.num_documents, seed, index, 0x5EED)
+        num_rows = part.tokens.num_used_rows
+        held_out = np.isin(part.tokens.row_numbers(), shuffled(num_rows, seed, index, 0x5EED)[:share])
         name = f"{share} of seed {seed}, {index}"
-        if share < part.tokens.num_documents:
-            train.append(replace(part, documents=np.sort(order[share:]), held_out=f"without {name}"))
+        if share < num_rows:
+            train.append(replace(part, documents=np.flatnonzero(~held_out), held_out=f"without {name}"))
         if share:
-            validation.append(replace(part, documents=np.sort(order[:share]), held_out=name))
+            validation.append(replace(part, documents=np.flatnonzero(held_out), held_out=name))
     return train, validation
 
 
 class _Builder:
     """One call of `prepare`: the tokenizer, the template and the cache folder, and what they make of a source."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any, preferences: bool, progress: Progress):
+    def __init__(
+        self, config: DataConfig, tokenizer: Any, preferences: bool, stop_ids: tuple[int, ...], progress: Progress
+    ):
         self.config, self.tokenizer, self.preferences, self.progress = config, tokenizer, preferences, progress
+        self.stop_ids = stop_ids
         self.root = cache_root(config.cache_dir)
-        self.template = resolve_chat_template(config.chat_template, tokenizer)
+        self.template = choose_template(config.chat_template, tokenizer, config.turns)
         self.tokenizer_key = tokenizer_fingerprint(tokenizer)
 
     def tokenised(self) -> tuple[list[_Part], list[_Part]]:
@@ -156,11 +182,8 @@ class _Builder:
             validation = TaskSource(config.task, "validation"), described
             return [self._tokens(*train)], [self._tokens(*validation)]
         sources = config.train_sources()
-        extra = []
-        if config.validation_path:
-            extra = [SourceConfig(config.validation_path, format=config.format, columns=config.columns)]
-        elif config.validation_split:
-            extra = [replace(sources[0], split=config.validation_split)]
+        held_out = config.validation_source()
+        extra = [] if held_out is None else [held_out]
         return [self._tokens(open_source(s, self.root), s) for s in sources], [
             self._tokens(open_source(s, self.root), s) for s in extra
         ]
@@ -170,9 +193,14 @@ class _Builder:
             **source.ingredients(),
             "format": config.format,
             "columns": config.columns,
-            "template": self.template,
+            "template": self.template.text,
+            "own_template": self.template.own,
+            "turns": self.config.turns,
+            "stop_ids": sorted(self.stop_ids),
             "tokenizer": self.tokenizer_key,
             "mask": self.config.mask,
+            "special_tokens_in_text": self.config.special_tokens_in_text,
+            "ignore_columns": self.config.ignore_columns,
             "preferences": self.preferences,
         }
         key = entry_key({"kind": "tokens", **ingredients})
@@ -181,13 +209,27 @@ class _Builder:
 
     def _write_tokens(self, folder: Path, source: Source, config: SourceConfig) -> None:
         fmt: str = config.format
+        examples = first_rows(source)
+        check_mapped(examples, config.columns, source.name)
         if fmt == "auto":
-            examples = first_rows(source)
             # with no readable row at all any format will do: every row is refused by its own error
             detect, any_format = (detect_preferences, "judged") if self.preferences else (detect_format, "text")
             fmt = detect(examples, config.columns, source.name) if examples else any_format
-        encoder = RowEncoder(self.tokenizer, EncodeSpec(fmt, config.columns, self.template, self.config.mask))
-        for_rows, for_origins = itertools.tee(source.rows())
+        template, data = self.template, self.config
+        spec = EncodeSpec(
+            fmt,
+            config.columns,
+            template.text,
+            data.mask,
+            ignore_columns=tuple(data.ignore_columns),
+            special_tokens_in_text=data.special_tokens_in_text,
+            turns=data.turns,
+            own_template=template.own,
+            stop_ids=self.stop_ids,
+        )
+        encoder = RowEncoder(self.tokenizer, spec)
+        unseen = Unseen(config.columns, source.name)
+        for_rows, for_origins = itertools.tee(unseen.watch(source.rows()))
         workers = choose_workers(self.config.num_workers, source.num_bytes)
         batches = encode_all(encoder, (origin.row for origin in for_rows), workers)
         write_tokens(
@@ -198,18 +240,24 @@ class _Builder:
                 "files": source.files,
                 "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
                 "kind": {"preference": "pairs", "judged": "judged"}.get(fmt, "documents"),
+                "is_text": fmt == "text",
                 "format": fmt + (", detected" if config.format == "auto" else ""),
                 "masked_by": self._masked_by(fmt),
+                "special_choice": spec.special_choice,
+                "unused": unused_columns(examples, encoder.reader.columns_read()),
             },
             special_ids={*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder},
         )
+        unseen.check()
 
-    def _counted(self, batches: Iterable[list[Encoded | RowError]], name: str) -> Iterator[list[Encoded | RowError]]:
+    def _counted(
+        self, batches: Iterable[list[Encoded | Unrolled | RowError]], name: str
+    ) -> Iterator[list[Encoded | Unrolled | RowError]]:
         shown = time.perf_counter()
         rows = tokens = 0
         for batch in batches:
             rows += len(batch)
-            tokens += sum(len(item.ids) for item in batch if isinstance(item, Encoded))
+            tokens += sum(len(d.ids) for item in batch if not isinstance(item, RowError) for d in documents_of(item))
             if time.perf_counter() - shown > PROGRESS_SECONDS:
                 shown = time.perf_counter()
                 self.progress(f"tokenising {name}: {rows:,} rows, {tokens:,} tokens")
@@ -218,29 +266,34 @@ class _Builder:
     def _masked_by(self, fmt: str) -> str:
         if fmt == "text":
             return "nothing: every token is trained"
-        if self.template is None:
+        if self.template.text is None:
             return "the end of the prompt" if self.config.mask != "all" else "nothing: every token is trained"
         turns = {"assistant": "assistant turns", "last_turn": "last assistant turn", "all": "all tokens"}[
             self.config.mask
         ]
-        by_tags = GENERATION_TAG.search(self.template) and self.config.mask != "all"
+        by_tags = GENERATION_TAG.search(self.template.text) and self.config.mask != "all"
         way = "the template's generation tags" if by_tags else "prefix difference, verified per row"
+        if self.template.name is not None:
+            way = f"our training template for {self.template.name}, because the tokenizer's rewrites earlier turns"
+        elif self.config.turns == "unroll":
+            way = "what follows each turn's prompt"
         return turns if self.config.mask == "all" else f"{way} ({turns})"
 
     def packed(self, part: _Part) -> tuple[PackedStore, SourceReport]:
         """The packed rows of one part, built or found, and its line in the report."""
         config = self.config
+        choice = config.long_choice(is_text=part.tokens.meta["is_text"], preferences=self.preferences)
         key = entry_key(
             {
                 "kind": "packed",
                 "tokens": part.key,
                 "seq_len": config.seq_len,
                 "packing": config.packing,
-                "long_documents": config.long_documents,
+                "long_documents": [config.long_documents, choice],
                 "held_out": part.held_out,
             }
         )
-        folder, built = get_or_build(self.root, key, lambda folder: self._write_packed(folder, part, key))
+        folder, built = get_or_build(self.root, key, lambda folder: self._write_packed(folder, part, key, choice))
         store = PackedStore.open(folder)
         meta, counts = part.tokens.meta, store.meta
         report = SourceReport(
@@ -253,6 +306,8 @@ class _Builder:
             num_tokens=counts["num_tokens"],
             num_label_tokens=int(store.num_label_tokens.sum()),
             masked_by=meta["masked_by"],
+            special=SpecialReport(meta["special_choice"], meta["special_tokens"], meta["special_rows"]),
+            unused=meta["unused"] if self.config.task is None else [],
             ends_trained=meta["ends_trained"] / max(1, part.tokens.num_documents),
             packing=config.packing,
             seq_len=config.seq_len,
@@ -261,10 +316,11 @@ class _Builder:
             long=LongReport(**counts["long"]),
             weight=part.weight,
             built=part.built or built,
+            unrolled=UnrolledReport(**meta["unrolled"]),
         )
         return store, report
 
-    def _write_packed(self, folder: Path, part: _Part, key: str) -> None:
+    def _write_packed(self, folder: Path, part: _Part, key: str, choice: LongDocuments) -> None:
         config, tokens = self.config, part.tokens
         documents = np.arange(tokens.num_documents) if part.documents is None else part.documents
         lengths = tokens.lengths[documents]
@@ -272,9 +328,9 @@ class _Builder:
             pieces, long = Pieces(documents, np.zeros_like(documents), lengths), LongReport("split")
         else:
             instead: LongDocuments = "drop" if self.preferences else "split"
-            pieces = cut_long(lengths, config.seq_len, config.long_documents, instead)
+            pieces = cut_long(lengths, config.seq_len, choice, instead)
             pieces = replace(pieces, document=documents[pieces.document])
-            pieces, long = self._without_labels(tokens, pieces, lengths)
+            pieces, long = self._without_labels(tokens, pieces, lengths, choice)
         packed = pack(pieces, config.seq_len, config.packing)
         write_packed(
             folder,
@@ -289,17 +345,19 @@ class _Builder:
             },
         )
 
-    def _without_labels(self, tokens: TokenStore, pieces: Pieces, lengths: np.ndarray) -> tuple[Pieces, LongReport]:
+    def _without_labels(
+        self, tokens: TokenStore, pieces: Pieces, lengths: np.ndarray, choice: LongDocuments
+    ) -> tuple[Pieces, LongReport]:
         """Leave out pieces of cut documents in which nothing is trained: they cost compute and give no gradient.
 
-        A document that `truncate` leaves without any trained token is refused like a row that never had one.
+        A document that an explicit `truncate` leaves without any trained token is refused like a row that never had
+        one; what `auto` leaves out is counted.
         """
         config = self.config
         cut = np.flatnonzero(pieces.length < tokens.lengths[pieces.document])
-        first = tokens.offsets[pieces.document[cut]] + pieces.start[cut]
-        # the last token of a piece has no label: its next token stands elsewhere
-        spans = zip(cut.tolist(), first.tolist(), (first + pieces.length[cut] - 1).tolist(), strict=True)
-        empty = [piece for piece, a, b in spans if not tokens.label_mask[a:b].any()]
+        ends = (pieces.start + pieces.length).tolist()
+        spans = [(i, int(pieces.document[i]), int(pieces.start[i]), ends[i]) for i in cut.tolist()]
+        empty = [piece for piece, document, start, stop in spans if not tokens.is_trained(document, start, stop)]
         if empty and config.long_documents == "truncate" and config.on_bad_row == "fail":
             reason = f"truncated to seq_len={config.seq_len} it has no trained token left"
             raise rows_error(
@@ -310,7 +368,10 @@ class _Builder:
         kept = np.delete(np.arange(len(pieces.length)), empty)
         is_long = lengths > config.seq_len
         return pieces.take(kept), LongReport(
-            config.long_documents,
+            choice,
+            seq_len=config.seq_len,
+            longest=int(lengths.max(initial=0)),
+            length_of_most=int(np.quantile(lengths, KEEP_MOST, method="higher")) if len(lengths) else 0,
             num_documents=int(is_long.sum()),
             num_tokens=int(lengths[is_long].sum()),
             tokens_lost=int(lengths.sum() - pieces.length[kept].sum()),
@@ -318,8 +379,7 @@ class _Builder:
         )
 
     def _refused(self, tokens: TokenStore, document: int, reason: str) -> Rejected:
-        a, b = tokens.offsets[document : document + 2].tolist()
-        text = self.tokenizer.decode(tokens.ids[a : min(b, a + 60)].tolist())
+        text = self.tokenizer.decode(tokens.document(document)[0][:60].tolist())
         name = tokens.meta["files"][int(tokens.files[document])]
         return Rejected(name, int(tokens.lines[document]), "truncated_away", reason, text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,19 @@ import numpy as np
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.cache import cache_root
-from automodel_cli.data.chat import resolve_chat_template
+from automodel_cli.data.chat import ChatEncoder
+from automodel_cli.data.checksums import Checksum
+from automodel_cli.data.columns import check_mapped
 from automodel_cli.data.config import DataConfig, SourceConfig
 from automodel_cli.data.dataset import shuffled
-from automodel_cli.data.formats import LIST_COLUMNS, Conversation, RowReader, as_messages
-from automodel_cli.data.rows import Rejected, RowError, rows_error
-from automodel_cli.data.sources import Source, TaskSource, open_source
+from automodel_cli.data.formats import LIST_COLUMNS, Conversation, RowReader
+from automodel_cli.data.report import MANY, SpecialReport, round_length
+from automodel_cli.data.rows import Rejected, RowError, refuse_damaged, rows_error, without_nulls
+from automodel_cli.data.sources import Source, TaskSource, first_rows, open_source
+from automodel_cli.data.special_chats import SpecialChats
+from automodel_cli.data.special_text import SpecialText
+from automodel_cli.data.template_choice import resolve_chat_template
+from automodel_cli.data.unread import MEDIA, KnownKeys
 
 Message = dict[str, Any]
 
@@ -38,6 +46,7 @@ class PromptDataset:
         self.prompts = [prompt for source in sources for prompt in source]
         self.weights = list(weights)
         self.first_rows = np.cumsum([0, *(len(source) for source in sources)])
+        self.contents = [_content(source) for source in sources]
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -60,6 +69,15 @@ class PromptDataset:
         return self.prompts[row].origin if 0 <= row < len(self) else "(padding)"
 
 
+def _content(prompts: Sequence[Prompt]) -> tuple[str, str]:
+    """The files that prompts come from, and a hash of what is sampled from and what rewards read."""
+    digest = Checksum()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.tokens, prompt.row], sort_keys=True, default=str).encode())
+    names = dict.fromkeys(prompt.origin.rpartition(":")[0] for prompt in prompts)
+    return ", ".join(names), digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class PromptReport:
     """What preparation did, for the run's header."""
@@ -70,11 +88,19 @@ class PromptReport:
     num_dropped: int
     longest: int
     limit: int
+    needed: int
+    special: SpecialReport
 
     def lines(self) -> list[str]:
+        """Prompts of both kinds, and a warning where many are left out."""
         dropped = f", {self.num_dropped:,} longer than {self.limit} tokens dropped" if self.num_dropped else ""
+        total = self.num_train + self.num_validation + self.num_dropped
+        many = self.num_dropped > MANY * total
+        share = f"{100 * self.num_dropped / max(1, total):.0f}% of the prompts are dropped because they are long"
         return [
             f"{', '.join(self.names)}: {self.num_train:,} prompts of up to {self.longest} tokens{dropped}",
+            *([f"  warning: {share}: data.seq_len={self.needed} keeps all of them"] if many else []),
+            *self.special.lines(),
             f"validation: {self.num_validation:,} prompts",
         ]
 
@@ -104,7 +130,8 @@ def prepare_prompts(config: DataConfig, tokenizer: Any, *, seed: int, max_tokens
         opened = [open_source(source, root) for source in sources]
         train = [reader.read(source, node) for source, node in zip(opened, sources, strict=True)]
         names, weights = [source.name for source in opened], [node.weight for node in sources]
-        held_out = _validation(config, sources, reader, root)
+        node = config.validation_source()
+        held_out = [] if node is None else [reader.read(open_source(node, root), node)]
     reader.finish()
     if config.validation_rows:
         train, held_out = _hold_out(train, config.validation_rows, seed)
@@ -121,21 +148,18 @@ def _prepared(
     validation = PromptDataset(held_out, [1.0] * len(held_out)) if any(held_out) else None
     longest = max(len(prompt.tokens) for prompt in dataset.prompts)
     num_validation = len(validation) if validation is not None else 0
-    report = PromptReport(names, len(dataset), num_validation, reader.num_dropped, longest, reader.max_tokens)
+    needed = round_length(reader.longest_dropped + reader.config.seq_len - reader.max_tokens)
+    report = PromptReport(
+        names,
+        len(dataset),
+        num_validation,
+        reader.num_dropped,
+        longest,
+        reader.max_tokens,
+        needed,
+        reader.special_report(),
+    )
     return PreparedPrompts(dataset, validation, report)
-
-
-def _validation(config: DataConfig, sources: Sequence[SourceConfig], reader: _Reader, root: Any) -> list[list[Prompt]]:
-    if config.validation_path:
-        node = SourceConfig(config.validation_path, format=config.format, columns=config.columns)
-    elif config.validation_split:
-        first = sources[0]
-        node = SourceConfig(
-            first.path, first.name, first.revision, config.validation_split, first.format, first.columns
-        )
-    else:
-        return []
-    return [reader.read(open_source(node, root), node)]
 
 
 def _hold_out(train: list[list[Prompt]], wanted: float, seed: int) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
@@ -158,12 +182,22 @@ class _Reader:
     def __init__(self, config: DataConfig, tokenizer: Any, max_tokens: int):
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.template = resolve_chat_template(config.chat_template, tokenizer)
-        self.num_dropped = self.num_rows = self._number = 0
+        self.keys = KnownKeys.of(self.template, config.ignore_columns)
+        choice = config.special_tokens_in_text
+        if choice == "auto":
+            choice = "keep" if self.template is None else "as_text"
+        self.special = SpecialText(tokenizer, choice)
+        self.chats = None
+        if self.template is not None:
+            self.chats = SpecialChats(ChatEncoder(tokenizer, self.template, "all"), self.special)
+        self.num_dropped = self.longest_dropped = self.num_rows = self._number = 0
+        self._special_counts: list[int] = []
         self._rejected: list[Rejected] = []
 
     def read(self, source: Source, node: SourceConfig) -> list[Prompt]:
         """Every usable prompt of a source."""
         prompts = []
+        check_mapped(first_rows(source), node.columns, source.name)
         for origin in source.rows():
             self.num_rows += 1
             name = source.files[origin.file]
@@ -175,8 +209,9 @@ class _Reader:
                 continue
             if len(prompt.tokens) <= self.max_tokens:
                 prompts.append(prompt)
-            elif self.config.long_documents == "drop":
+            elif self.config.long_documents != "fail":
                 self.num_dropped += 1
+                self.longest_dropped = max(self.longest_dropped, len(prompt.tokens))
             else:
                 raise DataError(
                     f"{prompt.origin}: the prompt has {len(prompt.tokens)} tokens, and rows have room for "
@@ -186,8 +221,13 @@ class _Reader:
                 )
         return prompts
 
+    def special_report(self) -> SpecialReport:
+        """Special tokens in the text of prompts so far."""
+        return SpecialReport(self.special.choice, sum(self._special_counts), sum(map(bool, self._special_counts)))
+
     def finish(self) -> None:
         """The policy for refused rows, over all sources together."""
+        refuse_damaged(self._rejected, self.num_rows)
         allowed = 0.0 if self.config.on_bad_row == "fail" else self.config.max_bad * self.num_rows
         if len(self._rejected) > allowed:
             raise rows_error(self._rejected, self.num_rows, fix="correct the rows, or data.on_bad_row=drop")
@@ -205,34 +245,29 @@ class _Reader:
         self._number += 1
         return Prompt(self._number - 1, tokens, messages, row, origin)
 
-    def _conversation(self, row: dict[str, Any], columns: Mapping[str, str]) -> Conversation:
+    def _conversation(self, row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
+        row = without_nulls(row)
+        self.keys.refuse(row, columns.values(), "a prompt", (*MEDIA, "functions"))
         listed = columns.get("messages") or next((name for name in LIST_COLUMNS if name in row), None)
         if "prompt" not in columns and listed is not None and listed in row:
-            document = RowReader("sharegpt", {**columns, "messages": listed}, chat=True).read(row)
-            assert isinstance(document, Conversation)
-            return document
-        column = columns.get("prompt", "prompt")
-        if column not in row:
+            return RowReader("sharegpt", {**columns, "messages": listed}, chat=True, keys=self.keys).read_prompt(row)
+        if columns.get("prompt", "prompt") not in row:
             raise RowError(
                 "missing_column",
-                f"no column {column!r} with the prompt (the row has: {', '.join(row)})",
+                f"no column {columns.get('prompt', 'prompt')!r} with the prompt (the row has: {', '.join(row)})",
                 fix="data.columns='{prompt: <column>}'",
             )
-        messages, trained = as_messages((column, row[column]), "user")
-        system = row.get(columns.get("system", "system"))
-        if system:
-            messages, trained = [{"role": "system", "content": str(system)}, *messages], [False, *trained]
-        return Conversation(messages, trained)
+        return RowReader("prompt_completion", columns, chat=True, keys=self.keys).read_prompt(row)
 
     def _tokens(self, messages: list[Message], tools: Any) -> list[int]:
-        if self.template is None:
-            if len(messages) != 1:
-                raise RowError("no_template", "several messages need a chat template")
-            return list(self.tokenizer(messages[0]["content"])["input_ids"])
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=self.template, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # templates raise jinja's errors, and others from the row's values
-            raise RowError("template_error", f"the chat template refuses the row: {error}") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self.chats is not None:
+            ids, count = self.chats.prompt_ids(Conversation(messages, [False] * len(messages), tools))
+        elif len(messages) != 1:
+            raise RowError("no_template", "several messages need a chat template")
+        else:
+            text = messages[0]["content"]
+            ids, count = self.tokenizer(text)["input_ids"], self.special.count(text)
+            if count and self.special.choice != "keep":
+                ids = self.special.encode_text(text, True)
+        self._special_counts.append(count)
+        return [int(number) for number in ids]

@@ -3,88 +3,64 @@
 from __future__ import annotations
 
 import csv
-import difflib
-import glob
 import gzip
 import io
-import json
-import re
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.config import SourceConfig
-from automodel_cli.data.rows import RowError
+from automodel_cli.data.config import SourceConfig, TxtRows
+from automodel_cli.data.json_rows import NumberedRow, Row, read_array, read_lines
+from automodel_cli.data.rows import DAMAGED, RowError, TableRow
+from automodel_cli.data.text_rows import read_text
 
-Row = dict[str, Any]
-NumberedRow = tuple[int, "Row | RowError"]
-
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+__all__ = ["NumberedRow", "Row", "load_hub", "read_file", "read_hub"]
 
 
-def local_files(path: str) -> list[Path] | None:
-    """The files that `path` names (one, a folder's, or a glob's, sorted), or None when it can only be a hub id.
+def read_file(path: Path, txt_rows: TxtRows = "file") -> Iterator[NumberedRow]:
+    """The rows of one local file with their 1-based numbers: the line in jsonl and text, the record in other forms.
 
-    Raises DataError when it looks like a local path and nothing usable is there.
+    Where a file is damaged its last row is a `DAMAGED` error: nothing behind it can be read.
     """
-    here = Path(path).expanduser()
-    if here.is_file():
-        return [_supported(here)]
-    if here.is_dir():
-        found = sorted(f for f in here.iterdir() if f.is_file() and f.name.endswith(SUFFIXES))
-        if not found:
-            raise DataError(f"no data file in folder {path}: looked for {', '.join(SUFFIXES)}")
-        return found
-    if glob.has_magic(path):
-        found = sorted(Path(f) for f in glob.glob(str(here), recursive=True) if Path(f).is_file())
-        if not found:
-            raise DataError(f"no file matches {path}")
-        return [_supported(f) for f in found]
-    if HUB_ID.match(path) and not path.endswith(SUFFIXES) and not path.startswith("."):
-        return None
-    names = [f.name for f in here.parent.iterdir()] if here.parent.is_dir() else []
-    near = difflib.get_close_matches(here.name, names, 1, 0.6)
-    where = f"its folder {here.parent} does not exist" if not here.parent.is_dir() else f"seen from {Path.cwd()}"
-    raise DataError(f"no such file: {path} ({where})", fix=f"data.path={here.parent / near[0]}" if near else None)
-
-
-def _supported(path: Path) -> Path:
-    if path.name.endswith(SUFFIXES):
-        return path
-    raise DataError(
-        f"{path} has an unknown form {''.join(path.suffixes) or '(no suffix)'}: supported are {', '.join(SUFFIXES)}",
-        fix=f"convert it, or name it {path.with_suffix('.jsonl')} if it holds one JSON object per line",
-    )
-
-
-def read_file(path: Path) -> Iterator[NumberedRow]:
-    """The rows of one local file with their 1-based numbers: the line in jsonl, the record in every other form."""
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         return _read_parquet(path)
     if name.endswith(".arrow"):
         return _read_arrow(path)
     if name.endswith(".csv"):
-        return _read_csv(path)
-    return _read_json(path)
+        return _until_damaged(_read_csv(path))
+    if name.endswith(".txt"):
+        return _until_damaged(_from_binary(path, lambda file: read_text(file, path, txt_rows)))
+    return _until_damaged(_from_binary(path, lambda file: _read_json(path, file)))
 
 
 def _open(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
 
 
-def _read_json(path: Path) -> Iterator[NumberedRow]:
-    """One object per line, or (in .json only) one array of objects: the first character tells."""
+def _from_binary(path: Path, read: Any) -> Iterator[NumberedRow]:
+    with _open(path) as file:
+        yield from read(file)
+
+
+def _until_damaged(rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
+    """The rows of a compressed file up to where it is damaged, and that as the last."""
+    number = 0
     try:
-        with _open(path) as file:
-            if ".json" in path.suffixes and _first_character(file) == b"[":
-                yield from _read_json_array(path, file.read())
-            else:
-                yield from _read_json_lines(file)
-    except (gzip.BadGzipFile, EOFError) as error:
-        raise DataError(f"{path} is not a whole gzip file: {error}") from error
+        for number, row in rows:
+            yield number, row
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        reason = f"the gzip data is damaged, and no row from here on can be read: {error}"
+        yield number + 1, RowError(DAMAGED, reason, raw="", fix="write or fetch the file again; gzip -t tests it")
+
+
+def _read_json(path: Path, file: IO[bytes]) -> Iterator[NumberedRow]:
+    """One object per line, or (in .json only) one array of objects: the first character tells."""
+    if ".json" in path.suffixes and _first_character(file) == b"[":
+        return read_array(file)
+    return read_lines(file)
 
 
 def _first_character(file: IO[bytes]) -> bytes:
@@ -93,63 +69,50 @@ def _first_character(file: IO[bytes]) -> bytes:
     return head[:1]
 
 
-def _read_json_array(path: Path, content: bytes) -> Iterator[NumberedRow]:
-    try:
-        rows = json.loads(content.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not UTF-8: byte 0x{content[error.start]:02x}") from error
-    for number, row in enumerate(rows, 1):
-        yield number, row if isinstance(row, dict) else _not_an_object(row)
-
-
-def _read_json_lines(file: Iterable[bytes]) -> Iterator[NumberedRow]:
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        yield number, _parse_line(line)
-
-
-def _parse_line(line: bytes) -> Row | RowError:
-    try:
-        text = line.decode("utf-8-sig").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        message = f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
-        return RowError("not_utf8", message, raw=line.decode("utf-8", "replace"))
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        fix = "write one JSON object per line" if text.strip() in ("{", "[", "[{") else None
-        return RowError("not_json", f"not JSON: {error.msg} (column {error.colno})", raw=text, fix=fix)
-    return row if isinstance(row, dict) else _not_an_object(row)
-
-
-def _not_an_object(row: Any) -> RowError:
-    raw = json.dumps(row, ensure_ascii=False)
-    return RowError("not_an_object", f"the row is {_json_type(row)}, not an object with columns", raw=raw)
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
-    return names.get(type(value), type(value).__name__)
-
-
 def _read_csv(path: Path) -> Iterator[NumberedRow]:
     """Records after the header; a record with another number of cells than the header is refused, not shifted."""
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is shorter than a long document
-    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="", errors="replace") as file:
-        reader = csv.reader(file)
-        header = next(reader, None)
+    # bytes that are no UTF-8 arrive as surrogates, by which their record is told
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
+        records = _records(csv.reader(file, strict=True))
+        header = next(records, None)
         if header is None:
             raise DataError(f"{path} is empty: the first line must name the columns")
-        for number, cells in enumerate((c for c in reader if c), 1):
-            if len(cells) != len(header):
-                message = f"{len(cells)} cells where the header has {len(header)} columns"
-                yield number, RowError("cells", message, raw=",".join(cells))
-            else:
-                yield number, dict(zip(header, cells, strict=True))
+        if isinstance(header, RowError):
+            raise DataError(f"{path}: the header cannot be read: {header.message}")
+        twice = sorted({column for column in header if header.count(column) > 1})
+        if twice:
+            raise DataError(f"{path} has two columns {twice[0]!r}, and only one of them could be read")
+        for number, record in enumerate(records, 1):
+            yield number, record if isinstance(record, RowError) else _cells(record, header)
+
+
+def _records(reader: Any) -> Iterator[list[str] | RowError]:
+    """Records that are not empty. One whose quotes do not end, or end in the middle of a cell, is an error."""
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            yield RowError("csv", f"the record is no CSV: {error} (line {reader.line_num:,} of the file)", raw="")
+            continue
+        if cells is None:
+            return
+        if cells:
+            yield cells
+
+
+def _cells(cells: list[str], header: list[str]) -> Row | RowError:
+    raw = ",".join(cells)
+    try:
+        raw.encode()
+    except UnicodeEncodeError as error:
+        shown = raw.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        byte = ord(raw[error.start]) - 0xDC00
+        fix = "convert the file to UTF-8, for example: iconv -f WINDOWS-1252 -t UTF-8 FILE > utf8.csv"
+        return RowError("not_utf8", f"not UTF-8: byte 0x{byte:02x}", raw=shown, fix=fix)
+    if len(cells) != len(header):
+        return RowError("cells", f"{len(cells)} cells where the header has {len(header)} columns", raw=raw)
+    return dict(zip(header, cells, strict=True))
 
 
 def _read_parquet(path: Path) -> Iterator[NumberedRow]:
@@ -181,11 +144,32 @@ def _read_arrow(path: Path) -> Iterator[NumberedRow]:
 
 
 def _from_arrow(batches: Iterable[Any]) -> Iterator[NumberedRow]:
+    import pyarrow
+
     number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+    try:
+        for batch in batches:
+            for row in _rows_of(batch):
+                number += 1
+                yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        if number == 0 and isinstance(error, pyarrow.ArrowInvalid):
+            raise
+        reason = f"the table is damaged, and no row from here on can be read: {error}"
+        yield number + 1, RowError(DAMAGED, reason, raw="", fix="write or fetch the file again")
+
+
+def _rows_of(batch: Any) -> Iterator[Row | RowError]:
+    try:
+        yield from map(TableRow, batch.to_pylist())
+        return
+    except UnicodeDecodeError:  # of one of its rows: find out which
+        pass
+    for index in range(batch.num_rows):
+        try:
+            yield TableRow(batch.slice(index, 1).to_pylist()[0])
+        except UnicodeDecodeError as error:
+            yield RowError("not_utf8", f"not UTF-8: byte 0x{error.object[error.start]:02x}", raw=str(error.object[:80]))
 
 
 def load_hub(source: SourceConfig) -> Any:
@@ -208,4 +192,4 @@ def load_hub(source: SourceConfig) -> Any:
 
 def read_hub(dataset: Any) -> Iterator[NumberedRow]:
     """Rows of a loaded hub dataset, numbered from 1."""
-    return enumerate(dataset, 1)
+    return enumerate(map(TableRow, dataset), 1)

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+MANY = 0.01
+"""Leaving out a larger share of the rows than this is a warning of its own."""
+KEEP_MOST = 0.95
+"""The share of documents for which the warning names a length, besides all of them."""
+
+
+def round_length(tokens: int) -> int:
+    """The next multiple of 64: a `seq_len` that parallel layouts divide."""
+    return -(-tokens // 64) * 64
+
 
 @dataclass(frozen=True)
 class LongReport:
     """Documents longer than `seq_len`: how many there were, the tokens in them, and how many of those are not trained
-    on.
+    on. `length_of_most` is what `KEEP_MOST` of all documents fit into.
     """
 
     choice: str
@@ -17,6 +27,9 @@ class LongReport:
     num_tokens: int = 0
     tokens_lost: int = 0
     pieces_without_labels: int = 0
+    seq_len: int = 0
+    longest: int = 0
+    length_of_most: int = 0
 
     def text(self, total: int) -> str:
         """One phrase for the header; says zero as well."""
@@ -27,8 +40,57 @@ class LongReport:
         text = f"{self.num_documents:,} of {total:,} documents longer than a row {done}"
         text += f" ({self.num_tokens:,} tokens; {lost}"
         if self.pieces_without_labels:
-            text += f", of them {self.pieces_without_labels:,} pieces without a trained token"
+            what = "documents" if self.choice == "truncate" else "pieces"
+            text += f", of them {self.pieces_without_labels:,} {what} without a trained token"
         return text + ")"
+
+    def warning(self, total: int) -> str | None:
+        """Where many documents vanish: how many, and the lengths that keep them."""
+        gone = {"drop": self.num_documents, "truncate": self.pieces_without_labels}.get(self.choice, 0)
+        if gone <= MANY * total:
+            return None
+        all_of_them, most = round_length(self.longest), round_length(self.length_of_most)
+        keep = f"data.seq_len={all_of_them} keeps all of them"
+        if self.seq_len < most < all_of_them:
+            keep += f", data.seq_len={most} keeps {100 * KEEP_MOST:.0f}% of the documents"
+        why = "longer than a row" if self.choice == "drop" else "without a trained token in their first row"
+        share = f"{100 * gone / total:.0f}% of the documents ({gone:,} of {total:,})"
+        return f"{share} are left out, {why} of {self.seq_len}: {keep}"
+
+
+@dataclass(frozen=True)
+class UnrolledReport:
+    """Conversations that became one document per trained turn, and the tokens that repeat what an earlier turn's
+    document says too.
+    """
+
+    rows: int = 0
+    documents: int = 0
+    repeated: int = 0
+
+    def text(self, num_rows: int, num_tokens: int) -> str:
+        """One phrase for the header."""
+        share = 100 * self.repeated / max(1, num_tokens)
+        return (
+            f"turns: {self.rows:,} of {num_rows:,} rows unrolled into {self.documents:,} documents, because the chat "
+            f"template shows a turn another history than the next; {self.repeated:,} tokens repeat ({share:.1f}%)"
+        )
+
+
+@dataclass(frozen=True)
+class SpecialReport:
+    """Special tokens that rows have in their own text: what is done with them, how many, in how many rows."""
+
+    choice: str
+    num_tokens: int = 0
+    num_rows: int = 0
+
+    def lines(self) -> Iterable[str]:
+        """One line where there are any."""
+        if self.num_tokens:
+            done = "control tokens" if self.choice == "keep" else "plain text"
+            where = "1 row" if self.num_rows == 1 else f"{self.num_rows:,} rows"
+            yield f"  {self.num_tokens:,} special tokens in the text of {where} trained as {done}"
 
 
 @dataclass(frozen=True)
@@ -44,6 +106,8 @@ class SourceReport:
     num_tokens: int
     num_label_tokens: int
     masked_by: str
+    special: SpecialReport
+    unused: list[str]
     ends_trained: float
     packing: str
     seq_len: int
@@ -52,15 +116,21 @@ class SourceReport:
     long: LongReport
     weight: float
     built: bool
+    unrolled: UnrolledReport = field(default_factory=UnrolledReport)
 
     def lines(self) -> Iterable[str]:
-        """Rows, tokens and packing; one line each, and a warning where the model would not learn to stop."""
+        """Rows, tokens and packing; one line each, and a warning of its own for each thing that deserves one."""
         times = "" if self.weight == 1 else f", each seen {self.weight:g} times per epoch"
         refused = f", {self.num_rejected:,} rejected -> {self.rejected_path}" if self.num_rejected else ""
         yield f"{self.name}: {self.num_rows:,} rows ({self.fmt}){refused}{times}"
+        if self.unused:
+            yield f"  columns without effect: {', '.join(self.unused)}"
+        yield from self.special.lines()
         share = 100 * self.num_label_tokens / max(1, self.num_tokens)
         trained = f"{self.num_label_tokens:,} trained ({share:.1f}%)"
         yield f"  {self.num_tokens:,} tokens, {trained}, mask by {self.masked_by}"
+        if self.unrolled.rows:
+            yield f"  {self.unrolled.text(self.num_rows, self.num_tokens)}"
         long = self.long.text(self.num_documents)
         rows = f"{self.num_packed_rows:,} rows of {self.seq_len}"
         if self.packing == "none":
@@ -69,11 +139,19 @@ class SourceReport:
             yield f"  wrapped into {rows}, {100 * self.fill:.1f}% full; documents are cut at every row's end"
         else:
             yield f"  packed {self.packing} into {rows}, {100 * self.fill:.1f}% full; {long}"
+        yield from (f"  warning: {text}" for text in self._warnings())
+
+    def _warnings(self) -> Iterable[str]:
+        if self.num_rejected > MANY * self.num_rows:
+            share = f"{100 * self.num_rejected / self.num_rows:.0f}% of the rows ({self.num_rejected:,})"
+            yield f"{share} are refused and left out: {self.rejected_path} says why"
+        if (vanished := self.long.warning(self.num_documents)) is not None:
+            yield vanished
         if self.ends_trained < 0.5:
             ends = (
                 f"only {100 * self.ends_trained:.0f}% of the documents end their last trained turn with a special token"
             )
-            yield f"  warning: {ends}: the model may never learn to stop"
+            yield f"{ends}: the model may never learn to stop"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from automodel_cli.config.errors import DataError
 
 MAX_EXCERPT = 160
 MAX_LINES_LISTED = 8
+DAMAGED = "damaged_file"
+"""The code of a place behind which a file cannot be read: dropping that row would drop all rows after it."""
 
 
 class RowError(Exception):
@@ -30,6 +32,25 @@ def _row_error(code: str, message: str, fix: str | None, raw: str | None) -> Row
     return RowError(code, message, fix=fix, raw=raw)
 
 
+class TableRow(dict[str, Any]):
+    """A row of a file with one schema for all: its nested objects hold every key that any row has, null where this row
+    has none.
+    """
+
+
+def without_nulls(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row; of a table without the nested keys that are null, since chat templates test for a key's presence."""
+    return _without_nulls(row) if isinstance(row, TableRow) else row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
 @dataclass(frozen=True)
 class Rejected:
     """A line of `rejected.jsonl`: where a row stands, why it was refused, and the row itself (text when unreadable)."""
@@ -44,7 +65,7 @@ class Rejected:
 
 def write_rejected(path: Path, rejected: Sequence[Rejected]) -> None:
     """One JSON object per line; what JSON cannot hold (dates, bytes of a parquet column) is written as text."""
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for item in rejected:
             file.write(json.dumps(asdict(item), ensure_ascii=False, default=str) + "\n")
 
@@ -82,3 +103,10 @@ def _excerpt(row: Any) -> str:
     text = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False, default=str)
     text = text.strip()
     return text if len(text) <= MAX_EXCERPT else f"{text[: MAX_EXCERPT - 4]} ..."
+
+
+def refuse_damaged(rejected: Sequence[Rejected], num_rows: int) -> None:
+    """Raise DataError where a file could not be read to its end: no policy for bad rows covers rows nobody saw."""
+    damaged = [row for row in rejected if row.code == DAMAGED]
+    if damaged:
+        raise rows_error(damaged, num_rows, fix="repair the file; its other rows cannot be dropped unseen")

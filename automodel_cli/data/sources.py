@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from automodel_cli.config.errors import DataError
 from automodel_cli.data.cache import file_hash
 from automodel_cli.data.config import SourceConfig, TaskNode
-from automodel_cli.data.readers import load_hub, local_files, read_file, read_hub
+from automodel_cli.data.locate import local_files
+from automodel_cli.data.readers import load_hub, read_file, read_hub
 from automodel_cli.data.rows import RowError
 from automodel_cli.data.stores import Origin
 
@@ -31,8 +33,13 @@ class Source(Protocol):
 
 def open_source(config: SourceConfig, root: Path) -> Source:
     """The local files or the hub dataset that `config.path` names. Raises DataError when there is neither."""
-    paths = local_files(config.path)
-    return HubSource(config) if paths is None else FileSource(config, paths, root)
+    paths = local_files(config.path, config.split)
+    if paths is None:
+        return HubSource(config)
+    stray = next((key for key in ("name", "revision") if getattr(config, key) is not None), None)
+    if stray is not None:
+        raise DataError(f"{stray} belongs to hub datasets, and {config.path} lies here", fix=f"remove data.{stray}")
+    return FileSource(config, paths, root)
 
 
 def first_rows(source: Source, number: int = 16) -> list[dict[str, Any]]:
@@ -46,18 +53,20 @@ class FileSource:
 
     def __init__(self, config: SourceConfig, paths: list[Path], root: Path):
         self.paths, self.root = paths, root
-        self.name = paths[0].name if len(paths) == 1 else config.path
+        self.txt_rows = config.txt_rows
+        self.name = paths[0].name if len(paths) == 1 and paths[0].name == Path(config.path).name else config.path
         self.files = [path.name for path in paths]
         self.num_bytes = sum(path.stat().st_size for path in paths)
 
     def ingredients(self) -> dict[str, Any]:
         """Names too: they stand in messages about rows."""
-        return {"files": [[path.name, file_hash(path, self.root)] for path in self.paths]}
+        hashes = [[path.name, file_hash(path, self.root)] for path in self.paths]
+        return {"files": hashes, "txt_rows": self.txt_rows}
 
     def rows(self) -> Iterator[Origin]:
         """Rows of all files, numbered per file."""
         for number, path in enumerate(self.paths):
-            for line, row in read_file(path):
+            for line, row in read_file(path, self.txt_rows):
                 yield Origin(number, line, row)
 
 

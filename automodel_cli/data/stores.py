@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from automodel_cli.data.chat import Encoded
-from automodel_cli.data.packing import Packed, in_halves
+from automodel_cli.data.checksums import Checksum
+from automodel_cli.data.encoded import Encoded, Unrolled, documents_of
+from automodel_cli.data.packing import Packed, Pieces, in_halves
 from automodel_cli.data.rows import Rejected, RowError, read_rejected, write_rejected
 
 WRITE_TOKENS = 1 << 20
@@ -35,8 +38,10 @@ class Origin:
 class TokenStore:
     """The usable documents of one dataset, in its order.
 
-    `ids`: all tokens; `label_mask`: 1 where the *next* token of the document is trained; document d has the tokens
-    `offsets[d]:offsets[d + 1]` and comes from `lines[d]` of `meta["files"][files[d]]`. `rejected`: the other rows.
+    `ids`: all tokens; `label_mask`: 1 where the *next* token of the document is trained; document d begins with the
+    first `shared[d]` tokens of document d - 1, untrained, and goes on with the tokens `offsets[d]:offsets[d + 1]`. It
+    comes from `lines[d]` of `meta["files"][files[d]]`; documents with the same `rows[d]` are turns of one conversation.
+    `rejected`: the other rows.
     """
 
     folder: Path
@@ -46,6 +51,8 @@ class TokenStore:
     offsets: np.ndarray
     files: np.ndarray
     lines: np.ndarray
+    rows: np.ndarray
+    shared: np.ndarray
     splits: np.ndarray = field(default_factory=_none)
     judgements: np.ndarray = field(default_factory=_none)
 
@@ -53,7 +60,9 @@ class TokenStore:
     def open(cls, folder: Path) -> TokenStore:
         """Memory-map a complete entry."""
         meta = json.loads((folder / "meta.json").read_text())
-        arrays = [_load(folder, name) for name in ("offsets", "files", "lines", "splits", "judgements")]
+        arrays = [
+            _load(folder, name) for name in ("offsets", "files", "lines", "rows", "shared", "splits", "judgements")
+        ]
         return cls(folder, meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
 
     @property
@@ -67,9 +76,41 @@ class TokenStore:
         return len(self.offsets) - 1
 
     @property
+    def num_used_rows(self) -> int:
+        """Rows of the data that have a document."""
+        return int(self.meta["num_rows"]) - int(self.meta["num_rejected"])
+
+    def row_numbers(self) -> np.ndarray:
+        """Per document the number of its row among those that have one, int64."""
+        return np.cumsum(np.diff(self.rows, prepend=self.rows[:1]) != 0)
+
+    @property
     def lengths(self) -> np.ndarray:
         """Tokens of each document, int64."""
-        return np.diff(self.offsets)
+        return np.diff(self.offsets) + self.shared
+
+    def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and label mask of one document."""
+        shared, own = int(self.shared[number]), slice(*self.offsets[number : number + 2].tolist())
+        if not shared:
+            return self.ids[own], self.label_mask[own]
+        ids = np.concatenate([*self._beginning(number - 1, shared), self.ids[own]])
+        return ids, np.concatenate([np.zeros(shared, np.uint8), self.label_mask[own]])
+
+    def _beginning(self, number: int, length: int) -> list[np.ndarray]:
+        """The first tokens of a document, in pieces."""
+        pieces = []
+        while length:
+            shared, start = int(self.shared[number]), int(self.offsets[number])
+            if length > shared:
+                pieces.append(self.ids[start : start + length - shared])
+            number, length = number - 1, min(shared, length)
+        return pieces[::-1]
+
+    def is_trained(self, number: int, start: int, stop: int) -> bool:
+        """Whether a stretch of a document has a label; the last token's stands outside of it."""
+        first = int(self.offsets[number] - self.shared[number])
+        return bool(self.label_mask[max(first + start, self.offsets[number]) : first + stop - 1].any())
 
     def rejected(self) -> list[Rejected]:
         """The rows that could not be used; read only when somebody asks."""
@@ -114,10 +155,30 @@ class PackedStore:
         """Rows in all."""
         return len(self.row_offsets) - 1
 
+    @property
+    def content(self) -> str:
+        """Hash of tokens, label masks, boundaries and roles: what training sees of the data, wherever it came from."""
+        return str(self.meta["content"])
+
+
+@dataclass
+class _UnrolledCount:
+    """Rows that became several documents; `repeated`: tokens that one document of the last turn would not have."""
+
+    rows: int = 0
+    documents: int = 0
+    repeated: int = 0
+
+    def add(self, item: Unrolled) -> None:
+        lengths = [len(document.ids) for document in item.documents]
+        self.rows += 1
+        self.documents += len(lengths)
+        self.repeated += sum(lengths) - lengths[-1]
+
 
 def write_tokens(
     folder: Path,
-    batches: Iterable[list[Encoded | RowError]],
+    batches: Iterable[list[Encoded | Unrolled | RowError]],
     origins: Iterable[Origin],
     *,
     meta: dict[str, Any],
@@ -126,45 +187,74 @@ def write_tokens(
     """Write a token entry from encoded rows and, in the same order, where each comes from. `meta` names `files`,
     `dtype` and `kind`.
     """
-    lengths, files, lines, splits, judgements = [], [], [], [], []
+    # arrays, not lists: at 8 bytes a document their memory stays small beside what a batch needs
+    lengths, files, lines, rows, shared, splits, judgements = (array("q") for _ in range(7))
     rejected: list[Rejected] = []
-    num_rows = ends_trained = 0
+    num_rows = ends_trained = special_tokens = special_rows = label_tokens = 0
+    unrolled = _UnrolledCount()
     place = iter(origins)
     with (folder / "ids.bin").open("wb") as ids_file, (folder / "label_mask.bin").open("wb") as mask_file:
         for batch in batches:
             good: list[Encoded] = []
+            begun: list[int] = []
             for item in batch:
                 num_rows += 1
                 origin = next(place)
                 if isinstance(item, RowError):
                     rejected.append(_reject(item, origin, meta["files"][origin.file]))
                     continue
-                good.append(item)
-                files.append(origin.file)
-                lines.append(origin.line)
+                documents = documents_of(item)
+                good += documents
+                begun += [0, *(_shared(a, b) for a, b in itertools.pairwise(documents))]
+                files.extend([origin.file] * len(documents))
+                lines.extend([origin.line] * len(documents))
+                rows.extend([num_rows] * len(documents))
+                if isinstance(item, Unrolled):
+                    unrolled.add(item)
             if not good:
                 continue
-            ids_file.write(np.concatenate([item.ids for item in good]).astype(meta["dtype"]).tobytes())
-            mask_file.write(np.concatenate([_next_trained(item.trained) for item in good]).tobytes())
-            lengths += [len(item.ids) for item in good]
-            splits += [item.split for item in good]
-            judgements += [item.judgement for item in good]
+            own = list(zip(good, begun, strict=True))
+            ids_file.write(np.concatenate([item.ids[n:] for item, n in own]).astype(meta["dtype"]).tobytes())
+            mask = np.concatenate([_next_trained(item.trained[n:]) for item, n in own])
+            mask_file.write(mask.tobytes())
+            label_tokens += int(mask.sum(dtype=np.int64))
+            shared.extend(begun)
+            special_tokens += sum(item.num_special for item in good)
+            special_rows += sum(item.num_special > 0 for item in good)
+            lengths.extend(len(item.ids) - n for item, n in own)
+            splits.extend(item.split for item in good)
+            judgements.extend(item.judgement for item in good)
             ends_trained += sum(int(_last_trained(item)) in special_ids for item in good)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     np.save(folder / "offsets.npy", offsets)
     np.save(folder / "files.npy", np.asarray(files, np.int32))
     np.save(folder / "lines.npy", np.asarray(lines, np.int64))
+    np.save(folder / "rows.npy", np.asarray(rows, np.int64))
+    np.save(folder / "shared.npy", np.asarray(shared, np.int64))
     np.save(folder / "splits.npy", np.asarray(splits, np.int64))
     np.save(folder / "judgements.npy", np.asarray(judgements, np.int8))
     write_rejected(folder / "rejected.jsonl", rejected)
-    label_tokens = int(np.sum(_map(folder, "label_mask", "uint8"), dtype=np.int64))
-    counts = {"num_rows": num_rows, "num_rejected": len(rejected), "ends_trained": ends_trained}
+    counts = {
+        "num_rows": num_rows,
+        "num_rejected": len(rejected),
+        "ends_trained": ends_trained,
+        "special_tokens": special_tokens,
+        "special_rows": special_rows,
+        "unrolled": vars(unrolled),
+    }
     (folder / "meta.json").write_text(json.dumps({**meta, **counts, "num_label_tokens": label_tokens}))
 
 
 def _reject(error: RowError, origin: Origin, source: str) -> Rejected:
     row = origin.row if error.raw is None else error.raw.rstrip("\n")
     return Rejected(source, origin.line, error.code, error.message, row, error.fix)
+
+
+def _shared(before: Encoded, item: Encoded) -> int:
+    """How many tokens a document begins with that the one before it has too, and of which none has a label here."""
+    most = min(len(before.ids), int(np.argmax(item.trained)) - 1)
+    differ = np.flatnonzero(before.ids[:most] != item.ids[:most]) if most > 0 else _none()
+    return int(differ[0]) if len(differ) else max(0, most)
 
 
 def _next_trained(trained: np.ndarray) -> np.ndarray:
@@ -185,35 +275,50 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
         packed = in_halves(packed, source.splits[packed.pieces.document])
     pieces = packed.pieces
     offsets = np.concatenate([[0], np.cumsum(pieces.length)]).astype(np.int64)
-    first = source.offsets[pieces.document] + pieces.start
+    first = source.offsets[pieces.document] - source.shared[pieces.document] + pieces.start
     starts, stops = first.tolist(), (first + pieces.length).tolist()
+    apart = (source.shared[pieces.document] > pieces.start).tolist()
     cuts = np.searchsorted(offsets, np.arange(0, offsets[-1] + WRITE_TOKENS, WRITE_TOKENS)).clip(max=len(starts))
     # plain arrays: slicing a memmap costs ten times as much
     all_ids, all_mask = np.asarray(source.ids), np.asarray(source.label_mask)
     labels = np.zeros(len(starts), np.int64)
+    content = Checksum()
     with (folder / "ids.bin").open("wb") as ids_file, (folder / "label_mask.bin").open("wb") as mask_file:
         for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
             if a == b:
                 continue
-            spans = list(zip(starts[a:b], stops[a:b], strict=True))
-            ids_file.write(np.concatenate([all_ids[i:j] for i, j in spans]).data)
-            mask = np.concatenate([all_mask[i:j] for i, j in spans])
+            spans = zip(range(a, b), starts[a:b], stops[a:b], apart[a:b], strict=True)
+            parts = [_gathered(source, pieces, n) if far else (all_ids[i:j], all_mask[i:j]) for n, i, j, far in spans]
+            ids = np.concatenate([part[0] for part in parts])
+            ids_file.write(ids.data)
+            mask = np.concatenate([part[1] for part in parts])
             mask[offsets[a + 1 : b + 1] - offsets[a] - 1] = 0  # a cut document's next token stands in another row
             mask_file.write(mask.data)
+            content.update(ids.view(np.uint8).data)
+            content.update(mask.data)
             labels[a:b] = np.add.reduceat(mask, offsets[a:b] - offsets[a], dtype=np.int64)
     per_row = np.add.reduceat(labels, packed.row_offsets[:-1]) if packed.num_rows else labels
-    for name, array in (
+    roles = _none() if kind == "documents" else _roles(kind, source.judgements[pieces.document])
+    for values in (offsets, packed.row_offsets, roles):
+        content.update(np.ascontiguousarray(values).view(np.uint8).data)
+    for name, values in (
         ("offsets", offsets),
         ("row_offsets", packed.row_offsets),
         ("files", source.files[pieces.document]),
         ("lines", source.lines[pieces.document]),
         ("num_label_tokens", per_row),
-        ("roles", _none() if kind == "documents" else _roles(kind, source.judgements[pieces.document])),
+        ("roles", roles),
     ):
-        np.save(folder / f"{name}.npy", array)
-    (folder / "meta.json").write_text(
-        json.dumps({**meta, "kind": kind, "dtype": source.meta["dtype"], "files": source.meta["files"]})
-    )
+        np.save(folder / f"{name}.npy", values)
+    found = {"kind": kind, "dtype": source.meta["dtype"], "files": source.meta["files"], "content": content.hexdigest()}
+    (folder / "meta.json").write_text(json.dumps({**meta, **found}))
+
+
+def _gathered(source: TokenStore, pieces: Pieces, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and label mask of a piece whose first tokens are stored with an earlier document."""
+    ids, mask = source.document(int(pieces.document[number]))
+    place = slice(int(pieces.start[number]), int(pieces.start[number] + pieces.length[number]))
+    return ids[place], mask[place]
 
 
 def _roles(kind: str, judgements: np.ndarray) -> np.ndarray:

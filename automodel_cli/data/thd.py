@@ -191,7 +191,7 @@ def _check(
     if len(sequences_per_row) % num_chunks:
         raise DataError(
             f"{len(sequences_per_row)} rows do not divide into num_chunks={num_chunks} of a pipeline step",
-            fix=f"num_chunks={len(sequences_per_row)}",
+            fix=f"pass num_chunks={len(sequences_per_row)}",
         )
     if token_mask is not None and token_mask.shape != ids.shape:
         raise DataError(f"a token_mask of {len(token_mask)} entries for {len(ids)} ids", fix="one entry a token")

@@ -13,26 +13,44 @@ from typing import Any
 
 import numpy as np
 
-from automodel_cli.data.chat import ChatEncoder, Encoded, encode_texts
-from automodel_cli.data.config import PREFERENCE_FIELDS, Mask
+from automodel_cli.data.chat import ChatEncoder
+from automodel_cli.data.config import PREFERENCE_FIELDS, Mask, SpecialTokensInText, Turns
+from automodel_cli.data.encoded import Encoded, Unrolled, encode_texts
 from automodel_cli.data.formats import Completion, Conversation, Document, PlainText, RowReader
 from automodel_cli.data.preferences import Judged, Pair, PreferenceReader
 from automodel_cli.data.readers import Row
 from automodel_cli.data.rows import RowError
+from automodel_cli.data.special_chats import SpecialChats
+from automodel_cli.data.special_text import SpecialText
+from automodel_cli.data.unread import KnownKeys
 
 BATCH_ROWS = 256
-LARGE_BYTES = 256 << 20
-"""From this size on, starting workers (a few seconds each) is worth it."""
+BYTES_PER_WORKER = 16 << 20
+"""Starting a worker costs a few seconds, which is what tokenising this much takes."""
 
 
 @dataclass(frozen=True)
 class EncodeSpec:
-    """What decides the tokens of a row, besides the tokenizer."""
+    """What decides the tokens of a row, besides the tokenizer. `own_template` is the tokenizer's where `template`
+    stands in for it; `stop_ids` are tokens at which generation stops, besides EOS.
+    """
 
     fmt: str
     columns: dict[str, str]
     template: str | None
     mask: Mask
+    ignore_columns: tuple[str, ...] = ()
+    turns: Turns = "auto"
+    own_template: str | None = None
+    stop_ids: tuple[int, ...] = ()
+    special_tokens_in_text: SpecialTokensInText = "auto"
+
+    @property
+    def special_choice(self) -> SpecialTokensInText:
+        """What is done with special tokens in the text of rows."""
+        if self.special_tokens_in_text != "auto":
+            return self.special_tokens_in_text
+        return "keep" if self.template is None or self.fmt == "text" else "as_text"
 
 
 class RowEncoder:
@@ -41,17 +59,23 @@ class RowEncoder:
     def __init__(self, tokenizer: Any, spec: EncodeSpec):
         self.tokenizer, self.spec = tokenizer, spec
         reader = PreferenceReader if spec.fmt in PREFERENCE_FIELDS else RowReader
-        self.reader = reader(spec.fmt, spec.columns, chat=spec.template is not None)
-        self.chat = None if spec.template is None else ChatEncoder(tokenizer, spec.template, spec.mask)
+        keys = KnownKeys.of(spec.template, spec.ignore_columns)
+        self.reader = reader(spec.fmt, spec.columns, chat=spec.template is not None, keys=keys)
+        self.special = SpecialText(tokenizer, spec.special_choice)
+        self.chat = None
+        if spec.template is not None:
+            options: dict[str, Any] = {"stop_ids": spec.stop_ids, "own_template": spec.own_template}
+            encoder = ChatEncoder(tokenizer, spec.template, spec.mask, turns=spec.turns, **options)
+            self.chat = SpecialChats(encoder, self.special)
 
-    def encode(self, rows: Sequence[Row | RowError]) -> list[Encoded | RowError]:
+    def encode(self, rows: Sequence[Row | RowError]) -> list[Encoded | Unrolled | RowError]:
         """One result per row, in order. A row is refused also when nothing of it would be trained."""
         if isinstance(self.reader, PreferenceReader):
             return self._encode_preferences(self.reader, rows)
         return self._encode_documents([_attempt(self.reader.read, row) for row in rows])
 
-    def _encode_documents(self, documents: Sequence[Document | RowError]) -> list[Encoded | RowError]:
-        out: list[Encoded | RowError] = [d if isinstance(d, RowError) else _NOTHING for d in documents]
+    def _encode_documents(self, documents: Sequence[Document | RowError]) -> list[Encoded | Unrolled | RowError]:
+        out: list[Encoded | Unrolled | RowError] = [d if isinstance(d, RowError) else _NOTHING for d in documents]
         for kind, encode in (
             (Conversation, self._encode_chats),
             (Completion, self._encode_completions),
@@ -62,7 +86,7 @@ class RowEncoder:
                 out[place] = _refuse_untrained(result)
         return out
 
-    def _encode_preferences(self, reader: PreferenceReader, rows: Sequence[Row | RowError]) -> list[Encoded | RowError]:
+    def _encode_preferences(self, reader: PreferenceReader, rows: Sequence[Row | RowError]) -> list[Any]:
         """Both documents of each row, one after the other: of a pair the chosen and the rejected response; of a judged
         row its own response, and for the reference point of KTO that of the next judged row.
         """
@@ -80,7 +104,7 @@ class RowEncoder:
         encoded = self._encode_documents(documents)
         return [_together(row, a, b) for row, a, b in zip(read, encoded[::2], encoded[1::2], strict=True)]
 
-    def _encode_chats(self, chats: Sequence[Any]) -> list[Encoded | RowError]:
+    def _encode_chats(self, chats: Sequence[Any]) -> list[Encoded | Unrolled | RowError]:
         if self.chat is None and chats:
             fix = "data.chat_template=<a .jinja file>, or a tokenizer with a chat template"
             return [RowError("no_template", "messages need a chat template and the tokenizer has none", fix=fix)] * len(
@@ -90,8 +114,26 @@ class RowEncoder:
 
     def _encode_texts(self, texts: Sequence[Any]) -> list[Encoded | RowError]:
         """BOS where the tokenizer adds one, the text, EOS; all of it trained."""
-        encoded = encode_texts(self.tokenizer, [t.text for t in texts], add_special_tokens=True)
-        return [Encoded(ids, np.ones(len(ids), np.uint8)) for ids in map(self._with_eos, encoded)]
+        counts, results = self._own_texts([t.text for t in texts])
+        out: list[Encoded | RowError] = []
+        for count, ids in zip(counts, results, strict=True):
+            if isinstance(ids, RowError):
+                out.append(ids)
+                continue
+            ids = self._with_eos(ids)
+            out.append(Encoded(ids, np.ones(len(ids), np.uint8), num_special=count))
+        return out
+
+    def _own_texts(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[np.ndarray | RowError]]:
+        """Token ids of texts that rows bring whole, and the number of special tokens in each."""
+        results: list[Any] = list(encode_texts(self.tokenizer, texts, add_special_tokens=add_special_tokens))
+        counts = [self.special.count(text) for text in texts]
+        if self.special.choice != "keep":
+            for place in np.flatnonzero(counts).tolist():
+                results[place] = _attempt(self.special.encode_text, texts[place], add_special_tokens)
+        return counts, results
 
     def _encode_completions(self, pairs: Sequence[Any]) -> list[Encoded | RowError]:
         """BOS, prompt, completion, EOS; the completion and EOS trained.
@@ -99,12 +141,15 @@ class RowEncoder:
         Encoded as one text when the prompt's tokens are a prefix of it, else prompt and completion each for itself:
         that is what the model will see when it is given the prompt alone.
         """
-        prompts = encode_texts(self.tokenizer, [p.prompt for p in pairs], add_special_tokens=True)
-        prompts = [self._without_eos(ids) for ids in prompts]
-        wholes = encode_texts(self.tokenizer, [p.prompt + p.completion for p in pairs], add_special_tokens=True)
-        rests = encode_texts(self.tokenizer, [p.completion for p in pairs])
+        _, prompts = self._own_texts([p.prompt for p in pairs])
+        counts, wholes = self._own_texts([p.prompt + p.completion for p in pairs])
+        _, rests = self._own_texts([p.completion for p in pairs], add_special_tokens=False)
         out: list[Encoded | RowError] = []
-        for pair, prompt, whole, rest in zip(pairs, prompts, map(self._with_eos, wholes), rests, strict=True):
+        for pair, count, prompt, whole, rest in zip(pairs, counts, prompts, wholes, rests, strict=True):
+            if isinstance(whole, RowError) or isinstance(prompt, RowError) or isinstance(rest, RowError):
+                out.append(next(error for error in (whole, prompt, rest) if isinstance(error, RowError)))
+                continue
+            prompt, whole = self._without_eos(prompt), self._with_eos(whole)
             ids = whole
             if not np.array_equal(whole[: len(prompt)], prompt):
                 ids = self._with_eos(np.concatenate([prompt, rest]))
@@ -121,7 +166,7 @@ class RowEncoder:
                     continue
             trained = np.ones(len(ids), np.uint8)
             trained[: len(prompt)] = self.spec.mask == "all"
-            out.append(Encoded(ids, trained))
+            out.append(Encoded(ids, trained, num_special=count))
         return out
 
     def _with_eos(self, ids: np.ndarray) -> np.ndarray:
@@ -147,9 +192,16 @@ def _attempt(function: Callable[..., Any], row: Any, *more: Any) -> Any:
         return error
 
 
-def _together(row: Pair | Judged | RowError, first: Encoded | RowError, second: Encoded | RowError) -> Any:
+def _together(row: Pair | Judged | RowError, first: Any, second: Any) -> Any:
     """Two documents as one item that no packer takes apart, or why one of them cannot be used."""
     for side, result in (("chosen", first), ("rejected", second)):
+        if isinstance(result, Unrolled):
+            return RowError(
+                "several_turns",
+                f"{side} has {len(result.documents)} trained turns that are no single document under this chat "
+                "template, and a preference is between two documents",
+                fix="data.mask=last_turn, or data.turns=whole",
+            )
         if isinstance(result, RowError):
             if not isinstance(row, Pair):
                 return result
@@ -160,10 +212,11 @@ def _together(row: Pair | Judged | RowError, first: Encoded | RowError, second: 
         np.concatenate([first.trained, second.trained]),
         split=len(first.ids),
         judgement=int(row.desirable) if isinstance(row, Judged) else -1,
+        num_special=first.num_special + (second.num_special if isinstance(row, Pair) else 0),
     )
 
 
-def _refuse_untrained(result: Encoded | RowError) -> Encoded | RowError:
+def _refuse_untrained(result: Encoded | Unrolled | RowError) -> Encoded | Unrolled | RowError:
     """The first token is never predicted, so a row needs a trained token after it."""
     if isinstance(result, Encoded) and not result.trained[1:].any():
         return RowError("no_label_token", f"none of its {len(result.ids)} tokens would be trained")
@@ -171,16 +224,17 @@ def _refuse_untrained(result: Encoded | RowError) -> Encoded | RowError:
 
 
 def choose_workers(num_workers: int | None, num_bytes: int) -> int:
-    """Worker processes to use: as configured, or by default none for small data and one per two cores for large."""
+    """Worker processes to use: as configured, or by default none for small data and up to one per core for large."""
     if num_workers is not None:
         return num_workers
     cores = len(os.sched_getaffinity(0))
-    return max(1, cores // 2) if num_bytes >= LARGE_BYTES and cores > 2 else 0
+    workers = min(cores, num_bytes // BYTES_PER_WORKER)
+    return workers if workers > 1 else 0
 
 
 def encode_all(
     encoder: RowEncoder, rows: Iterable[Row | RowError], num_workers: int
-) -> Iterator[list[Encoded | RowError]]:
+) -> Iterator[list[Encoded | Unrolled | RowError]]:
     """Results in the order of `rows`, batch by batch, whatever the number of workers."""
     batches = _batches(rows, BATCH_ROWS)
     if num_workers == 0:
@@ -188,10 +242,10 @@ def encode_all(
         return
     # spawn: a fork of a process whose tokenizer has started threads can hang
     with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (encoder,)) as pool:
-        waiting: deque[Future[list[Encoded | RowError]]] = deque()
+        waiting: deque[Future[list[Encoded | Unrolled | RowError]]] = deque()
         for batch in batches:
             waiting.append(pool.submit(_encode_in_worker, batch))
-            if len(waiting) > 4 * num_workers:  # bounded, or the whole file would stand in memory
+            if len(waiting) > 2 * num_workers:  # bounded, or the whole file would stand in memory
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -212,6 +266,6 @@ def _start_worker(encoder: RowEncoder) -> None:
     _worker_encoder = encoder
 
 
-def _encode_in_worker(rows: list[Row | RowError]) -> list[Encoded | RowError]:
+def _encode_in_worker(rows: list[Row | RowError]) -> list[Encoded | Unrolled | RowError]:
     assert _worker_encoder is not None, "the worker was started without its encoder"
     return _worker_encoder.encode(rows)

@@ -15,12 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_cli.distributed.config import FSDP2Config
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig
 
 
 class SharesContext(Protocol):
@@ -31,9 +27,8 @@ class SharesContext(Protocol):
         ...
 
 
-def apply_context_parallel(part: nn.Module, cp_mesh: DeviceMesh, config: FSDP2Config | MegatronFSDPConfig) -> None:
+def apply_context_parallel(part: nn.Module, cp_mesh: DeviceMesh, *, ring: bool) -> None:
     """Let `part` share its rows over the axis, in place. Raises ConfigError for attention other than packed."""
-    ring = isinstance(config, FSDP2Config) and config.context_parallel == "ring"
     cast(SharesContext, part).share_context(RankGroup(cp_mesh.get_group(), ring=ring))
 
 

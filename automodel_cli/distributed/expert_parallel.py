@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.shares import all_of, share_of
@@ -36,7 +35,7 @@ def experts_modules(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.modules() if is_experts(child)]
 
 
-def apply_expert_parallel(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> None:
+def apply_expert_parallel(part: nn.Module, mesh: Mesh, dispatch: str = "all_to_all") -> None:
     """Distribute the experts of a part (its child `model` is the library's) over `mesh.ep`, in place.
 
     Parameters may be on the meta device, filled afterwards, or hold the same values on every rank. A pipeline stage
@@ -54,12 +53,12 @@ def apply_expert_parallel(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> N
             shard = distribute_tensor(param.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
             experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
         experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
-        experts.forward = _dispatched(experts, make_dispatcher(config, num_local, mesh), mesh)
+        experts.forward = _dispatched(experts, make_dispatcher(dispatch, num_local, mesh), mesh)
 
 
-def make_dispatcher(config: FSDP2Config, num_local_experts: int, mesh: Mesh) -> TokenDispatcher:
+def make_dispatcher(dispatch: str, num_local_experts: int, mesh: Mesh) -> TokenDispatcher:
     assert mesh.ep is not None
-    if config.expert_dispatch == "deepep":
+    if dispatch == "deepep":
         require_deep_ep(mesh.device.type)
         return DeepEP(num_local_experts, mesh.ep.get_group())
     return AllToAll(num_local_experts, mesh.ep.get_group())

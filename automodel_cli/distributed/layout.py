@@ -52,12 +52,6 @@ class Layout:
         """Ranks that share one copy of the same experts."""
         return self.dp_cp * self.tp // self.ep
 
-    @property
-    def fsdp_axes(self) -> tuple[str, ...]:
-        """Axes over which FSDP2 works: `(shard,)`, or `(replicate, shard)` for hybrid sharding."""
-        shard = "dp_shard_cp" if self.cp > 1 else "dp_shard"
-        return ("dp_replicate", shard) if self.dp_replicate > 1 else (shard,)
-
     def to_config(self) -> MeshConfig:
         """The same layout as a request with every size spelled out."""
         return MeshConfig(self.dp, self.dp_replicate, self.tp, self.pp, self.cp, self.ep)
@@ -79,8 +73,11 @@ class MeshConfig:
     dp_size: int | None = None
     dp_replicate_size: int | None = 1
     tp_size: int | None = 1
+    """Ranks that share each layer's matrices."""
     pp_size: int | None = 1
+    """Ranks that hold the stages of the model."""
     cp_size: int | None = 1
+    """Ranks that share the tokens of each row."""
     ep_size: int | None = 1
 
     def __post_init__(self) -> None:

@@ -72,7 +72,8 @@ class Mesh:
     def sum_over(self, axis: DeviceMesh, tensor: Tensor) -> Tensor:
         """Sum of `tensor` over the ranks of a one-dimensional axis, as a new tensor. Collective over the axis."""
         total = tensor.detach().to(self.device, copy=True)
-        dist.all_reduce(total, group=axis.get_group())
+        if axis.size() > 1:  # alone gloo would still hand it to another thread and wait
+            dist.all_reduce(total, group=axis.get_group())
         return total
 
 

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.expert_parallel import is_experts
-from automodel_cli.distributed.parallelizer import transformer_layers
+from automodel_cli.distributed.layers import transformer_layers
 from automodel_cli.distributed.sequence_parallel import apply_sequence_parallel, blocks, scattering, share_input
+from automodel_cli.distributed.strategies.base import AxisOptions
 from automodel_cli.distributed.tp_plan import Plan, custom_plan, get_hf_tp_shard_plan, name_of, wildcard
 from automodel_cli.distributed.tp_styles import (
     ExpertsOverTP,
@@ -44,7 +44,7 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_
 
 
 def apply_tensor_parallel(
-    part: nn.Module, tp_mesh: DeviceMesh, config: FSDP2Config | MegatronFSDPConfig, *, shard_experts: bool = True
+    part: nn.Module, tp_mesh: DeviceMesh, options: AxisOptions, *, shard_experts: bool = True
 ) -> None:
     """Shard a part (its child `model`), or the library's model itself, over `tp_mesh`, in place; parameters may still
     be on meta.
@@ -57,13 +57,12 @@ def apply_tensor_parallel(
 
     model = part if isinstance(part, PreTrainedModel) else part.model
     assert isinstance(model, PreTrainedModel), f"{type(part).__name__} holds no model of the library"
-    is_async = isinstance(config, FSDP2Config) and config.enable_async_tensor_parallel
-    if is_async:
+    if options.async_tensor_parallel:
         use_async_collectives(tp_mesh)
-    plan = _checked_plan(model, config, tp_mesh.size())
+    plan = _checked_plan(model, options, tp_mesh.size())
     layers = transformer_layers(part)
     uniform = {block for layer in layers for block in blocks(layer) if _is_uniform(model, block, plan)}
-    if config.sequence_parallel or is_async:
+    if options.sequence_parallel or options.async_tensor_parallel:
         _apply_plan(model, plan, tp_mesh, shard_experts=shard_experts, scattered=uniform)
         apply_sequence_parallel(layers, tp_mesh, uniform)
     else:
@@ -105,10 +104,10 @@ def _apply_plan(
 
 
 def cut_parameters(
-    model: PreTrainedModel, config: FSDP2Config | MegatronFSDPConfig, tp_size: int, *, shard_experts: bool = True
+    model: PreTrainedModel, options: AxisOptions, tp_size: int, *, shard_experts: bool = True
 ) -> Iterator[nn.Parameter]:
     """What `apply_tensor_parallel` would cut, without ranks to cut it over: for planning."""
-    plan = _checked_plan(model, config, tp_size)
+    plan = _checked_plan(model, options, tp_size)
     for name, module in model.named_modules():
         style = _style_of(plan, name)
         if is_experts(module):
@@ -122,9 +121,9 @@ def cut_parameters(
                 yield param
 
 
-def _checked_plan(model: PreTrainedModel, config: FSDP2Config | MegatronFSDPConfig, tp_size: int) -> Plan:
+def _checked_plan(model: PreTrainedModel, options: AxisOptions, tp_size: int) -> Plan:
     """The model's own plan or the config's, for as many ranks. Raises ConfigError for heads that do not divide."""
-    plan = get_hf_tp_shard_plan(model) if config.tp_plan is None else custom_plan(config.tp_plan, model)
+    plan = get_hf_tp_shard_plan(model) if options.tp_plan is None else custom_plan(options.tp_plan, model)
     check_heads(model.config, plan, tp_size)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         _keep_odd_vocabulary_whole(model, module, plan, tp_size)

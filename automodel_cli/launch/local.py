@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from automodel_cli.config.errors import RunError
 from automodel_cli.launch import stop, worker
+from automodel_cli.launch.killed import MemoryWatch
 
-_FAILED = 1
+_FAILED, _OUT_OF_MEMORY = 1, 4
+_STOPPED_SECONDS = 5.0
+"""How long a rank may stand still (Ctrl-Z and fg) before that is said."""
 _PEER_SECONDS = 3.0
 """How long the peers of a failed rank may take to say what they saw."""
 
@@ -53,6 +60,7 @@ def run(arguments: Sequence[str], *, num_ranks: int, log_dir: Path | None = None
         signals_to_handle="SIGQUIT",  # not the three that `_Relay` handles
     )
     exit_codes: dict[int, int] = {}
+    memory = MemoryWatch()
     with _Relay(status, num_ranks) as relay:
         try:
             elastic_launch(config, sys.executable)("-u", *safe_path(), "-m", "automodel_cli", *arguments)
@@ -61,22 +69,25 @@ def run(arguments: Sequence[str], *, num_ranks: int, log_dir: Path | None = None
         except SignalException:
             relay.killed = True
     try:
-        return _outcome(status, relay, exit_codes)
+        return _outcome(status, relay, exit_codes, memory)
     finally:
         kept = any(str(status) in pointer.read_text() for pointer in status.glob("rank-*.log"))
         if not (exit_codes and kept):
             shutil.rmtree(status, ignore_errors=True)
 
 
-def _outcome(status: Path, relay: _Relay, exit_codes: Mapping[int, int]) -> int:
+def _outcome(status: Path, relay: _Relay, exit_codes: Mapping[int, int], memory: MemoryWatch) -> int:
     """The exit code of the run: rank 0's own, or that of the rank that failed first, which is reported."""
     if relay.killed:
         return stop.EXIT_CODES[signal.SIGINT] if relay.received == signal.SIGINT else _FAILED
     if not exit_codes:
         return _left_by(status, 0) or 0
-    first = _first_failure(status, exit_codes)
-    _report(status, first)
-    return _left_by(status, first) or _FAILED
+    first = relay.first_failed if relay.first_failed is not None else _first_failure(status, exit_codes)
+    code = _left_by(status, first)
+    if code is None and exit_codes.get(first) == -signal.SIGKILL:
+        code = _report_killed(status, first, memory)
+    _report(status, first, exit_codes.get(first))
+    return code or _FAILED
 
 
 def safe_path() -> list[str]:
@@ -99,6 +110,7 @@ class _Relay:
         self._done = threading.Event()
         self._before: dict[signal.Signals, object] = {}
         self.received: signal.Signals | None = None
+        self.first_failed: int | None = None
         self.killed = False
 
     def __enter__(self) -> _Relay:
@@ -115,26 +127,43 @@ class _Relay:
         if self.received is not None:
             self.killed = True
             self._kill()
+            os.write(sys.stderr.fileno(), f"\n{stop.last_words(worker.run_folder_in(self._status))}\n".encode())
             return
         self.received = signal.Signals(signum)
         os.write(sys.stderr.fileno(), f"\n{stop.message(signum)}\n".encode())
 
     def _watch(self) -> None:
         told: set[int] = set()
+        stopped: dict[int, float] = {}
         while not self._done.wait(0.1):
             if self.received is not None:
                 for rank, pid in self._pids().items():
                     if rank not in told:
                         told.add(rank)
                         _send(pid, self.received)
-            if any(self._failed(rank, pid) for rank, pid in self._pids().items()):
+            self._watch_for_stopped(stopped)
+            if failed := [rank for rank, pid in self._pids().items() if self._failed(rank, pid)]:
+                # one that died without a word is the cause of what the others say
+                self.first_failed = min(failed, key=lambda rank: _left_by(self._status, rank) is not None)
                 self._done.wait(_PEER_SECONDS)
                 self._kill()
                 return
 
+    def _watch_for_stopped(self, since: dict[int, float]) -> None:
+        """A rank that does not run (SIGSTOP, a debugger) holds up all others without a word: say so, once."""
+        for rank, pid in self._pids().items():
+            if not _is_stopped(pid):
+                since.pop(rank, None)
+            elif time.monotonic() - since.setdefault(rank, time.monotonic()) > _STOPPED_SECONDS:
+                since[rank] = math.inf
+                said = (
+                    f"rank {rank} (process {pid}) is stopped, and the others wait for it; go on with: kill -CONT {pid}"
+                )
+                os.write(sys.stderr.fileno(), f"\n{said}\n".encode())
+
     def _failed(self, rank: int, pid: int) -> bool:
         """Whether a rank has left a bad exit code, or is gone without leaving any."""
-        alive = _send(pid, 0)
+        alive = _alive(pid)
         code = _left_by(self._status, rank)
         return not alive if code is None else code not in (0, *stop.EXIT_CODES.values())
 
@@ -144,21 +173,38 @@ class _Relay:
                 _send(pid, signal.SIGKILL)
 
     def _pids(self) -> dict[int, int]:
-        paths = {rank: self._status / f"rank-{rank}.pid" for rank in range(self._num_ranks)}
-        return {rank: int(path.read_text()) for rank, path in paths.items() if path.exists()}
+        pids = {rank: _pid(self._status, rank) for rank in range(self._num_ranks)}
+        return {rank: pid for rank, pid in pids.items() if pid is not None}
 
 
-def _send(pid: int, signum: int) -> bool:
-    """Send a signal (0: only ask); False when the process has ended."""
-    try:
+def _pid(status: Path, rank: int) -> int | None:
+    path = status / f"rank-{rank}.pid"
+    return int(path.read_text()) if path.exists() else None
+
+
+def _send(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
-    except ProcessLookupError:
+
+
+def _is_stopped(pid: int) -> bool:
+    """Linux only."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
         return False
-    return True
+
+
+def _alive(pid: int) -> bool:
+    """Whether a child runs. One that has ended is left for elastic to reap; until then it would take signals."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
 
 
 def _first_failure(status: Path, exit_codes: Mapping[int, int]) -> int:
-    """Which of the failed ranks (in the order of their discovery) is the cause.
+    """Which of the failed ranks (in the order of their discovery) is the cause, where nobody saw it happen.
 
     Ranks that elastic has ended with a signal are its victims. Of the rest, one that died without a word comes before
     its peers, which then lose their connection; else the one that wrote its exit code first.
@@ -169,15 +215,36 @@ def _first_failure(status: Path, exit_codes: Mapping[int, int]) -> int:
     return min(suspects, key=lambda rank: files[rank].stat().st_mtime_ns if files[rank].exists() else 0)
 
 
+def _ending(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "killed?"
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+
+
 def _left_by(status: Path, rank: int) -> int | None:
     path = status / f"rank-{rank}.exit"
     return int(path.read_text()) if path.exists() else None
 
 
-def _report(status: Path, failed: int, num_lines: int = 20) -> None:
+def _report_killed(status: Path, rank: int, memory: MemoryWatch) -> int:
+    """Say that a rank was killed from outside, by whom, and how to go on; returns the exit code."""
+    pid = _pid(status, rank)
+    assert pid is not None, "a rank that never told its pid cannot be the first that failed"
+    evidence = memory.why(pid)
+    less = "model.dtype=bfloat16, a smaller train.microbatch_size or data.seq_len, or more ranks; then "
+    error = RunError(
+        f"rank {rank} (process {pid}) was killed by SIGKILL, {evidence.by}",
+        origin=evidence.source,
+        fix=f"{less if evidence.out_of_memory else ''}{stop.how_to_go_on(worker.run_folder_in(status))}",
+    )
+    print(f"RunError: {error}", file=sys.stderr)
+    return _OUT_OF_MEMORY if evidence.out_of_memory else _FAILED
+
+
+def _report(status: Path, failed: int, exit_code: int | None, num_lines: int = 20) -> None:
     """Say which rank failed and show the end of its log. Rank 0 has written to the terminal itself."""
     pointer = status / f"rank-{failed}.log"
-    how = "failed" if _left_by(status, failed) else "died without a word (killed?)"
+    how = "failed" if _left_by(status, failed) else f"died without a word ({_ending(exit_code)})"
     if not pointer.exists():
         if _left_by(status, failed) is None:
             print(f"rank {failed} {how}", file=sys.stderr)

@@ -15,14 +15,19 @@ import re
 import shlex
 import shutil
 import subprocess
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.trust import NOTHING, Trust
 
 SCRIPT = "job.sbatch"
 """Its name in the run folder."""
+
+_NOT_IN_A_LINE = ("Cc", "Zl", "Zp")
+"""Unicode's categories of control characters and of separators of lines and paragraphs."""
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
@@ -111,7 +116,7 @@ class Job:
     ranks_per_node: int
     conf: str
     overrides: tuple[str, ...] = ()
-    trust: tuple[str, ...] = ()
+    trust: Trust = NOTHING
     gpus_per_node: int = 0
     cpus_per_task: int | None = None
     partition: str | None = None
@@ -133,9 +138,38 @@ class Job:
         for option in self.options:
             if not option.startswith("-"):
                 raise ConfigError(f"--sbatch {option}: a whole option is expected", fix=f"--sbatch=--{option}")
-        for line in (self.name, *self.setup, *self.options):
-            if "\n" in line:
-                raise ConfigError(f"{line!r} is more than one line of a batch script")
+        for name, value in self._texts():
+            found = next((character for character in value if unicodedata.category(character) in _NOT_IN_A_LINE), None)
+            if found is not None and not (found == "\t" and name == "--setup"):
+                raise ConfigError(
+                    f"{name} {value!r} holds the control character {found!r}: a line of the batch script "
+                    "could end there and a command begin",
+                    fix=f"{name} without {found!r}",
+                )
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """Every text that reaches the script, and what the user calls it."""
+        yield from (
+            (name, str(value))
+            for name, value in (
+                ("--job-name", self.name),
+                ("output_dir or run_name", self.run_dir),
+                ("-c", self.conf),
+                ("--partition", self.partition),
+                ("--account", self.account),
+                ("--image", self.image),
+                ("the working directory", self.chdir),
+            )
+            if value is not None
+        )
+        lists = {
+            "the override": self.overrides,
+            "--trust": self.trust.arguments(),
+            "--setup": self.setup,
+            "--sbatch": self.options,
+            "the path of Python": self.python,
+        }
+        yield from ((name, value) for name, values in lists.items() for value in values)
 
     @property
     def num_ranks(self) -> int:
@@ -150,7 +184,7 @@ class Job:
 
     def script(self) -> str:
         """The whole batch script."""
-        trust = shlex.join(word for name in self.trust for word in ("--trust-package", name))
+        trust = shlex.join(self.trust.arguments())
         python = shlex.join(("python3", "-P") if self.image is not None else self.python)
         container = self._container()
         check = f"{python} -m automodel_cli check -c {shlex.join((self.conf, *self.overrides))} --resolved{_and(trust)}"

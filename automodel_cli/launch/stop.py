@@ -9,15 +9,19 @@ rides a collective), saves, and returns `exit_code()`. A second signal ends the 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGUSR1: 75}
 """What a run that stopped on request returns: 130 for Ctrl-C, 75 (EX_TEMPFAIL) for preempted."""
 
 _received: signal.Signals | None = None
 _launched = False
+_run_folder: Path | None = None
 
 
 def install(*, launched: bool = False) -> None:
@@ -48,11 +52,32 @@ def exit_code(received: signal.Signals | int | None = None) -> int:
 
 def reset() -> None:
     """Forget the request and give the default handlers back."""
-    global _received
-    _received = None
+    global _received, _run_folder
+    _received = _run_folder = None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for signum in EXIT_CODES.keys() - {signal.SIGINT}:
         signal.signal(signum, signal.SIG_DFL)
+
+
+def note_run_folder(folder: Path) -> None:
+    """Where this process writes its run: what a second signal says is about it."""
+    global _run_folder
+    _run_folder = folder
+
+
+def how_to_go_on(run_folder: Path | None) -> str:
+    """The command that continues a run that ended in the middle, and from where."""
+    if run_folder is None:
+        return "the same command again: nothing was trained yet"
+    saved = [path.name for path in run_folder.glob("checkpoints/step-*") if _CHECKPOINT.fullmatch(path.name)]
+    newest = max(saved, key=lambda name: int(_CHECKPOINT.fullmatch(name)[1]), default=None)  # type: ignore[index]
+    begin = f"goes on from {newest}" if newest else "starts over: no checkpoint was written yet"
+    return f"automodel resume {run_folder}   ({begin})"
+
+
+def last_words(run_folder: Path | None) -> str:
+    """What is safe after a run was ended at once, and how to go on. A checkpoint has its name only once it is whole."""
+    return f"stopped at once; checkpoints in place are whole, later steps are lost\n  {how_to_go_on(run_folder)}"
 
 
 def message(signum: int) -> str:
@@ -66,6 +91,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
     if _received is not None:
         if _launched:
             return
+        os.write(sys.stderr.fileno(), f"\n{last_words(_run_folder)}\n".encode())
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
         os._exit(128 + signum)  # nothing may run any more: a handler can fire inside a collective

@@ -22,6 +22,7 @@ LOG_DIR = "AUTOMODEL_LOG_DIR"
 
 _CLEAN_STOPS = frozenset(stop.EXIT_CODES.values())
 _PR_SET_PDEATHSIG = 1
+_RUN = "run-folder"
 _status: Path | None = None
 
 
@@ -66,6 +67,19 @@ def redirect_output(log_dir: Path | None = None) -> None:
         os.dup2(stream.fileno(), 2)
     if _status is not None:
         _write(_status / f"rank-{rank}.log", f"{start} {path.resolve()}")
+
+
+def note_run_folder(folder: Path) -> None:
+    """Tell whoever has to say later how to go on: this process's signal handler, and the launcher. Rank 0 calls it."""
+    stop.note_run_folder(folder)
+    if _status is not None:
+        _write(_status / _RUN, str(folder))
+
+
+def run_folder_in(status: Path) -> Path | None:
+    """The run folder that rank 0 has noted, for the launcher."""
+    path = status / _RUN
+    return Path(path.read_text()) if path.exists() else None
 
 
 def finish(code: int) -> int:

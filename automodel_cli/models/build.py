@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import attention, compat, source, transformer_engine
+from automodel_cli.models import attention, compat, length_rope, source, transformer_engine
 from automodel_cli.models.config import ModelConfig, MoEConfig
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
@@ -28,10 +28,17 @@ def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> M
     Raises ConfigError for a config the library refuses, an unknown attention name, QLoRA without bitsandbytes, or
     Transformer Engine where it cannot run.
     """
-    if config.transformer_engine is not None:
-        transformer_engine.require()
     hf_config = source.hf_config(config)
     stored = hf_config.dtype
+    part = part_of(hf_config, config, device=device)
+    part.hub_dtype = stored if config.config is None and isinstance(stored, torch.dtype) else part.model.dtype
+    return part
+
+
+def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.device | str) -> ModelPart:
+    """`build_part` for a library config that is at hand; `config` says all the rest. `hf_config` is changed."""
+    if config.transformer_engine is not None:
+        transformer_engine.require()
     original = copy.deepcopy(hf_config)
     kind = detect_head(hf_config, trust_remote_code=config.trust_remote_code)
     with torch.device(device):
@@ -39,15 +46,14 @@ def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> M
     if config.transformer_engine is not None:
         transformer_engine.swap_layers(model, config.transformer_engine)
     train_every_token(model)
+    length_rope.install(model)
     model.config.use_cache = False
     _choose_experts_kernel(model, config)
     if config.lora is not None:
         from automodel_cli.models import lora
 
         lora.inject(model, config.lora)
-    hub_dtype = stored if config.config is None and isinstance(stored, torch.dtype) else None
-    part = ModelPart(model, kind, chunk_size=config.head_chunk_size, hub_dtype=hub_dtype, source_config=original)
-    return part.train()
+    return ModelPart(model, kind, chunk_size=config.head_chunk_size, source_config=original).train()
 
 
 def _library_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
@@ -60,11 +66,13 @@ def _library_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrain
     dtype = getattr(torch, config.dtype)
     try:
         return compat.causal_lm(hf_config, attention=name, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, KeyError) as error:
+        unknown = isinstance(error, KeyError) and error.args == (name,)  # a class with attention of its own kinds
+        reason = f"it knows no attention of that name ({error})" if unknown else error
         raise ConfigError(
-            f"{type(hf_config).__name__} with attention={config.attention!r} cannot be built: {error}",
+            f"{type(hf_config).__name__} with attention={config.attention!r} cannot be built: {reason}",
             keys=("attention",),
-            fix="model.attention=packed",
+            fix="model.attention=eager" if config.attention == attention.PACKED else "model.attention=packed",
         ) from error
 
 

@@ -39,6 +39,7 @@ def causal_lm(
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         hf_config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
     )
+    _name_base_model(model)
     plan = fp32_names(model, dtype)
     for module_name, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -48,6 +49,15 @@ def causal_lm(
             if plan(f"{module_name}.{name}"):
                 setattr(module, name, buffer.float())
     return model
+
+
+def _name_base_model(model: PreTrainedModel) -> None:
+    """The text model of some composites is built alone under another name than its class says (Llama 4), and the
+    library then takes the whole model, head and all, for its base."""
+    if model.base_model_prefix not in model._modules:
+        table = model.get_input_embeddings()
+        holders = [name for name, child in model.named_children() if table in child.modules() and child is not table]
+        model.base_model_prefix = holders[0] if holders else model.base_model_prefix
 
 
 class _Names:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -24,6 +25,7 @@ class LoRAConfig:
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
+    """Share of an adapter's inputs that are dropped in training."""
     target_modules: str | list[str] = "all-linear"
     use_rslora: bool = False
     base_quantization: Literal["none", "nf4"] = "none"
@@ -112,6 +114,8 @@ class ModelConfig:
     attention: "packed" isolates the documents of a packed row, exactly, on any device. Any other name is handed to the
         library ("eager", "sdpa", "flash_attention_2", ...), which must then isolate them itself; the packing probe
         decides.
+    trust_remote_code: let the library run Python code that lies beside the weights. The command line must allow it too:
+        `--trust remote-code`.
     tokenizer: None takes the one beside the weights; else a hub id, a folder, or a tokenizer node.
     transformer_engine: attention, linear layers and norms by Transformer Engine; None: torch's.
     head_chunk_size: tokens whose logits exist at once; None chooses so that one chunk of fp32 logits stays near 24
@@ -123,12 +127,20 @@ class ModelConfig:
     config: dict[str, Any] | None = None
     gguf_file: str | None = None
     revision: str | None = None
-    trust_remote_code: bool = False
+    """Branch, tag or commit of the hub id."""
+    trust_remote_code: bool = field(
+        default=False, metadata=trust.runs(trust.REMOTE_CODE, "runs Python code that comes with the model")
+    )
     dtype: DType = "float32"
-    attention: str = "packed"
+    attention: str = field(
+        default="packed",
+        metadata=trust.runs(trust.REMOTE_CODE, "loads a kernel from the hub, which is code", lambda name: "/" in name),
+    )
     tokenizer: Any = None
     lora: LoRAConfig | None = None
+    """Low-rank adapters; null trains all parameters."""
     moe: MoEConfig = MoEConfig()
+    """What concerns mixtures of experts only."""
     transformer_engine: TransformerEngineConfig | None = None
     head_chunk_size: int | None = None
 
@@ -168,6 +180,8 @@ class ModelConfig:
                 keys=("pretrained", "config"),
                 fix="model.config=null, or model.pretrained=null",
             )
+        if self.pretrained is not None and self.pretrained.endswith(".gguf"):
+            self._refuse_file_as_folder(self.pretrained)
         if self.gguf_file is not None and self.config is not None:
             raise ConfigError(
                 f"gguf_file={self.gguf_file!r} brings its own config",
@@ -192,3 +206,14 @@ class ModelConfig:
                 keys=("revision",),
                 fix="model.revision=null",
             )
+
+    @staticmethod
+    def _refuse_file_as_folder(path: str) -> None:
+        folder, _, name = path.rpartition("/")
+        on_hub = folder.count("/") == 1 and not folder.startswith((".", "/", "~"))
+        fix = f"model.pretrained={folder} model.gguf_file={name}" if on_hub else None
+        raise ConfigError(
+            f"pretrained={path} is a file: a folder or a hub id is expected, and gguf_file names a file",
+            keys=("pretrained",),
+            fix=fix or f"model.pretrained=null model.gguf_file={path}",
+        )

@@ -101,6 +101,12 @@ class Context:
         whole_BP = torch.cat([position_ids_BT, padding.expand(self.rows, -1)], 1)
         return whole_BP.index_select(1, self._local_t)
 
+    def local_document_lengths(self) -> Tensor:
+        """`[B, t]`: of how many tokens the whole document of each local token is; padding counts as a document."""
+        lengths = torch.tensor([end - start for start, end in itertools.pairwise(self.bounds)])
+        whole_BP = lengths.repeat_interleave(lengths).view(self.rows, self.tokens)
+        return whole_BP.to(self._local_t.device).index_select(1, self._local_t)
+
     def local_inputs(self, input_ids_BT: Tensor, position_ids_BT: Tensor) -> dict[str, Any]:
         """What the model is called with: this rank's tokens, and the context in place of the document boundaries."""
         positions_Bt = self.local_positions(position_ids_BT)

@@ -7,7 +7,10 @@ generation config, tokenizer with its chat template, and a model card.
 from __future__ import annotations
 
 import copy
+import glob
 import json
+import shutil
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHARD_BYTES = 4 * 2**30
+_LAST = "config.json"
+"""Without it no reader takes the folder for a model."""
 Score = Callable[[list[list[int]]], list[Tensor]]
 """Prompts (token ids) -> log-probs of each prompt's tokens after the first, on the CPU."""
 
@@ -49,7 +54,7 @@ def export_hf(
     """Write the whole model in the hub's names, layout and dtype; adapters are merged in.
 
     Collective; rank 0 writes. `title` and `summary` (markdown) are for the model card (data, steps, scores). The folder
-    is safe to load only after this returns; an existing file of the same name is replaced.
+    is safe to load only after this returns: write into a new one and `publish` it.
     """
     writer = is_first_rank()
     folder = Path(directory)
@@ -67,6 +72,39 @@ def export_hf(
         _write_card(folder, parts[0], config, title or folder.name, summary)
     if dist.is_initialized():
         dist.barrier()
+
+
+def staging(folder: Path) -> Path:
+    """A new empty folder beside `folder`, where an export is written and checked. What a killed export left is
+    removed.
+    """
+    discard_staged(folder)
+    path = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
+    path.mkdir(parents=True)
+    return path
+
+
+def discard_staged(folder: Path) -> None:
+    """Remove what was staged for `folder` and not published."""
+    for stale in folder.parent.glob(f".{glob.escape(folder.name)}.tmp-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def publish(written: Path, folder: Path) -> None:
+    """Move a whole export into place. An older one there does not load from the first moment on until the new one is
+    whole; files of other names stay.
+    """
+    if not folder.exists():
+        written.rename(folder)
+        return
+    (folder / _LAST).unlink(missing_ok=True)
+    for stale in folder.glob("model*.safetensors*"):
+        stale.unlink()
+    for path in sorted(written.iterdir(), key=lambda path: path.name == _LAST):
+        if path.is_dir():
+            shutil.rmtree(folder / path.name, ignore_errors=True)
+        path.replace(folder / path.name)
+    written.rmdir()
 
 
 def is_first_rank() -> bool:

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.models import compat
-from automodel_cli.models.vocabulary import WHOLE, Vocabulary, entropy_of, vocabulary_of
+from automodel_cli.models.vocabulary import WHOLE, Vocabulary, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -76,34 +76,29 @@ class Head:
         self.model, self.kind, self.chunk_size = model, kind, chunk_size
         self.shaping: Shaping | None = None
 
-    def __call__(self, hidden_BTD: Tensor, labels_BT: Tensor, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """fp32 `(logprobs_BT, entropy_BT)`, both 0 where the label is ignored.
-
-        The entropy carries no gradient and costs about one pass over the logits; None unless asked for.
-        """
+    def __call__(self, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+        """fp32 `logprobs_BT`, 0 where the label is ignored."""
         index_S = (labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
         labels_S = labels_BT.flatten()[index_S]
         linear = self.model.get_output_embeddings()
         if self.kind.name == "generic" or not _is_plain_linear(linear):
-            logprobs_S, entropy_S = self._generic(hidden_BTD, index_S, labels_S, entropy)
+            logprobs_S = self._generic(hidden_BTD, index_S, labels_S)
         else:
             weight_VD, vocabulary = vocabulary_of(linear.weight)
             hidden_SD = hidden_BTD.flatten(0, 1)[index_S]
             chunk = self.chunk_size or default_chunk_size(weight_VD.shape[0], hidden_SD.device)
-            logprobs_S, entropy_S = fused_logprobs(
+            logprobs_S = fused_logprobs(
                 hidden_SD,
                 weight_VD,
                 labels_S,
                 self.kind,
                 chunk,
-                entropy=entropy,
                 shaping=self.shaping,
                 vocabulary=vocabulary,
             )
         zeros_BT = torch.zeros(labels_BT.shape, dtype=torch.float32, device=hidden_BTD.device)
         supervised = torch.unravel_index(index_S, labels_BT.shape)  # no view of a flat tensor: FSDP2 warns about views
-        logprobs_BT = zeros_BT.index_put(supervised, logprobs_S)
-        return logprobs_BT, None if entropy_S is None else zeros_BT.index_put(supervised, entropy_S)
+        return zeros_BT.index_put(supervised, logprobs_S)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """fp32 `[S, V]`, as the model gives them and not shaped: to draw from, never for a whole batch."""
@@ -113,27 +108,21 @@ class Head:
         weight_VD, vocabulary = vocabulary_of(linear.weight)
         return vocabulary.gather(_logits(hidden_SD, weight_VD, self.kind))
 
-    def _generic(
-        self, hidden_BTD: Tensor, index_S: Tensor, labels_S: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _generic(self, hidden_BTD: Tensor, index_S: Tensor, labels_S: Tensor) -> Tensor:
         vocab = self.model.config.get_text_config().vocab_size
         chunk = self.chunk_size or default_chunk_size(vocab, hidden_BTD.device)
 
-        def part(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        def part(hidden: Tensor, labels: Tensor) -> Tensor:
             logits_SV = head_logits(self.model, hidden[None])[0].float()
             logprobs_SV = _shaped(logits_SV, labels, self.shaping).log_softmax(-1)
-            spread = entropy_of(logprobs_SV.detach()) if entropy else None
-            return logprobs_SV.gather(-1, labels[:, None])[:, 0], spread
+            return logprobs_SV.gather(-1, labels[:, None])[:, 0]
 
         if len(labels_S) == 0:  # run one token for nothing: every rank must give the head's parameters a gradient
             zero = labels_S.new_zeros(1)
-            logprobs_S, entropy_S = self._generic(hidden_BTD, zero, zero, entropy)
-            return logprobs_S[:0], None if entropy_S is None else entropy_S[:0]
+            return self._generic(hidden_BTD, zero, zero)[:0]
         hidden_SD = hidden_BTD.flatten(0, 1)[index_S]
         chunks = zip(hidden_SD.split(chunk), labels_S.split(chunk), strict=True)
-        outputs = [checkpoint(part, h, y, use_reentrant=False) for h, y in chunks]
-        logprobs_S = torch.cat([logprobs for logprobs, _ in outputs])
-        return logprobs_S, torch.cat([spread for _, spread in outputs if spread is not None]) if entropy else None
+        return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in chunks])
 
 
 def default_chunk_size(vocab: int, device: torch.device) -> int:
@@ -162,25 +151,22 @@ def fused_logprobs(
     kind: HeadKind,
     chunk: int,
     *,
-    entropy: bool = False,
     shaping: Shaping | None = None,
     vocabulary: Vocabulary = WHOLE,
-) -> tuple[Tensor, Tensor | None]:
-    """fp32 log-probs of the labels (none may be IGNORE_INDEX) and, if asked for, entropies.
+) -> Tensor:
+    """fp32 log-probs of the labels (none may be IGNORE_INDEX).
 
     `weight_VD` has the rows of this rank's `vocabulary`; everything else is the same on all ranks that share it.
     """
     # Early gradients hold one fp32 copy of the weight's gradient through the whole backward: a fair price for a third
     # of the head's time on CPU, not on a GPU, where the head is cheap and memory is not.
     early = torch.is_grad_enabled() and hidden_SD.device.type == "cpu"
-    logprobs_S, entropy_S = _FusedLogProbs.apply(
-        hidden_SD, weight_VD, labels_S, kind, chunk, entropy, early, shaping, vocabulary
-    )
-    return logprobs_S, entropy_S
+    logprobs_S: Tensor = _FusedLogProbs.apply(hidden_SD, weight_VD, labels_S, kind, chunk, early, shaping, vocabulary)
+    return logprobs_S
 
 
 class _FusedLogProbs(torch.autograd.Function):
-    """(S, D) hidden, (V, D) weight, (S,) labels -> (S,) fp32 log-probs and entropies.
+    """(S, D) hidden, (V, D) weight, (S,) labels -> (S,) fp32 log-probs.
 
     d log p = onehot(y) - softmax(z), through temperature, soft cap and scale. Backward normally recomputes each chunk's
     logits: four products where plain cross-entropy has three. With `early`, forward already takes the gradients for
@@ -190,30 +176,25 @@ class _FusedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, kind, chunk, with_entropy, early, shaping, vocabulary):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, labels, kind, chunk, early, shaping, vocabulary):  # type: ignore[no-untyped-def]
         ctx.kind, ctx.chunk, ctx.shaping, ctx.vocabulary = kind, chunk, shaping, vocabulary
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(logprobs)
-        entropy = torch.empty_like(logprobs) if with_entropy else None
         grads = _Gradients(hidden, weight, kind, shaping, vocabulary, *ctx.needs_input_grad[:2]) if early else None
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
             z = _logits(hidden[part], weight, kind)
             drawn_from = _shaped(z, labels[part], shaping, vocabulary)
-            lse[part], picked, spread = vocabulary.statistics(drawn_from, labels[part], with_entropy)
+            lse[part], picked = vocabulary.statistics(drawn_from, labels[part])
             logprobs[part] = picked - lse[part]
-            if entropy is not None:
-                entropy[part] = spread
             if grads is not None:
                 grads.add(part, z, drawn_from, lse[part], labels[part], torch.ones_like(lse[part]))
         kept = (grads.hidden, grads.weight) if grads is not None else (None, None)
         ctx.save_for_backward(hidden, weight, labels, lse, *kept)
-        if entropy is not None:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return logprobs
 
     @staticmethod
-    def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         hidden, weight, labels, lse, grad_hidden, grad_weight = ctx.saved_tensors
         early = grad_hidden is not None or grad_weight is not None
         if early and len(labels) > 0 and bool((grad == grad[0]).all()):
@@ -231,7 +212,7 @@ class _FusedLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if grad_hidden is not None:
             grad_hidden = ctx.vocabulary.sum(grad_hidden)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 class _Gradients:
@@ -300,7 +281,10 @@ class _BaseStub(nn.Module):
         return _stub_output(self.__dict__["hidden"])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["real"], name)
+        found = getattr(self.__dict__["real"], name)
+        # Some families call the decoder inside their base model. Embeddings are read for their weights.
+        inner = isinstance(found, nn.Module) and any(isinstance(m, nn.ModuleList) for m in found.children())
+        return _BaseStub(found, self.__dict__["hidden"]) if inner else found
 
 
 def _stub_output(hidden: Tensor) -> Any:
@@ -339,7 +323,7 @@ def detect_head(hf_config: PretrainedConfig, *, trust_remote_code: bool = False)
     """
     small = copy.deepcopy(hf_config)
     text = small.get_text_config()
-    text.vocab_size, text.pad_token_id = _PROBE_VOCAB, None
+    text.vocab_size, text.pad_token_id = _PROBE_VOCAB, 0  # not every family may do without one
     with compat.quiet():
         model = compat.meta_model(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     weight_VD = _materialise_head(model)

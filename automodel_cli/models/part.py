@@ -74,10 +74,8 @@ class ModelPart(nn.Module):
         self._takes_keywords = takes_keywords(model)
         self._context_group: ContextGroup | None = None
 
-    def forward(
-        self, hidden_BTD: Tensor | None = None, *, labels: Tensor, entropy: bool = False, **model_inputs: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """fp32 `logprobs_BT` of the labels, 0 where ignored; with `entropy=True` also `entropy_BT` (no gradient).
+    def forward(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> Tensor:
+        """fp32 `logprobs_BT` of the labels, 0 where ignored.
 
         `model_inputs` is `Batch.model_inputs()`. `hidden_BTD` belongs to pipeline stages; a whole model takes None.
         """
@@ -87,11 +85,8 @@ class ModelPart(nn.Module):
         context: Context | None = inputs.get("context")
         if context is not None:
             labels = context.local(labels, IGNORE_INDEX)
-        logprobs_BT, entropy_BT = self.head(outputs[0], labels, entropy=entropy)
-        if context is not None:
-            logprobs_BT = context.whole(logprobs_BT)
-            entropy_BT = None if entropy_BT is None else context.whole(entropy_BT)
-        return logprobs_BT if entropy_BT is None else (logprobs_BT, entropy_BT)
+        logprobs_BT: Tensor = self.head(outputs[0], labels)
+        return logprobs_BT if context is None else context.whole(logprobs_BT)
 
     def share_context(self, group: ContextGroup) -> None:
         """Work on this rank's tokens of every row from now on. `forward` stays the same from outside, and becomes

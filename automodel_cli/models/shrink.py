@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 HIDDEN, HEADS, HEAD_DIM, VOCAB, LAYERS, EXPERTS = 64, 4, 16, 160, 4, 8
 NOISE = 0.05
 MAX_PARAMETERS = 10_000_000
+SWITCH = 9
+"""Where a copy changes its behaviour by length (rotary tables, temperatures): what measures it must have documents on
+both sides of it, and one that is short next to one that is long."""
 
 _SIZES: dict[str, int] = {
     "hidden_size": HIDDEN,
@@ -50,6 +53,8 @@ _SIZES: dict[str, int] = {
     "attention_head_dim": HEAD_DIM,
     "rotary_dim": 8,
     "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 16,
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_rope_head_dim": 8,
@@ -106,34 +111,57 @@ _LIMITS: dict[str, int] = {
     "index_head_dim": 16,
     "index_n_heads": 2,
     "window_size": 6,
+    # Other limits that a forward compares with a length or a position: each must lie below the lengths of the probes.
+    "floor_scale": 4,
+    "log_scaling_n_floor": 4,
+    "rel_extent": 6,
+    "keep_window_size": 6,
+    "local_attention": 8,
+    "local_attention_window_len": 6,
+    "position_bias_max_distance": 6,
+    "position_bias_num_buckets": 8,
+    "block_size": 8,
+    "index_block_size": 4,
+    "index_topk_blocks": 1,
 }
+_SWITCH = "original_max_position_embeddings"
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """A small copy of `config`; the original is left alone."""
+def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = LAYERS) -> PretrainedConfig:
+    """A small copy of `config` with up to `num_layers` layers; the original is left alone. Rotary tables switch by
+    length after `switch` tokens."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     fields = {name: value for name, value in vars(text).items() if not name.startswith("_")}
     layers = next((fields[name] for name in _LAYER_COUNTS if isinstance(fields.get(name), int)), None)
+    keep = _representative(fields, layers, num_layers) if layers and layers > num_layers else None
     canonical = {real: common for common, real in text.attribute_map.items()}
     for name, value in fields.items():
-        new = _small_value(canonical.get(name, name), value, fields, layers)
+        new = _small_value(canonical.get(name, name), value, fields, keep)
         if new is not value:
             setattr(text, name, new)
     for holder in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(holder), dict):
-            setattr(text, holder, _small_rope(fields[holder]))
+            setattr(text, holder, _small_rope(fields[holder], switch))
+            if _is_dynamic(fields[holder]):
+                text.max_position_embeddings = switch
+    if getattr(text, _SWITCH, None):
+        setattr(text, _SWITCH, min(fields[_SWITCH], switch))
     return small
 
 
-def _small_value(name: str, value: Any, fields: dict[str, Any], layers: int | None) -> Any:
+def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] | None) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if name in _LAYER_COUNTS:
-        return min(value, LAYERS)
-    if isinstance(value, list) and layers and len(value) == layers and layers > LAYERS:
-        return [value[i] for i in _representative(fields, layers)]
+        return value if keep is None else min(value, len(keep))
+    if isinstance(value, list) and name in _LIMITS:  # one per layer
+        value = [min(entry, _LIMITS[name]) if isinstance(entry, int) else entry for entry in value]
+    if name == "compress_rates":
+        return {kind: min(rate, 8) for kind, rate in value.items()}
+    if isinstance(value, list) and keep and any(fields.get(count) == len(value) for count in _LAYER_COUNTS):
+        return [value[i] for i in keep]
     if ("drop" in name or name.endswith("jitter_noise")) and isinstance(value, float):
         return 0.0
     if name.endswith("_token_id"):
@@ -150,13 +178,13 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], layers: int | No
     return min(value, _LIMITS[name]) if name in _LIMITS else value
 
 
-def _representative(fields: dict[str, Any], layers: int) -> list[int]:
-    """LAYERS layer indices in which every kind of layer occurs, as far as there is room."""
+def _representative(fields: dict[str, Any], layers: int, room: int) -> list[int]:
+    """`room` layer indices in which every kind of layer occurs, as far as there is room."""
     lists = [v for v in fields.values() if isinstance(v, list) and len(v) == layers]
     kinds = [repr([entries[i] for entries in lists]) for i in range(layers)]
-    firsts = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:LAYERS]
+    firsts = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:room]
     others = [i for i in range(layers) if i not in firsts]
-    return sorted(firsts + others[: LAYERS - len(firsts)])
+    return sorted(firsts + others[: room - len(firsts)])
 
 
 def _small_token(name: str, value: Any) -> Any:
@@ -166,20 +194,29 @@ def _small_token(name: str, value: Any) -> Any:
     return index if isinstance(value, int) and value >= VOCAB else value
 
 
-def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
+def _small_rope(rope: dict[str, Any], switch: int) -> dict[str, Any]:
     """Per-dimension factor lists (longrope) cut to the small rotary width; nested per layer type or not."""
     half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
     small: dict[str, Any] = {}
     for key, value in rope.items():
         if isinstance(value, dict):
-            small[key] = _small_rope(value)
+            small[key] = _small_rope(value, switch)
         elif key in ("short_factor", "long_factor"):
             small[key] = value[:half]
+        elif key == _SWITCH:
+            small[key] = min(value, switch)
         elif key == "mrope_section":
             small[key] = [half - 2 * (half // 3), half // 3, half // 3]
         else:
             small[key] = value
     return small
+
+
+def _is_dynamic(rope: dict[str, Any]) -> bool:
+    """Whether a table grows with texts longer than `max_position_embeddings`; rules nested per layer type or not."""
+    if any(isinstance(value, dict) and _is_dynamic(value) for value in rope.values()):
+        return True
+    return "dynamic" in str(rope.get("rope_type", rope.get("type", "")))
 
 
 def build_small(

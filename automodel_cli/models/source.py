@@ -49,6 +49,23 @@ def hf_config(config: ModelConfig) -> PretrainedConfig:
     return loaded
 
 
+def stop_ids(config: ModelConfig) -> list[int]:
+    """The tokens at which generation stops by the model's generation_config.json, or else its config.json
+    (`eos_token_id`); none for random weights and GGUF files, whose only stop is the tokenizer's EOS.
+    """
+    from transformers import GenerationConfig
+
+    if config.pretrained is None or config.gguf_file is not None:
+        return []
+    try:
+        options: dict[str, Any] = {} if config.revision is None else {"revision": config.revision}
+        listed = GenerationConfig.from_pretrained(config.pretrained, **options).eos_token_id
+    except OSError:  # the model has none
+        listed = hf_config(config).get_text_config().eos_token_id
+    ids = listed if isinstance(listed, list) else [listed]
+    return [i for i in ids if i is not None]
+
+
 @dataclass(frozen=True)
 class Weights:
     """Safetensors files of a checkpoint and how they are quantised (its config's words), or a GGUF file in a folder."""
@@ -82,6 +99,24 @@ def weights(config: ModelConfig) -> Weights:
         )
     quantization = json.loads((path / "config.json").read_text()).get("quantization_config")
     return Weights(files=tuple(path / name for name in names), quantization=quantization)
+
+
+def model_files(config: ModelConfig) -> list[Path]:
+    """Every file that decides what a loaded model computes: its weights, its config, code that came along; [] for
+    random weights.
+    """
+    if config.config is not None:
+        return []
+    found = weights(config)
+    if found.gguf is not None:
+        folder, name = found.gguf
+        if Path(folder).is_dir():
+            return [Path(folder) / name]
+        from huggingface_hub import hf_hub_download
+
+        return [Path(hf_hub_download(folder, name, revision=config.revision))]
+    beside = found.files[0].parent
+    return [*found.files, beside / "config.json", *sorted(beside.glob("*.py"))]
 
 
 def _folder_and_gguf(config: ModelConfig) -> tuple[str, dict[str, str]]:

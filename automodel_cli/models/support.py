@@ -9,8 +9,9 @@ in the order of context-parallel ranks must give what it gives in its own order.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import dual_chunks
 from automodel_cli.models import attention as packed
-from automodel_cli.models import compat
+from automodel_cli.models import compat, length_rope
+from automodel_cli.models.build import part_of
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.context import Context
-from automodel_cli.models.part import model_inputs_for
+from automodel_cli.models.part import ModelPart, model_inputs_for
 from automodel_cli.models.shrink import build_small, shrink
 
 if TYPE_CHECKING:
@@ -28,7 +31,24 @@ if TYPE_CHECKING:
 
 _ISOLATED = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATE = ("conv1d", "A_log", "dt_bias", "short_conv", "recurrent_gate", "rg_lru", "x_proj")
-_DOCUMENTS = (13, 9)  # longer than every shrunken window, chunk and index size, or a leak would hide
+# Longer than every shrunken window, chunk and index size, or a leak would hide; one is longer than `shrink.SWITCH`
+_DOCUMENTS = (13, 9)
+Rows = Literal["packed", "padded", "whole"]
+"""What rows hold: several documents; one and padding after it; one without padding."""
+# (documents of a row, how many tokens count): of a padded row, the document before the padding
+_ROWS: dict[Rows, tuple[tuple[tuple[int, ...], int], ...]] = {
+    "packed": ((_DOCUMENTS, sum(_DOCUMENTS)),),
+    "padded": (((13, 9), 13), ((9, 13), 9)),
+    "whole": (((sum(_DOCUMENTS),), sum(_DOCUMENTS)),),
+}
+# What rows can be had instead, and how
+_SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
+    "packed": (("padded", "data.packing=none"), ("whole", "data.packing=none train.microbatch_size=1")),
+    "padded": (("whole", "train.microbatch_size=1"),),
+    "whole": (),
+}
+_UNMEASURED = "a small copy of it cannot be measured"
+_LEAK = ("data.packing",)
 _TOLERANCE = 1e-4  # of the largest hidden value; a leak is 1e-2 and more
 
 
@@ -36,28 +56,37 @@ def probe_packing(
     hf_config: PretrainedConfig,
     *,
     attention: str = packed.PACKED,
-    packed_rows: bool = True,
+    rows: Rows = "packed",
     trust_remote_code: bool = False,
 ) -> None:
     """Raise ConfigError, naming the layer, when this attention does not compute each document as the library does
     alone.
 
-    With `packed_rows=False` (one document a row) only the attention itself is in question, not the isolation. The
-    config is not changed. A config that cannot be built small is refused as unknown.
+    What padding gives does not matter. The config is not changed. A config that cannot be built small is refused as
+    unknown.
     """
-    if packed_rows:
+    _refuse_dropped_layers(hf_config)
+    if rows == "packed":
         _refuse_by_rule(hf_config)
-    documents = _DOCUMENTS if packed_rows else (sum(_DOCUMENTS),)
     with compat.quiet():
-        difference, where = _measure(hf_config, attention, documents, trust_remote_code)
-        if difference <= _TOLERANCE:
+        reason = _objection(hf_config, attention, rows, trust_remote_code)
+        if reason is None:
             return
-        others = [name for name in ("sdpa", "eager") if name != attention]
-        works = next((o for o in others if _works(hf_config, o, documents, trust_remote_code)), None)
-    reason = f"{where} does not give packed documents what they get apart (off by {difference:.1e})"
-    if not packed_rows:
-        reason = f"{where} does not give what the library's own attention gives (off by {difference:.1e})"
-    raise _refusal(hf_config, reason, attention, works)
+        fix = _fix(hf_config, attention, rows, trust_remote_code)
+    raise ConfigError(
+        f"{hf_config.model_type} with attention={attention!r} cannot train on {rows} rows: {reason}",
+        keys=("data.packing", "model.attention"),
+        fix=fix,
+    )
+
+
+def _fix(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_code: bool) -> str | None:
+    """The nearest attention and rows that this model trains on, as overrides."""
+    for simpler, how in ((rows, ""), *_SIMPLER[rows]):
+        for name in dict.fromkeys((attention, "sdpa", "eager")):
+            if (simpler, name) != (rows, attention) and not _objection(hf_config, name, simpler, trust_remote_code):
+                return f"{how} model.attention={name}".strip() if name != attention else how
+    return None
 
 
 def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
@@ -69,7 +98,7 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
     packed.register()
     with compat.quiet():
         try:
-            model = _small(hf_config, trust_remote_code)
+            model = _small(shrink(hf_config), trust_remote_code)
             difference, where = _shared_against_whole(model)
         except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -84,18 +113,37 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
 
 
 class _BothRanks:
-    """Two context-parallel ranks in one process: there is nothing to exchange."""
+    """Two context-parallel ranks in one process: there is nothing to exchange. Remembers what each layer asked for."""
 
     rank, size, ring = 0, 1, False
-    owners = (tuple(chunk for chunks in dual_chunks(2) for chunk in chunks),)
+    owners: tuple[tuple[int, ...], ...] = (tuple(chunk for chunks in dual_chunks(2) for chunk in chunks),)
+
+    def __init__(self) -> None:
+        self.gathered: list[Tensor] = []
 
     def gather(self, x: Tensor) -> Tensor:
+        self.gathered.append(x)
         return x
 
-    gather_results = gather
+    def gather_results(self, x: Tensor) -> Tensor:
+        return x
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
         return lambda: x
+
+
+class _OneRank(_BothRanks):
+    """One of the two, alone in the process: the other one's tokens are as they were when both were there."""
+
+    size, owners = 2, dual_chunks(2)
+
+    def __init__(self, rank: int, both: _BothRanks):
+        self.rank, self.gathered = rank, list(both.gathered)
+
+    def gather(self, x: Tensor) -> Tensor:
+        everything = self.gathered.pop(0).clone()
+        everything[self.rank * len(x) :][: len(x)] = x
+        return everything
 
 
 @torch.no_grad()
@@ -103,33 +151,31 @@ def _shared_against_whole(model: Any) -> tuple[float, str]:
     """Largest difference relative to the largest hidden value, and the first layer that differs."""
     model.eval()
     model.set_attn_implementation(packed.PACKED)
+    length_rope.install(model)
     ids_BT = _probe_row(model)
     inputs = model_inputs_for(model, ids_BT, _DOCUMENTS)
-    group = _BothRanks()
-    context = Context(group, (1, ids_BT.shape[1]), inputs.get("cu_seq_lens_q"), ids_BT.device, group.owners)
-    whole, names = _layer_outputs(model, inputs)
-    shared, _ = _layer_outputs(model, context.local_inputs(ids_BT, inputs["position_ids"]))
-    return _first_difference([context.whole(outputs) for outputs in shared], whole, names)
 
+    def outputs(group: _BothRanks) -> tuple[list[Tensor], Context]:
+        context = Context(group, (1, ids_BT.shape[1]), inputs.get("cu_seq_lens_q"), ids_BT.device, group.owners)
+        fresh = copy.deepcopy(model)  # some rotary tables remember what they saw
+        return _layer_outputs(fresh, context.local_inputs(ids_BT, inputs["position_ids"]))[0], context
 
-def _works(hf_config: PretrainedConfig, attention: str, documents: tuple[int, ...], trust_remote_code: bool) -> bool:
-    try:
-        return _measure(hf_config, attention, documents, trust_remote_code)[0] <= _TOLERANCE
-    except ConfigError:
-        return False
-
-
-def _refusal(hf_config: PretrainedConfig, reason: str, attention: str, works: str | None = None) -> ConfigError:
-    return ConfigError(
-        f"{hf_config.model_type} with attention={attention!r} cannot train on these rows: {reason}",
-        keys=("data.packing", "model.attention"),
-        fix=f"model.attention={works}" if works else "data.packing=none",
-    )
+    whole, names = _layer_outputs(copy.deepcopy(model), inputs)
+    both = _BothRanks()
+    shared, context = outputs(both)
+    worst = _first_difference([context.whole(of_layer) for of_layer in shared], whole, names)
+    if worst[0] > _TOLERANCE:
+        return worst
+    halves = [of_layer.chunk(2, 1) for of_layer in shared]
+    of_ranks = [
+        _first_difference(outputs(_OneRank(rank, both))[0], [half[rank] for half in halves], names) for rank in (0, 1)
+    ]
+    return max([worst, *of_ranks])
 
 
 def _leak(hf_config: PretrainedConfig, reason: str) -> ConfigError:
     return ConfigError(
-        f"{hf_config.model_type} cannot train on packed rows: {reason}", keys=("data.packing",), fix="data.packing=none"
+        f"{hf_config.model_type} cannot train on packed rows: {reason}", keys=_LEAK, fix="data.packing=none"
     )
 
 
@@ -144,30 +190,69 @@ def _refuse_by_rule(hf_config: PretrainedConfig) -> None:
             raise _leak(hf_config, f"its sparse indexer ({field}) reads an attention mask that packing does not build")
 
 
-def _measure(
-    hf_config: PretrainedConfig, attention: str, documents: tuple[int, ...], trust_remote_code: bool
-) -> tuple[float, str]:
-    """On the shrunken copy. Refuses what its modules give away, and what cannot be built or run at that size."""
+def _refuse_dropped_layers(hf_config: PretrainedConfig) -> None:
+    share = getattr(hf_config.get_text_config(), "layerdrop", None) or 0
+    if share > 0:
+        raise ConfigError(
+            f"layerdrop={share} skips layers at random, and ranks that skip different ones would wait for each other "
+            "for ever",
+            keys=("model",),
+            fix="model.config.layerdrop=0, or layerdrop: 0.0 in the model's config.json",
+        )
 
+
+def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_code: bool) -> str | None:
+    """Why a part, built and run as in training, does not give on a small copy what the library gives, if so.
+
+    Raises ConfigError for what no other attention would change.
+    """
+    choice = ModelConfig(pretrained="-", attention=attention, trust_remote_code=trust_remote_code)
     try:
-        model = _small(hf_config, trust_remote_code)
-        if len(documents) > 1:
+        small = shrink(hf_config)
+        model = _small(small, trust_remote_code)
+        if rows == "packed":
             _refuse_by_modules(hf_config, model)
-        if attention == packed.PACKED:
-            packed.register()
-        return _packed_against_separate(model, attention, documents)
-    except ConfigError:
-        raise
+        part = part_of(copy.deepcopy(small), choice, device="cpu")
+        part.model.load_state_dict(model.state_dict())
+        measured = [_row_against_documents(model, part, *row) for row in _ROWS[rows]]
+        _train_once(part, _ROWS[rows][0][0])
+        if dropout := _dropout(hf_config):
+            noisy = copy.deepcopy(small)
+            noisy.get_text_config().update(dropout)
+            _train_once(part_of(noisy, choice, device="cpu"), _ROWS[rows][0][0])
+    except ConfigError as error:
+        if error.keys == _LEAK:
+            raise
+        return error.message
     except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise _refusal(hf_config, f"a small copy of it cannot be measured ({reason})", attention) from error
+        return f"{_UNMEASURED} ({reason})"
+    difference, where = max(measured)
+    if difference <= _TOLERANCE:
+        return None
+    if rows == "packed":
+        return f"{where} does not give packed documents what they get apart (off by {difference:.1e})"
+    return f"{where} does not give what the library's own attention gives (off by {difference:.1e})"
 
 
-def _small(hf_config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+def _train_once(part: ModelPart, documents: tuple[int, ...]) -> None:
+    """What forward and backward of a step may refuse, they refuse here."""
+    ids_BT = _probe_row(part.model)
+    output = part(labels=ids_BT.roll(-1, 1), **model_inputs_for(part.model, ids_BT, documents))
+    output.sum().backward()
+
+
+def _dropout(hf_config: PretrainedConfig) -> dict[str, float]:
+    """The dropout of a config, which copies that are compared must do without."""
+    fields = vars(hf_config.get_text_config())
+    return {name: value for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0}
+
+
+def _small(small: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     def build(config: PretrainedConfig) -> PreTrainedModel:
         return compat.causal_lm(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
-    return build_small(shrink(hf_config), build)
+    return build_small(small, build)
 
 
 def _probe_row(model: Any) -> Tensor:
@@ -186,18 +271,19 @@ def _refuse_by_modules(hf_config: PretrainedConfig, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _packed_against_separate(model: Any, attention: str, documents: tuple[int, ...]) -> tuple[float, str]:
-    """Largest difference relative to the largest hidden value, and the first layer that differs."""
-    model.eval()
+def _row_against_documents(model: Any, part: ModelPart, documents: tuple[int, ...], compared: int) -> tuple[float, str]:
+    """Largest difference of the first `compared` tokens relative to the largest hidden value, and the first layer that
+    differs. `model` is the library's own, `part` has its weights."""
     ids_BT = _probe_row(model)
-    model.set_attn_implementation(attention)
-    together, names = _layer_outputs(model, model_inputs_for(model, ids_BT, documents))
-    model.set_attn_implementation("eager")
-    apart = [
-        _layer_outputs(model, model_inputs_for(model, document, (document.shape[1],)))[0]
-        for document in ids_BT.split(documents, 1)
-    ]
-    return _first_difference(together, [torch.cat(outputs, 1) for outputs in zip(*apart, strict=True)], names)
+    apart = []
+    for document in ids_BT.split(documents, 1):
+        alone: Any = copy.deepcopy(model).eval()  # of its own: some rotary tables remember what they saw
+        apart.append(_layer_outputs(alone, model_inputs_for(alone, document, (document.shape[1],)))[0])
+    part.eval()
+    together, names = _layer_outputs(part.model, model_inputs_for(part.model, ids_BT, documents))
+    part.train()
+    want = [torch.cat(outputs, 1)[:, :compared] for outputs in zip(*apart, strict=True)]
+    return _first_difference([outputs[:, :compared] for outputs in together], want, names)
 
 
 def _first_difference(got: list[Tensor], want: list[Tensor], names: list[str]) -> tuple[float, str]:

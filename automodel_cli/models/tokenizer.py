@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.gguf_header import gguf_strings
 
@@ -104,8 +105,13 @@ class PretrainedTokenizer:
     """
 
     pretrained: str
+    """Hub id or folder of the tokenizer."""
     revision: str | None = None
-    trust_remote_code: bool = False
+    """Branch, tag or commit of the hub id."""
+    trust_remote_code: bool = field(
+        default=False, metadata=trust.runs(trust.REMOTE_CODE, "runs Python code that comes with the tokenizer")
+    )
+    """Whether Python code that comes with the tokenizer may run."""
     gguf_file: str | None = None
     chat_template: str | None = None
 

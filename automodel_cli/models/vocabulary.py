@@ -1,6 +1,6 @@
 """The rows of a head's matrix that this rank has: all of them, or its shard under tensor parallelism.
 
-Shards meet in one small exchange per chunk of tokens: log-sum-exp, the label's logit, and what entropy needs.
+Shards meet in one small exchange per chunk of tokens: log-sum-exp and the label's logit.
 """
 
 from __future__ import annotations
@@ -34,23 +34,17 @@ class Vocabulary:
         is_own_S = (index_S >= 0) & (index_S < self.size)
         return torch.where(is_own_S, index_S, 0), is_own_S
 
-    def statistics(self, logits_SV: Tensor, labels_S: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of fp32 logits over this rank's tokens: log-sum-exp over all tokens, the label's logit, and the entropy."""
+    def statistics(self, logits_SV: Tensor, labels_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Of fp32 logits over this rank's tokens: log-sum-exp over all tokens, and the label's logit."""
         lse_S = torch.logsumexp(logits_SV, -1)
         index_S, is_own_S = self.local(labels_S)
         picked_S = logits_SV.gather(-1, index_S[:, None])[:, 0].where(is_own_S, 0)
-        parts = [lse_S, picked_S]
-        if entropy:
-            parts.append(entropy_of(logits_SV - _finite(lse_S[:, None])))
         if self.group is None:
-            return lse_S, picked_S, parts[2] if entropy else None
+            return lse_S, picked_S
         ranks = dist.get_world_size(self.group)
-        of_ranks = logits_SV.new_empty(ranks, len(parts), len(labels_S))
-        dist.all_gather_into_tensor(of_ranks.flatten(0, 1), torch.stack(parts), group=self.group)
-        lse_S = torch.logsumexp(of_ranks[:, 0], 0)
-        log_share_RS = _finite(of_ranks[:, 0] - lse_S)  # of each rank's tokens in the whole distribution
-        spread_S = (log_share_RS.exp() * (of_ranks[:, 2] - log_share_RS)).sum(0) if entropy else None
-        return lse_S, of_ranks[:, 1].sum(0), spread_S
+        of_ranks = logits_SV.new_empty(ranks, 2, len(labels_S))
+        dist.all_gather_into_tensor(of_ranks.flatten(0, 1), torch.stack([lse_S, picked_S]), group=self.group)
+        return torch.logsumexp(of_ranks[:, 0], 0), of_ranks[:, 1].sum(0)
 
     def gather(self, logits_SV: Tensor) -> Tensor:
         """Logits over all tokens."""
@@ -74,15 +68,6 @@ class Vocabulary:
 
 
 WHOLE = Vocabulary()
-
-
-def entropy_of(logprobs_SV: Tensor) -> Tensor:
-    """Tokens without probability (log-prob -inf) add nothing."""
-    return -(logprobs_SV.exp() * _finite(logprobs_SV)).sum(-1)
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    return tensor.clamp(min=torch.finfo(tensor.dtype).min)
 
 
 def vocabulary_of(weight_VD: Tensor) -> tuple[Tensor, Vocabulary]:

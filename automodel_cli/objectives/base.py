@@ -9,7 +9,8 @@ its prompt; tokens whose label is ignored are not read):
 - `ref_logprobs_BT` fp32 (DPO, KTO, GRPO): log-probs of the labels under the reference model
 - `advantages_BT` fp32 (GRPO): the advantage of each label token
 - `sampler_logprobs_BT` fp32 (GRPO): log-probs under the distribution that the tokens were drawn from
-- `old_logprobs_BT` fp32 (GRPO): log-probs under the trainer's weights at the time of the rollout
+- `old_logprobs_BT` fp32 (GRPO): log-probs under the trainer's weights at the time of the rollout; left out of the only
+  update of a rollout, whose own log-probs they are
 - `rewards_BT` fp32 (GRPO with `positive_nll`): the reward of the token's document
 """
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from automodel_cli.data.batch import Batch
+
+KLType = Literal["k1", "k2", "k3"]
 
 
 class Objective(Protocol):
@@ -39,6 +42,45 @@ class Objective(Protocol):
         """fp32 scalar with gradient: the batch's SUM, to be minimised. `logprobs_BT` is 0 where the label is
         ignored.
         """
+        ...
+
+
+class PreferenceObjective(Objective, Protocol):
+    """An objective on pairs or judged responses, for recipes of kind dpo."""
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """What it reads of `Batch.extra`, by the names above: `pairs_P2` or `desirable_S` says which rows it is for,
+        `ref_logprobs_BT` that there is a reference model, `kl_baseline_1` that each step measures the reference
+        point."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardKL:
+    """A KL to the reference that is taken off each sample's reward: `coef` x estimate `kl_type`, summed over tokens."""
+
+    coef: float
+    kl_type: KLType
+
+
+class PolicyObjective(Objective, Protocol):
+    """An objective on sampled responses, for recipes of kind grpo."""
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """What it reads of `Batch.extra`, by the names above. Without `old_logprobs_BT` it is right for one update per
+        rollout only; `ref_logprobs_BT` says that there is a reference model."""
+        ...
+
+    @property
+    def reward_kl(self) -> RewardKL | None:
+        """The KL that the recipe takes off the rewards; None for none."""
+        ...
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """Whether samples of older weights are weighed, so that `rollout.max_staleness` may be above 0."""
         ...
 
 

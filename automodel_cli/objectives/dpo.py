@@ -137,6 +137,11 @@ class DPO:
         return self.loss not in REFERENCE_FREE
 
     @property
+    def columns(self) -> frozenset[str]:
+        """See `PreferenceObjective`."""
+        return frozenset({"pairs_P2", "ref_logprobs_BT"} if self.uses_reference else {"pairs_P2"})
+
+    @property
     def averages(self) -> bool:
         """Whether c and r are means over tokens."""
         return self.loss in _AVERAGED if self.average_log_probs is None else self.average_log_probs

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.objectives.base import Metric
+from automodel_cli.objectives.base import KLType, Metric, RewardKL
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from automodel_cli.data.batch import Batch
-
-KLType = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,7 @@ class GRPO:
     kl_input_clamp: float | None = 20.0
     kl_output_clamp: float | None = 10.0
     correction: Literal["none", "plain", "truncate", "icepop", "sequence_mask"] = "none"
+    """How the ratio between trainer and sampler weighs a token, as above."""
     correction_max: float | None = None
     correction_min: float | None = None
     positive_nll: float = 0.0
@@ -162,13 +161,26 @@ class GRPO:
         return self.kl_coef if self.kl_in == "loss" else 0.0
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether a reference model is needed (in the loss as `ref_logprobs_BT`, or for the rewards)."""
-        return self.kl_coef > 0
+    def columns(self) -> frozenset[str]:
+        """See `PolicyObjective`."""
+        found = {"advantages_BT", "sampler_logprobs_BT"}
+        found |= {"old_logprobs_BT"} if self.uses_old_logprobs else set()
+        found |= {"ref_logprobs_BT"} if self.loss_kl_coef else set()
+        return frozenset(found | ({"rewards_BT"} if self.positive_nll else set()))
+
+    @property
+    def reward_kl(self) -> RewardKL | None:
+        """See `PolicyObjective`."""
+        return RewardKL(self.kl_coef, self.kl_type) if self.kl_in == "reward" else None
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """See `PolicyObjective`."""
+        return self.correction != "none"
 
     @property
     def uses_old_logprobs(self) -> bool:
-        """Whether batches must carry `old_logprobs_BT`, measured before the first update of a rollout."""
+        """Whether batches of several updates on one rollout must carry `old_logprobs_BT`, measured before the first."""
         return self.ratio != "on_policy"
 
     @property

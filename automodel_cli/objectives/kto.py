@@ -27,7 +27,9 @@ class KTO:
 
     beta: float = 0.1
     desirable_weight: float = 1.0
+    """w of responses judged good."""
     undesirable_weight: float = 1.0
+    """w of responses judged bad."""
     reference_point: Literal["kl", "zero"] = "kl"
 
     def __post_init__(self) -> None:
@@ -41,9 +43,10 @@ class KTO:
                 )
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether batches must carry `ref_logprobs_BT`."""
-        return True
+    def columns(self) -> frozenset[str]:
+        """See `PreferenceObjective`."""
+        baseline = {"kl_baseline_1"} if self.reference_point == "kl" else set()
+        return frozenset({"desirable_S", "ref_logprobs_BT", *baseline})
 
     @property
     def metrics(self) -> Mapping[str, Metric]:

@@ -13,14 +13,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.objectives.base import Metric
+from automodel_cli.objectives.base import KLType, Metric
 from automodel_cli.objectives.documents import label_mask, labels_by_document, sum_by_document, to_tokens
-from automodel_cli.objectives.grpo import GRPO, KLType
+
+if TYPE_CHECKING:
+    from automodel_cli.objectives.grpo import GRPO
 
 _TOKENS, _SEQUENCES = "num_response_tokens", "num_valid_samples"
 
@@ -69,7 +72,8 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
         "probs_ratio_clamped",
         "clip_fraction",
     )
-    found = {name: Metric(_TOKENS, shown=name in ("gen_kl_error", "clip_fraction")) for name in by_tokens}
+    shown = ("approx_entropy", "token_mult_prob_error", "clip_fraction")
+    found = {name: Metric(_TOKENS, shown=name in shown) for name in by_tokens}
     for name in ("probs_ratio", "probs_ratio_clamped"):
         found |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
     found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.ratio == "sequence" else _TOKENS)
@@ -96,14 +100,16 @@ class Update:
 
     @classmethod
     def of(cls, objective: GRPO, logprobs_BT: Tensor, batch: Batch) -> Update:
-        """Columns out of `batch.extra`; a KeyError names one that the recipe has not filled."""
+        """Columns out of `batch.extra`; a KeyError names one that the recipe has not filled. Without `old_logprobs_BT`
+        the update is the only one of its rollout, and its log-probs are the old ones themselves."""
         mask_BT = label_mask(batch)
 
         def column(name: str) -> Tensor:
             return batch.extra[name].masked_fill(~mask_BT, 0.0)
 
         now_BT = logprobs_BT.masked_fill(~mask_BT, 0.0)
-        old_BT = column("old_logprobs_BT") if objective.uses_old_logprobs else now_BT.detach()
+        given = objective.uses_old_logprobs and "old_logprobs_BT" in batch.extra
+        old_BT = column("old_logprobs_BT") if given else now_BT.detach()
         return cls(objective, batch, mask_BT, now_BT, old_BT, column("sampler_logprobs_BT"), column("advantages_BT"))
 
     def loss(self) -> Tensor:

@@ -6,14 +6,14 @@ Torch-free, so that the rows can be listed and filtered at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.config import CONTEXT_PARALLEL, FSDP2Config, ParallelizerConfig
 from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.parity.rows import FP32, Row
+from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.parity.rows import Row
 from automodel_cli.pipelining.config import PipelineConfig
 
 MAX_RANKS = 8
@@ -21,7 +21,7 @@ _ATTENTIONS = ("packed", "sdpa", "eager")
 
 
 def choose_rows(
-    wanted: MeshConfig, parallelizer: ParallelizerConfig, pipeline: PipelineConfig | None, objective: Any
+    wanted: MeshConfig, parallelizer: Strategy, pipeline: PipelineConfig | None, objective: Any
 ) -> list[Row]:
     """One rank, each axis alone, then as many together as 8 ranks hold; each on packed and on padded rows.
 
@@ -29,12 +29,11 @@ def choose_rows(
     axes bring, so `ep` alone comes with data parallelism.
     """
     used = _used(wanted)
-    small, stages = small_parallelizer(parallelizer), small_pipeline(pipeline)
+    stages = small_pipeline(pipeline)
     sets = [(), *((axis,) for axis in used), *_largest_together(used)]
     rows = []
     for mesh, axes in {_mesh(axes): axes for axes in sets}.items():  # ep alone may be what dp and ep together are
-        config = _without_idle_options(small, axes)
-        row = Row(mesh, config, stages if "pp" in axes else None, objective=objective)
+        row = Row(mesh, parallelizer.exact(axes), stages if "pp" in axes else None, objective=objective)
         rows += [row, replace(row, packed=False)]
     return rows
 
@@ -69,23 +68,6 @@ def _mesh(axes: Sequence[str]) -> MeshConfig:
     return MeshConfig(dp_size=dp_size, dp_replicate_size=2 if "hsdp" in axes else 1, **sizes)
 
 
-def small_parallelizer(config: ParallelizerConfig) -> ParallelizerConfig:
-    """The same options in float32 and uncompiled; what only a CUDA device has is off."""
-    changes: dict[str, Any] = {"autocast_dtype": None, "enable_compile": False, "backend": "gloo"}
-    if isinstance(config, FSDP2Config):
-        changes |= {"mp_policy": FP32, "enable_async_tensor_parallel": False}
-    return replace(config, **changes)
-
-
-def _without_idle_options(config: ParallelizerConfig, axes: Sequence[str]) -> ParallelizerConfig:
-    """The parallelizer refuses options of tensor and context parallelism where there is none."""
-    if not isinstance(config, FSDP2Config):
-        return config
-    if "tp" not in axes:
-        config = replace(config, sequence_parallel=False, tp_plan=None)
-    return config if "cp" in axes else replace(config, context_parallel=CONTEXT_PARALLEL[0])
-
-
 def small_pipeline(config: PipelineConfig | None) -> PipelineConfig | None:
     """The same schedule and runtime; how the stages are cut is about layers that the small copy does not have."""
     if config is None:
@@ -101,25 +83,6 @@ def small_pipeline(config: PipelineConfig | None) -> PipelineConfig | None:
 def small_attention(attention: str) -> str:
     """Kernels that only a CUDA device has are stood in for by packed attention."""
     return attention if attention in _ATTENTIONS else "packed"
-
-
-def left_out(recipe: Any) -> list[str]:
-    """Settings of the recipe that the copy runs without, as `key=value`: what a verdict does not cover."""
-    found = []
-    for section, small in (
-        ("parallelizer", small_parallelizer(recipe.parallelizer)),
-        ("pipeline", small_pipeline(recipe.pipeline)),
-    ):
-        config = getattr(recipe, section)
-        for field in fields(config) if config is not None else ():
-            value = getattr(config, field.name)
-            if value != getattr(small, field.name) and field.name not in ("backend", "mp_policy"):
-                found.append(f"{section}.{field.name}={value}")
-    if recipe.model.lora is not None:
-        found.append("model.lora")
-    if small_attention(recipe.model.attention) != recipe.model.attention:
-        found.append(f"model.attention={recipe.model.attention}")
-    return found
 
 
 def pick(rows: Sequence[Row], wanted: Sequence[str]) -> list[Row]:

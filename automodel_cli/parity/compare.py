@@ -7,7 +7,7 @@ rank 0 judges.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.build import build_part
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
+from automodel_cli.parity import adapters
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.gradients import full_gradients, gradient_errors, missing, worst_of
 from automodel_cli.parity.reference import Original, Reference
 from automodel_cli.parity.rows import Row
-from automodel_cli.pipelining.build import build_pipeline
-from automodel_cli.training.stages import SingleStage, Stages
+from automodel_cli.pipelining import build
+from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepResult, train_step
 
 Sabotage = Callable[[list[Batch]], list[Batch]]
@@ -45,8 +45,10 @@ class Errors:
     def worst(self) -> float:
         return max(self.loss, self.grad_norm, self.gradient)
 
-    def within(self, tolerance: float) -> bool:
-        return self.loss <= tolerance and self.grad_norm <= tolerance and self.gradient <= tolerance  # nan is not
+    def within(self, tolerance: float, of_gradient: float | None = None) -> bool:
+        """`of_gradient`: another bound for single gradients."""
+        of_gradient = tolerance if of_gradient is None else of_gradient
+        return self.loss <= tolerance and self.grad_norm <= tolerance and self.gradient <= of_gradient  # nan is not
 
 
 @dataclass(frozen=True)
@@ -86,21 +88,20 @@ def run_row(original: Original, row: Row, sabotage: Sabotage | None = None) -> E
         stages = build_stages(original, row, mesh)
     except ConfigError as error:
         return Refused(str(error))
+    want = original.reference(packed=row.packed)
+    if row.lora is not None:
+        parts = [part for part in stages.parts if isinstance(part, ModelPart)]
+        want = adapters.reference_of(want, adapters.put_in(parts))
     recorder = Recorder(*stages.parts)
     result = train_step(stages, batches, row.objective, recorder, mesh, max_grad_norm=None)
-    return judge(original.reference(packed=row.packed), result, recorder.gradients)
+    return judge(want, result, recorder.gradients)
 
 
 def build_stages(original: Original, row: Row, mesh: Mesh) -> Stages:
     """The way a recipe builds them: meta, cut, parallelised, then filled from the saved model."""
-    config = original.model_config()
-    part = build_part(config)
-    stages: Stages
-    if row.pipeline is None:
-        stages = SingleStage(parallelize(part, mesh, row.parallelizer))
-    else:
-        count = row.num_microbatches // mesh.dp_size
-        stages = build_pipeline(part, mesh, row.pipeline, row.parallelizer, microbatch_size=2, num_microbatches=count)
+    config = replace(original.model_config(), lora=row.lora)
+    count = row.num_microbatches // mesh.dp_size
+    stages = build.build_stages(build_part(config), mesh, row.pipeline, row.parallelizer, num_microbatches=count)
     for local in stages.parts:
         assert isinstance(local, ModelPart)
         device = row.parallelizer.parameter_device(mesh.device)

@@ -6,6 +6,7 @@ off by 5e-7 itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from automodel_cli.models import compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import Objective
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.gradients import full_gradients
+from automodel_cli.parity.gradients import full_gradients, gradient_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +57,10 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
 def _logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:
     ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
     logprobs = []
+    pristine = {name: copy.deepcopy(module) for name, module in model.named_modules() if hasattr(module, "rope_type")}
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        for name, module in pristine.items():  # some rotary tables remember the longest document that they saw
+            model.set_submodule(name, copy.deepcopy(module))
         logits_TV = model(input_ids=ids_N[None, start:end], use_cache=False).logits[0]
         logprobs.append(logprobs_of(logits_TV, labels_N[start:end]))
     return torch.cat(logprobs).view(batch.shape)
@@ -105,6 +109,21 @@ class Original:
     def reference(self, *, packed: bool) -> Reference:
         stored: Mapping[str, object] = torch.load(self._path(self.folder, packed), mmap=True)
         return Reference(**stored)  # type: ignore[arg-type]
+
+    def rounding(self, objective: Objective, *, packed: bool) -> float:
+        """How far the library's own float32 pass in one process is from float64: the worst of loss, norm, gradients."""
+        from transformers import AutoModelForCausalLM
+
+        with compat.quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                self.folder, attn_implementation="eager", trust_remote_code=self.trust_remote_code
+            )
+        want, own = self.reference(packed=packed), one_process(model.train(), step_batches(packed=packed), objective)
+        return max(
+            abs(own.loss - want.loss) / abs(want.loss),
+            abs(own.grad_norm - want.grad_norm) / want.grad_norm,
+            *gradient_errors(want.gradients, own.gradients).values(),
+        )
 
     def model_config(self) -> ModelConfig:
         """The head works in chunks of a few tokens, so that chunks end inside rows."""

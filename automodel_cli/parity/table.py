@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from automodel_cli.parity.rows import Row
+from automodel_cli.parity.rows import ULPS_OF_GRADIENTS, ULPS_OF_SUMS, Row
 
 Verdict = Literal["ok", "WRONG", "refused", "FAILED"]
 _COLUMNS = ("ranks", "loss", "grad norm", "gradient", "seconds", "verdict")
@@ -58,15 +58,27 @@ def line(result: Result, rows: Sequence[Row]) -> str:
 def summary(results: Sequence[Result], tolerance: float, *, passed: bool) -> str:
     good = [result for result in results if result.verdict == "ok"]
     if passed:
-        worst = max(good, key=_largest)
+        exact = [result for result in good if result.row.compute_dtype is None]
+        worst = max(exact or good, key=_largest)
         refused = len(results) - len(good)
         more = f", {refused} refused that this recipe does not use" if refused else ""
-        return (
+        text = (
             f"verified: {len(good)} rows give one process's numbers{more}; "
             f"worst {_largest(worst):.1e} ({worst.row}), tolerance {tolerance:.0e}"
         )
+        return "\n".join([text, *(_in_ulps(result) for result in good if result.row.compute_dtype)])
     bad = len(results) - len(good)
     return f"NOT verified: {bad} of {len(results)} rows do not give one process's numbers within {tolerance:.0e}"
+
+
+def _in_ulps(result: Result) -> str:
+    """A row in a lower precision, in the units of its bounds."""
+    assert result.loss is not None and result.grad_norm is not None and result.gradient is not None
+    ulp = result.row.ulp
+    return (
+        f"{result.row}: loss and norm within {max(result.loss, result.grad_norm) / ulp:.1f} of {ULPS_OF_SUMS} units in "
+        f"the last place, gradients within {result.gradient / ulp:.1f} of {ULPS_OF_GRADIENTS}"
+    )
 
 
 def as_json(results: Sequence[Result], tolerance: float, *, passed: bool, **more: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: layout language, split, schedules, simulator, pictures."""
+"""Pipeline parallelism: `AutoPipeline`, and the rooms it is made of."""

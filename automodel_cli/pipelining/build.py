@@ -1,55 +1,38 @@
-"""From the sections of a recipe to a running pipeline: `parallelize` and `SingleStage` for `mesh.pp_size > 1`."""
+"""From the sections of a recipe to its stages, still without weights: the one place that asks whether there are any."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import nn
-
-from automodel_cli.distributed.config import DDPConfig, FSDP2Config, ParallelizerConfig
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.parallelizer import materialize, parallelize, prepare_layers
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.part import ModelPart
-from automodel_cli.pipelining.auto_pipeline import AutoPipeline
 from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.training.stages import SingleStage, Stages
 
 
-def build_pipeline(
+def build_stages(
     part: ModelPart,
     mesh: Mesh,
-    config: PipelineConfig,
-    parallelizer: ParallelizerConfig,
+    config: PipelineConfig | None,
+    parallelizer: Strategy,
     *,
-    microbatch_size: int,
     num_microbatches: int,
-) -> AutoPipeline:
+) -> Stages:
     """The stages of this rank, parallelised and, like `part` (best on the meta device), still without weights.
 
-    `num_microbatches` per optimizer step and data-parallel rank. Collective. Raises ConfigError.
+    `config` None: the whole model. `num_microbatches` per optimizer step and data-parallel rank. Collective. Raises
+    ConfigError.
     """
-    pipeline = AutoPipeline(
-        world_mesh=mesh,
-        cp_axis_name="cp" if mesh.layout.cp > 1 else None,
-        pp_microbatch_size=microbatch_size,
-        pp_batch_size=microbatch_size * num_microbatches,
-        defer_fsdp_grad_sync=parallelizer.defer_fsdp_grad_sync if isinstance(parallelizer, FSDP2Config) else True,
+    if config is None:
+        return SingleStage(parallelize(part, mesh, parallelizer))
+    from automodel_cli.pipelining.mesh_axes import Axes  # 0.2 s that other runs need not spend
+    from automodel_cli.pipelining.stages import PipelineStages
+
+    pipeline = PipelineStages(
+        config,
+        Axes.of(mesh),
+        num_microbatches=num_microbatches,
         device=mesh.device,
-        **config.options(),
+        defer_sync=not parallelizer.reduces_every_microbatch,
     )
-    return pipeline.build(part, parallelize_fn=stage_parallelizer(mesh, parallelizer))
-
-
-def stage_parallelizer(mesh: Mesh, config: ParallelizerConfig) -> Callable[..., nn.Module | None]:
-    """A `parallelize_fn` for AutoPipeline. DDP comes without its wrapper: the pipeline itself sums gradients of whole
-    parameters once per step."""
-
-    def apply(part: nn.Module, **axes: Any) -> nn.Module | None:
-        if not isinstance(config, DDPConfig):
-            return parallelize(part, mesh, config)
-        config.check_mesh(mesh.layout.to_config())
-        prepare_layers(part, config, mesh.device.type)
-        materialize(part, mesh.device)
-        return None
-
-    return apply
+    return pipeline.build(part, parallelize_fn=lambda stage, **axes: parallelizer.prepare_stage(stage, mesh))

@@ -1,15 +1,16 @@
-"""The `pipeline` section of the YAML. Torch-free."""
+"""The `pipeline` section of the YAML, and what everything in this folder takes its options from. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.runtime_choice import RuntimeChoice
-from automodel_cli.pipelining.schedules import check_schedule, find_schedule
+from automodel_cli.pipelining.schedule.program import Program, read_csv
+from automodel_cli.pipelining.schedule.schedules import Schedule, check_schedule, find_schedule
 
 WAYS = ("layout", "module_fqns_per_model_part", "layers_per_stage")
+EAGER_SCHEDULES = ("1F1B", "Interleaved1F1B")
 
 
 @dataclass(frozen=True)
@@ -48,78 +49,131 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         if self.schedule is None and self.csv is None:
             raise ConfigError(
-                "neither schedule nor csv is given", keys=("schedule", "csv"), fix="pipeline.schedule=1f1b"
+                "schedule=null and csv=null: nothing says in which order the microbatches run",
+                keys=("schedule", "csv"),
+                fix="schedule=1f1b",
             )
         if self.schedule is not None:
-            try:
-                find_schedule(self.schedule)
-            except ConfigError as error:
-                fix = error.fix and error.fix.replace("pp_schedule", "pipeline.schedule")
-                raise ConfigError(
-                    error.message.replace("pp_schedule", "schedule"), keys=("schedule",), fix=fix
-                ) from None
-        check_one_way(self)
-        self._runtime_choice().check(self.schedule, self.csv)
+            find_schedule(self.schedule)
+        _check_cut(self)
+        _check_runtime(self)
 
-    def _runtime_choice(self) -> RuntimeChoice:
-        return RuntimeChoice(
-            self.runtime, self.overlap_p2p_comm, self.num_microbatches_with_partial_activation_checkpoints
-        )
+    @property
+    def named_schedule(self) -> Schedule | None:
+        """The schedule by name; None when a CSV file says everything."""
+        if self.csv is not None:
+            return None
+        assert self.schedule is not None
+        return find_schedule(self.schedule)
 
-    def check(self, pp_size: int, num_microbatches: int) -> None:
+    def read_program(self) -> Program | None:
+        """The program of the CSV file, if that is what runs. Raises ConfigError."""
+        return None if self.csv is None else read_csv(self.csv)
+
+    def check(self, pp_size: int, num_microbatches: int, num_chunks: int | None = None) -> None:
         """Refuse, before anything is launched, a number of microbatches that the schedule cannot run.
 
-        The stages per rank that only the model decides (`layers_per_stage`) are taken as the schedule's fewest.
+        Without `num_chunks`, stages per rank that only the model decides (`layers_per_stage`) are taken as the
+        schedule's fewest. A CSV file is read when the model is cut.
         """
-        if self.csv is not None:
+        schedule = self.named_schedule
+        if schedule is None:
             return
-        assert self.schedule is not None
-        schedule = find_schedule(self.schedule)
-        chunks = 1 if schedule.kind == "single" else 2
+        chunks = num_chunks or (1 if schedule.kind == "single" else 2)
         check_schedule(schedule, pp_size, num_microbatches, chunks, self.group_size(pp_size, num_microbatches))
 
-    def group_size(self, pp_size: int, num_microbatches: int) -> int | None:
-        """Microbatches per chunk and round, as the runtime takes it; null is torch's grouping."""
-        return self._runtime_choice().group_size(self.schedule, pp_size, num_microbatches, self.microbatch_group_size)
-
-    def options(self) -> dict[str, Any]:
-        """The keywords of `AutoPipeline` that this section sets."""
-        return {
-            "pp_schedule": self.schedule,
-            "pp_schedule_csv": self.csv,
-            "layers_per_stage": self.layers_per_stage,
-            "round_virtual_stages_to_pp_multiple": self.round_virtual_stages_to_pp_multiple,
-            "layout": self.layout,
-            "module_fqns_per_model_part": self.module_fqns_per_model_part,
-            "balance": self.balance,
-            "microbatch_group_size": self.microbatch_group_size,
-            "dtype": self.dtype,
-            "runtime": self.runtime,
-            "overlap_p2p_comm": self.overlap_p2p_comm,
-            "num_microbatches_with_partial_activation_checkpoints": (
-                self.num_microbatches_with_partial_activation_checkpoints
-            ),
-        }
-
-
-def check_one_way(options: Any) -> None:
-    """At most one of the ways to choose the stages; the values that need no model are checked. Raises ConfigError."""
-    given = [name for name in WAYS if getattr(options, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other", keys=given, fix=f"keep {given[0]} only")
-    if options.layers_per_stage is not None and options.layers_per_stage < 1:
-        raise ConfigError(
-            f"layers_per_stage={options.layers_per_stage} must be at least 1",
-            keys=("layers_per_stage",),
-            fix="layers_per_stage=1",
+    def without_runtime(self, pp_size: int, num_microbatches: int) -> PipelineConfig:
+        """The same stages and order of work, whatever executes them: for a plan, which compares schedules."""
+        return replace(
+            self,
+            runtime="torch",
+            overlap_p2p_comm=False,
+            num_microbatches_with_partial_activation_checkpoints=None,
+            microbatch_group_size=self.group_size(pp_size, num_microbatches),
         )
-    rounding = options.round_virtual_stages_to_pp_multiple
+
+    def group_size(self, pp_size: int, num_microbatches: int) -> int | None:
+        """Microbatches per chunk and round of a training step: the user's choice, else the runtime's grouping, which
+        is None for torch's own.
+
+        Raises ConfigError where the eager Interleaved1F1B cannot run a number of microbatches that torch's can.
+        """
+        schedule = self.named_schedule
+        if self.runtime != "eager" or schedule is None or schedule.name != "Interleaved1F1B":
+            return self.microbatch_group_size
+        if num_microbatches < pp_size:
+            raise ConfigError(
+                f"the eager Interleaved1F1B needs at least pp_size={pp_size} microbatches, not {num_microbatches}: "
+                "a rank would wait for its own output",
+                keys=("runtime", "train.global_batch_size"),
+                fix=f"runtime=torch, or {pp_size} microbatches per step (train.global_batch_size)",
+            )
+        return self.microbatch_group_size or num_microbatches // (num_microbatches // pp_size)
+
+
+def _check_cut(config: PipelineConfig) -> None:
+    """At most one of the ways to choose the stages; the values that need no model are checked."""
+    given = [name for name in WAYS if getattr(config, name) is not None]
+    if len(given) > 1:
+        others = " ".join(f"{name}=null" for name in given[1:])
+        raise ConfigError(f"{' and '.join(given)} exclude each other", keys=given, fix=others)
+    if config.layers_per_stage is not None and config.layers_per_stage < 1:
+        raise ConfigError(
+            f"layers_per_stage={config.layers_per_stage} must be at least 1",
+            keys=("layers_per_stage",),
+            fix="layers_per_stage=null",
+        )
+    rounding = config.round_virtual_stages_to_pp_multiple
     if rounding not in (None, "up", "down"):
         key = "round_virtual_stages_to_pp_multiple"
         raise ConfigError(f"{key}={rounding!r} must be 'up', 'down' or null", keys=(key,), fix=f"{key}=up")
-    if options.microbatch_group_size is not None and options.microbatch_group_size < 1:
+    if config.balance not in ("even", "cost"):
+        raise ConfigError(f"balance={config.balance!r} must be 'even' or 'cost'", keys=("balance",), fix="balance=even")
+    if config.microbatch_group_size is not None and config.microbatch_group_size < 1:
         raise ConfigError(
-            f"microbatch_group_size={options.microbatch_group_size} must be at least 1",
+            f"microbatch_group_size={config.microbatch_group_size} must be at least 1",
             keys=("microbatch_group_size",),
             fix="microbatch_group_size=null",
         )
+
+
+def _check_runtime(config: PipelineConfig) -> None:
+    """Refuse a schedule that the runtime does not have, and options that would do nothing."""
+    partial_key = "num_microbatches_with_partial_activation_checkpoints"
+    partial = config.num_microbatches_with_partial_activation_checkpoints
+    if config.runtime not in ("torch", "eager"):
+        raise ConfigError(
+            f"runtime={config.runtime!r} must be 'torch' or 'eager'", keys=("runtime",), fix="runtime=torch"
+        )
+    if config.runtime == "torch":
+        for key, given in (("overlap_p2p_comm", config.overlap_p2p_comm), (partial_key, partial is not None)):
+            if given:
+                raise ConfigError(
+                    f"{key} is an option of the eager runtime, and runtime=torch",
+                    keys=(key, "runtime"),
+                    fix=f"{key}={'false' if key == 'overlap_p2p_comm' else 'null'}, or runtime=eager",
+                )
+        return
+    torch = "runtime=torch" + (" overlap_p2p_comm=false" if config.overlap_p2p_comm else "")
+    torch += f" {partial_key}=null" if partial is not None else ""
+    schedule = config.named_schedule
+    if schedule is None:
+        raise ConfigError(
+            "the eager runtime executes 1f1b and interleaved_1f1b, not a program from a CSV file",
+            keys=("runtime", "csv"),
+            fix=torch,
+        )
+    if schedule.name not in EAGER_SCHEDULES:
+        raise ConfigError(
+            f"the eager runtime has the schedules {' and '.join(EAGER_SCHEDULES)}, not {schedule.name}",
+            keys=("runtime", "schedule"),
+            fix=f"{torch}, or schedule=interleaved_1f1b",
+        )
+    if config.overlap_p2p_comm and schedule.name == "1F1B":
+        raise ConfigError(
+            "overlap_p2p_comm: 1F1B needs every tensor at once, only interleaved chunks leave time between",
+            keys=("overlap_p2p_comm",),
+            fix="overlap_p2p_comm=false, or schedule=interleaved_1f1b",
+        )
+    if partial is not None and partial < 0:
+        raise ConfigError(f"{partial_key}={partial} must be at least 0", keys=(partial_key,), fix=f"{partial_key}=null")

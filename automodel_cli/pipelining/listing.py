@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.programs import Program
-from automodel_cli.pipelining.simulator import even_costs, simulate
+from automodel_cli.pipelining.schedule.program import Program
+from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 
 if TYPE_CHECKING:
-    from automodel_cli.pipelining.auto_pipeline import PipelineInfo
-    from automodel_cli.pipelining.stage_plan import StagePlan
+    from automodel_cli.pipelining.cut.stage_plan import StagePlan
+    from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
+    from automodel_cli.pipelining.torch_runtime.compat import Runtime, Stage
+
+
+@dataclass
+class PipelineInfo:
+    """What this rank runs. `model_parts` and `stages` are None before `build`; under a V placement rank 0 has both
+    ends."""
+
+    enabled: bool
+    schedule: Runtime | EagerRuntime | None
+    has_first_stage: bool
+    has_last_stage: bool
+    model_parts: list[nn.Module] | None
+    stages: list[Stage] | None
 
 
 def stage_modules(parts: Sequence[nn.Module] | None) -> list[list[str]]:
@@ -61,7 +76,7 @@ def summary(info: PipelineInfo, plan: StagePlan | None, num_microbatches: int) -
 def draw_program(program: Program, path: Path | None) -> str:
     """The program's timeline with equal costs: text without `path`, else an SVG or PNG file at it; returns text or
     path."""
-    from automodel_cli.pipelining import drawing
+    from automodel_cli.pipelining.timeline import svg as drawing
 
     timeline = simulate(program, even_costs(program))
     if path is None:
@@ -69,7 +84,7 @@ def draw_program(program: Program, path: Path | None) -> str:
     if path.suffix.lower() == ".svg":
         path.write_text(drawing.draw_svg(timeline), encoding="utf-8")
     elif path.suffix.lower() == ".png":
-        from automodel_cli.pipelining.raster import draw_png
+        from automodel_cli.pipelining.timeline.png import draw_png
 
         path.write_bytes(draw_png(timeline))
     else:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing import KEPT_RESULTS
-from automodel_cli.distributed.parallelizer import transformer_layers
+from automodel_cli.distributed.layers import transformer_layers
 from automodel_cli.models.head import default_chunk_size
 from automodel_cli.models.part import ModelPart
 

@@ -6,7 +6,6 @@ communication buffers are not counted, hence "estimate".
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
 from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.strategies.base import Storage
 from automodel_cli.models.nf4 import BYTES_PER_WEIGHT
 from automodel_cli.planning.units import Unit
 from automodel_cli.training.optim import AdamW, AdamW8bit, Muon
@@ -48,7 +47,7 @@ class Memory:
 class Accounting:
     """How this program stores the parameters of a rank."""
 
-    parallelizer: ParallelizerConfig
+    storage: Storage
     layout: Layout
     optimizer: Any
     num_microbatches: int
@@ -74,48 +73,47 @@ class Accounting:
 
     def rank_memory(self, stages: Sequence[Sequence[Unit]], num_outside: int = 1) -> Memory:
         """Of a rank that holds these stages. Without a pipeline, the first `num_outside` units are the root group."""
-        units = [unit for stage in stages for unit in stage]
-        packed = sum(unit.num_packed for unit in units) * BYTES_PER_WEIGHT  # whole on every rank
-        if isinstance(self.parallelizer, FSDP2Config):
-            memory = self._fsdp2(units, num_outside, self.parallelizer)
-            return dataclasses.replace(memory, parameters=memory.parameters + packed)
-        stored = packed + sum(_bytes(item) for unit in units for item in unit.params)
-        grads = sum(_bytes(item) for unit in units for item in unit.params if item.param.requires_grad)
-        states = sum(optimizer_bytes(self.optimizer, item, item.param.numel()) for u in units for item in u.params)
-        # The wrapper's buckets are a second copy of the gradients; a pipeline sums them without the wrapper.
-        in_buckets = self.layout.pp > 1 or self.parallelizer.to_dict()["gradient_as_bucket_view"]
-        return Memory(stored, grads if in_buckets else 2 * grads, states)
-
-    def _fsdp2(self, units: Sequence[Unit], num_outside: int, config: FSDP2Config) -> Memory:
-        """Shards of everything, and what is gathered.
-
-        Under a pipeline a stage stays gathered for the whole step; otherwise the root group and the last layer do, and
-        two more layers are in flight. Gradients that are reduced once per step add up unsharded until then.
-        """
-        policy = config.build_mp_policy()
-
-        def gathered(chosen: Sequence[Unit], dtype: torch.dtype | None, *, trained: bool = False) -> float:
-            items = [item for unit in chosen for item in unit.params if item.param.requires_grad or not trained]
-            return sum(self.held_numel(item) * (dtype or item.param.dtype).itemsize for item in items)
-
+        units, storage = [unit for stage in stages for unit in stage], self.storage
         items = [item for unit in units for item in unit.params]
-        sharded = sum(self.stored_numel(item) * item.param.dtype.itemsize for item in items)
-        grads = sum(self.stored_numel(i) * i.param.dtype.itemsize for i in items if i.param.requires_grad)
-        states = sum(optimizer_bytes(self.optimizer, item, self.stored_numel(item)) for item in items)
-        outside, layers = units[:num_outside], units[num_outside:]
-        by_size = sorted((gathered([unit], policy.param_dtype) for unit in layers[:-1]), reverse=True)
+        trained = [item for item in items if item.param.requires_grad]
+        packed = sum(unit.num_packed for unit in units) * BYTES_PER_WEIGHT  # whole on every rank
+        stored = sum(self._kept(item, "parameters") * item.param.dtype.itemsize for item in items)
+        grads = sum(self._kept(item, "gradients") * item.param.dtype.itemsize for item in trained)
+        states = sum(optimizer_bytes(self.optimizer, item, self._kept(item, "optimizer")) for item in items)
+        whole = self._gathered_parameters(units, num_outside) if "parameters" in storage.shards else 0.0
+        if "gradients" in storage.shards:
+            unsharded = self._unsharded_gradients(units)
+        else:
+            # A pipeline sums gradients without a wrapper and its buckets.
+            unsharded = grads * (1 if self.layout.pp > 1 else storage.gradient_copies)
+        if storage.offloaded:
+            return Memory(packed + whole, unsharded, 0.0, host=stored + grads + states)
+        return Memory(packed + stored + whole, max(unsharded, grads), states)
+
+    def _kept(self, item: TrainableParam, kind: str) -> int:
+        """Elements of a parameter, its gradient or its optimizer state that a rank keeps between steps."""
+        return self.stored_numel(item) if kind in self.storage.shards else self.held_numel(item)
+
+    def _gathered(self, chosen: Sequence[Unit], dtype: torch.dtype | None, *, trained: bool = False) -> float:
+        items = [item for unit in chosen for item in unit.params if item.param.requires_grad or not trained]
+        return sum(self.held_numel(item) * (dtype or item.param.dtype).itemsize for item in items)
+
+    def _gathered_parameters(self, units: Sequence[Unit], num_outside: int) -> float:
+        """Under a pipeline a stage stays gathered for the whole step; otherwise the root group and the last layer do,
+        and two more layers are in flight."""
+        dtype = self.storage.compute_dtype
         if self.layout.pp > 1:
-            whole = gathered(units, policy.param_dtype)
-        else:
-            whole = gathered([*outside, *layers[-1:]], policy.param_dtype) + sum(by_size[:2])
-        reduced = policy.reduce_dtype or policy.param_dtype
-        if config.defer_fsdp_grad_sync and (self.layout.pp > 1 or self.num_microbatches > 1):
-            unsharded = gathered(units, reduced, trained=True)
-        else:
-            unsharded = max((gathered([unit], reduced, trained=True) for unit in units), default=0.0)
-        if config.offload_policy is not None:
-            return Memory(whole, unsharded, 0.0, host=sharded + grads + states)
-        return Memory(sharded + whole, max(unsharded, grads), states)
+            return self._gathered(units, dtype)
+        outside, layers = units[:num_outside], units[num_outside:]
+        by_size = sorted((self._gathered([unit], dtype) for unit in layers[:-1]), reverse=True)
+        return self._gathered([*outside, *layers[-1:]], dtype) + sum(by_size[:2])
+
+    def _unsharded_gradients(self, units: Sequence[Unit]) -> float:
+        """Gradients that are reduced once per step add up unsharded until then."""
+        dtype = self.storage.reduce_dtype
+        if self.storage.defers and (self.layout.pp > 1 or self.num_microbatches > 1):
+            return self._gathered(units, dtype, trained=True)
+        return max((self._gathered([unit], dtype, trained=True) for unit in units), default=0.0)
 
 
 def sharded_rows(rows: int, shards: int) -> int:
@@ -149,7 +147,3 @@ def _measured_state(partial: functools.partial[torch.optim.Optimizer]) -> float:
     optimizer.step()
     tensors = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor) and value.ndim]
     return sum(tensor.numel() for tensor in tensors) / param.numel()
-
-
-def _bytes(item: TrainableParam) -> int:
-    return item.param.numel() * item.param.dtype.itemsize

@@ -9,22 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig, ParallelizerConfig
 from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.tensor_parallel import cut_parameters
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.nf4 import num_packed
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.placement import place_layout, render_table
-from automodel_cli.pipelining.programs import Program
-from automodel_cli.pipelining.simulator import Comparison, Timeline, peak_activations
-from automodel_cli.pipelining.stage_plan import Choice, StagePlan
-from automodel_cli.pipelining.support import check_split
+from automodel_cli.pipelining.cut.placement import place_layout, render_table
+from automodel_cli.pipelining.cut.probe import check_split
+from automodel_cli.pipelining.cut.stage_plan import StagePlan
+from automodel_cli.pipelining.schedule.program import Program
+from automodel_cli.pipelining.spelling import as_yaml
+from automodel_cli.pipelining.timeline.simulator import Timeline, peak_activations
 from automodel_cli.planning.activations import Activations, trace_activations
 from automodel_cli.planning.memory import Accounting, Memory
-from automodel_cli.planning.schedules import Cutter
+from automodel_cli.planning.schedules import Comparison, Cutter
 from automodel_cli.planning.units import Units, read_units
 
 
@@ -34,7 +35,7 @@ class Request:
 
     model: ModelConfig
     layout: Layout
-    parallelizer: ParallelizerConfig
+    parallelizer: Strategy
     optimizer: Any
     pipeline: PipelineConfig | None
     rows: int
@@ -47,13 +48,10 @@ class Request:
         return dtype
 
     @property
-    def choice(self) -> Choice:
-        """What the pipeline section says about stages and schedule."""
+    def stages(self) -> PipelineConfig:
+        """What the pipeline section says about stages and schedule, with the groups of its runtime."""
         assert self.pipeline is not None
-        options = self.pipeline.options()
-        group = self.pipeline.group_size(self.layout.pp, self.num_microbatches)
-        known = {name: options[name] for name in Choice.__dataclass_fields__}
-        return Choice(**{**known, "microbatch_group_size": group})
+        return self.pipeline.without_runtime(self.layout.pp, self.num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -104,13 +102,18 @@ class Plan:
 
 def make_plan(request: Request) -> Plan:
     """Raises ConfigError for what a run with this config would refuse."""
+    with as_yaml():
+        return _make_plan(request)
+
+
+def _make_plan(request: Request) -> Plan:
     part = build_part(request.model)
     anatomy = check_split(part.model) if request.pipeline is not None else None
     units = read_units(part, anatomy)
     checkpointing = request.parallelizer.activation_checkpointing
     tokens = -(-request.seq_len // request.layout.cp)  # of a row on one rank; keys and values of others not counted
     activations = trace_activations(part, request.compute_dtype, checkpointing, rows=request.rows, seq_len=tokens)
-    if isinstance(request.parallelizer, FSDP2Config) and request.parallelizer.sequence_parallel:
+    if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)
     estimate = _Estimate(request, units, activations, _cut_over_tp(request, part))
     whole = {id(p): p for p in part.parameters()}.values()
@@ -129,18 +132,18 @@ def make_plan(request: Request) -> Plan:
 
 
 def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: Cutter) -> Plan:
-    choice = plan.request.choice
-    cut = cutter.stage_plan(choice)
+    config = plan.request.stages
+    cut = cutter.stage_plan(config)
     timeline = cutter.timeline(cut)
     stages, memory = estimate.of_plan(cut, timeline.program)
     compared = []
-    for row, other in cutter.compare(choice):
+    for row, other in cutter.compare(config):
         known = row.timeline is not None and other is not None
         weight = max(m.total for m in estimate.of_plan(other, row.timeline.program)[1]) if known else None  # type: ignore
         compared.append((row, weight))
     table = None
-    if choice.layout is not None and (choice.schedule is None or choice.schedule.style == "loop"):
-        table = render_table(place_layout(choice.layout, cut.pp_size))
+    if config.layout is not None and (config.named_schedule is None or config.named_schedule.style == "loop"):
+        table = render_table(place_layout(config.layout, cut.pp_size))
     return replace(
         plan,
         stages=stages,
@@ -149,7 +152,7 @@ def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: Cutter) -> Plan:
         timeline=timeline,
         comparison=tuple(compared),
         layout_table=table,
-        balanced=cutter.balanced(choice),
+        balanced=cutter.balanced(config),
     )
 
 
@@ -157,8 +160,7 @@ def _cut_over_tp(request: Request, part: ModelPart) -> frozenset[nn.Parameter]:
     layout, parallelizer = request.layout, request.parallelizer
     if layout.tp == 1:
         return frozenset()
-    assert isinstance(parallelizer, (FSDP2Config, MegatronFSDPConfig)), "other strategies refuse tp_size"
-    return frozenset(cut_parameters(part.model, parallelizer, layout.tp, shard_experts=layout.ep == 1))
+    return frozenset(cut_parameters(part.model, parallelizer.axis_options(), layout.tp, shard_experts=layout.ep == 1))
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class _Estimate:
             for s, r in enumerate(layers)
         )
         accounting = Accounting(
-            request.parallelizer, request.layout, request.optimizer, request.num_microbatches, self.over_tp
+            request.parallelizer.storage(), request.layout, request.optimizer, request.num_microbatches, self.over_tp
         )
         memory = []
         for rank, peak in enumerate(peaks(amounts)):

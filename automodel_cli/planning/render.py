@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from automodel_cli.pipelining.drawing import draw_svg, draw_text
-from automodel_cli.pipelining.simulator import Timeline, render_comparison
+from automodel_cli.pipelining.timeline.simulator import Timeline
+from automodel_cli.pipelining.timeline.svg import draw_svg, draw_text
 from automodel_cli.planning.plan import Plan, StageRow
+from automodel_cli.planning.schedules import Comparison
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -112,7 +113,7 @@ def _verdict(plan: Plan, memory_gib: float) -> str:
 def _comparison(plan: Plan) -> str:
     """The table of the simulator, and the heaviest GPU of each schedule beside it."""
     unit, name = _unit(plan)
-    lines = render_comparison([row for row, _ in plan.comparison]).splitlines()
+    lines = _schedule_rows([row for row, _ in plan.comparison]).splitlines()
     column = max(len(line) for line, w in zip(lines[1:], _weights(plan), strict=True) if w is not None)
     column = max(column, len(lines[0]))
     text = [f"{lines[0]:<{column}}  heaviest GPU [{name}]"]
@@ -140,4 +141,22 @@ def _table(rows: Sequence[Sequence[str]], left: set[int] | None = None) -> str:
             x.ljust(w) if c in (left or ()) else x.rjust(w) for c, (x, w) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _schedule_rows(rows: Sequence[Comparison]) -> str:
+    """The comparison as a text table: stages per rank, idle fraction, efficiency, largest activation peak."""
+    lines = [
+        f"{'schedule':<22} {'stages/rank':>11} {'time':>9} {'idle':>7} {'efficiency':>10}  peak activations per rank"
+    ]
+    for row in rows:
+        if row.timeline is None:
+            lines.append(f"{row.schedule.name:<22} {row.num_chunks:>11} refused: {row.refusal}")
+            continue
+        t = row.timeline
+        peaks = t.peak_activations
+        peak = f"{peaks[0]:g} on every rank" if len(set(peaks)) == 1 else f"{max(peaks):g} to {min(peaks):g}"
+        share = f"{t.efficiency:.1%}" if t.efficiency is not None else "-"
+        numbers = f"{t.makespan:>9.4g} {t.idle_fraction:>7.1%} {share:>10}  {peak}"
+        lines.append(f"{row.schedule.name:<22} {row.num_chunks:>11} {numbers}")
     return "\n".join(lines)

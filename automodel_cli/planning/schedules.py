@@ -7,11 +7,22 @@ from dataclasses import dataclass, replace
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.part import ModelPart
-from automodel_cli.pipelining.anatomy import Anatomy
-from automodel_cli.pipelining.schedules import SCHEDULES
-from automodel_cli.pipelining.simulator import Comparison, Costs, Timeline, simulate
-from automodel_cli.pipelining.stage_plan import Choice, StagePlan, plan_stages
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.cut.anatomy import Anatomy
+from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
+from automodel_cli.pipelining.schedule.schedules import SCHEDULES, Schedule
+from automodel_cli.pipelining.timeline.simulator import Costs, Timeline, simulate
 from automodel_cli.planning.units import Units
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One line of the schedule comparison: a timeline, or why the schedule cannot run here."""
+
+    schedule: Schedule
+    num_chunks: int
+    timeline: Timeline | None
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -25,37 +36,37 @@ class Cutter:
     num_microbatches: int
     backward: tuple[float, float]
 
-    def stage_plan(self, choice: Choice) -> StagePlan:
-        return plan_stages(choice, self.part, self.anatomy, self.pp_size)
+    def stage_plan(self, config: PipelineConfig) -> StagePlan:
+        return plan_stages(config, self.part, self.anatomy, self.pp_size)
 
     def timeline(self, plan: StagePlan) -> Timeline:
         """Time 1 is a microbatch's forward through a rank's share of the model; stages cost what their weights are."""
         program = plan.program(self.num_microbatches)
         return simulate(program, stage_costs(self.units, plan.layers, self.pp_size, self.backward))
 
-    def balanced(self, choice: Choice) -> Timeline | None:
+    def balanced(self, config: PipelineConfig) -> Timeline | None:
         """With the stages balanced by cost; None where the user chose them, or has them so already."""
-        chosen = choice.layout is not None or choice.module_fqns_per_model_part is not None
-        if chosen or choice.balance == "cost":
+        chosen = config.layout is not None or config.module_fqns_per_model_part is not None
+        if chosen or config.balance == "cost":
             return None
-        return self.timeline(self.stage_plan(replace(choice, balance="cost")))
+        return self.timeline(self.stage_plan(replace(config, balance="cost")))
 
-    def compare(self, choice: Choice) -> list[tuple[Comparison, StagePlan | None]]:
+    def compare(self, config: PipelineConfig) -> list[tuple[Comparison, StagePlan | None]]:
         """Every schedule, fastest first, refused ones last with the rule.
 
         Schedules with as many stages per rank as the config's keep its cut; for the others, layers spread evenly.
         """
-        own = choice.schedule
+        own = config.named_schedule
         rows: list[tuple[Comparison, StagePlan | None]] = []
         for schedule in SCHEDULES:
             same_kind = own is not None and (own.kind, own.style) == (schedule.kind, schedule.style)
-            base = choice if same_kind else Choice(balance=choice.balance)
+            base = config if same_kind else PipelineConfig(balance=config.balance)
             keeps_group = own is schedule
             other = replace(
                 base,
-                pp_schedule=schedule.name,
-                pp_schedule_csv=None,
-                microbatch_group_size=choice.microbatch_group_size if keeps_group else None,
+                schedule=schedule.name,
+                csv=None,
+                microbatch_group_size=config.microbatch_group_size if keeps_group else None,
             )
             chunks = 1 if schedule.kind == "single" else 2
             try:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from automodel_cli.distributed.parallelizer import transformer_layers
+from automodel_cli.distributed.layers import transformer_layers
 from automodel_cli.models.nf4 import num_packed
 from automodel_cli.models.part import ModelPart
-from automodel_cli.pipelining.anatomy import Anatomy
-from automodel_cli.pipelining.stage_plan import used_weights
+from automodel_cli.pipelining.cut.anatomy import Anatomy
+from automodel_cli.pipelining.cut.stage_plan import used_weights
 from automodel_cli.training.param_groups import TrainableParam
 
 

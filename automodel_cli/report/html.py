@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -19,7 +19,7 @@ h1{font-size:1.5rem;margin:0 0 1rem}h2{font-size:1.05rem;margin:2rem 0 .5rem}
 svg{width:100%;height:auto}
 dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(9.5rem,1fr));gap:.6rem;margin:0}
 dl div{background:var(--soft);border-radius:6px;padding:.5rem .75rem}
-dt{color:var(--dim);font-size:.8rem}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
+dt{color:var(--dim);font-size:.8rem;line-height:1.25;overflow-wrap:anywhere}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid var(--line);padding:.35rem .6rem .35rem 0;
 text-align:left;vertical-align:top}th{color:var(--dim);font-weight:500}
 pre{background:var(--soft);border-radius:6px;padding:.75rem;overflow-x:auto;font-size:.82rem;margin:0}
@@ -49,9 +49,8 @@ def report_html(
     """The page. `rows` are those of metrics.jsonl, `numbers` the final figures as they are to be read."""
     sections = [
         f"<h1>{escape(title)}</h1>",
-        _numbers(numbers),
-        f"<h2>Loss</h2>\n{loss_curve_svg(rows, title=title)}",
-        *(f"<h2>{escape(heading)}</h2>\n{svg}" for heading, svg in _curves(rows) if svg),
+        _numbers(_led(numbers)),
+        *(f"<h2>{escape(heading)}</h2>\n{svg}" for heading, svg in _curves(rows, title)),
         _samples(samples),
         f"<h2>Environment</h2>\n{_table(environment)}",
         f"<h2>Config</h2>\n<pre>{escape(config_yaml)}</pre>",
@@ -84,15 +83,37 @@ def write_report(
     return path
 
 
-def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What some methods record besides a loss."""
-    for key in ("reward", "response_length", "kl_penalty", "token_mult_prob_error"):
-        name = key.replace("_", " ")
-        yield name.capitalize(), metric_svg(rows, key, name)
+_LEAD = {
+    "reward": "Reward",
+    "response_length": "Response length",
+    "approx_entropy": "Entropy",
+    "token_mult_prob_error": "Mismatch of sampler and trainer",
+    "kl_penalty": "KL to the reference",
+}
+"""Curves of reinforcement learning, in the order in which they are read; the loss says little about it."""
+
+
+def _curves(rows: Sequence[Mapping[str, Any]], title: str) -> list[tuple[str, str]]:
+    """(heading, drawing): the loss, behind what the method records besides where that has rewards."""
+    others = [(heading, metric_svg(rows, key, heading.lower())) for key, heading in _LEAD.items()]
+    drawn = [(heading, svg) for heading, svg in others if svg]
+    loss = ("Loss", loss_curve_svg(rows, title=title))
+    return [*drawn, loss] if any("reward" in row for row in rows) else [loss, *drawn]
+
+
+def _led(numbers: Mapping[str, str]) -> dict[str, str]:
+    """Final figures with those of the curves in front, each before its value on the validation rows."""
+    if "reward" not in numbers:
+        return dict(numbers)
+    first = [name for key in _LEAD for name in (key, f"val_{key}") if name in numbers]
+    return {name: numbers[name] for name in [*first, *numbers]}
 
 
 def _numbers(numbers: Mapping[str, str]) -> str:
-    cells = (f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in numbers.items())
+    cells = (
+        f"<div><dt>{escape(label.replace('_', ' '))}</dt><dd>{escape(text)}</dd></div>"
+        for label, text in numbers.items()
+    )
     return f"<dl>{''.join(cells)}</dl>" if numbers else ""
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
+from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.engine import Capabilities
 
 if TYPE_CHECKING:
+    from automodel_cli.rollout.engine import Engine, Host
     from automodel_cli.rollout.http import Server
 
 
@@ -16,17 +22,20 @@ if TYPE_CHECKING:
 class SamplerConfig:
     """Our own sampler on the trained weights: no copy of the model, any layout.
 
-    `num_slots` sequences decode together on each data-parallel rank; the cache holds that many times the longest.
+    `num_slots` sequences decode together on each data-parallel rank; the cache holds that many times the longest. null:
+    as many as have room in an eighth of the rank's memory, at most 256.
     `prefill_tokens` bounds the prompts of one forward, `refill_share` is the share of slots that must be free before
     new prompts start.
     """
 
-    num_slots: int = 32
+    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True, live_weights=True)
+
+    num_slots: int | None = None
     prefill_tokens: int = 8192
     refill_share: float = 0.125
 
     def __post_init__(self) -> None:
-        _at_least(self, num_slots=1, prefill_tokens=1)
+        _at_least(self, prefill_tokens=1, **({} if self.num_slots is None else {"num_slots": 1}))
         if not 0 <= self.refill_share <= 1:
             raise ConfigError(
                 f"refill_share={self.refill_share} must be from 0 to 1",
@@ -34,15 +43,28 @@ class SamplerConfig:
                 fix="refill_share=0.125",
             )
 
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`. Raises ConfigError for a family that cannot be decoded through the sampler's cache."""
+        return host.sampler(
+            num_slots=self.num_slots, prefill_tokens=self.prefill_tokens, refill_share=self.refill_share
+        )
+
 
 @dataclass(frozen=True)
 class HFConfig:
     """The library's own `generate` on a replica of the model, which needs the memory of one more copy."""
 
+    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True)
+
     max_batch_tokens: int = 16_384
+    """Tokens of prompts and responses that are generated at once."""
 
     def __post_init__(self) -> None:
         _at_least(self, max_batch_tokens=1)
+
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`."""
+        return host.replica(max_batch_tokens=self.max_batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -54,9 +76,12 @@ class ServerConfig:
     key. `trust_logprobs`: the server's log-probs are those of the distribution sampled from.
     """
 
+    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=False, seeds=False)
+
     url: str
     model: str | None = None
     concurrency: int = 32
+    """Requests that are open at once."""
     timeout: float = 600.0
     retries: int = 4
     api_key_env: str | None = None
@@ -70,6 +95,21 @@ class ServerConfig:
             )
         if not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout} s must be above 0", keys=("timeout",), fix="timeout=600")
+
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`. One process speaks to the server."""
+        return host.on_first_rank(lambda: self._connected(host))
+
+    def _connected(self, host: Host) -> Engine:
+        from automodel_cli.rollout.openai import OpenAIEngine
+
+        return OpenAIEngine(
+            self.server(),
+            host.tokenizer,
+            model=self.model,
+            concurrency=self.concurrency,
+            trust_logprobs=self.trust_logprobs,
+        )
 
     def server(self) -> Server:
         """Raises ConfigError when the environment has no such key."""
@@ -94,14 +134,19 @@ class VLLMConfig(ServerConfig):
 
     `command` starts the server with the run, on the machine of the first rank, and ends it with the run; its output
     goes to `logs/rollout_server.log` in the run's folder. It must answer at `url` within `start_timeout` seconds. Null:
-    you have started it.
+    you have started it. It is a list of words, or one text that is cut into words as a shell does; no shell runs it, so
+    nothing in it is expanded. The command line must allow it: `--trust command`.
     """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True, seeds=False, hub_names=True)
 
     concurrency: int = 256
     address: str = "127.0.0.1"
     port: int = 29_600
     trust_logprobs: bool = True
-    command: str | None = None
+    command: str | list[str] | None = field(
+        default=None, metadata=trust.runs(trust.COMMAND, "is a command that the run starts on this machine")
+    )
     start_timeout: float = 900.0
 
     def __post_init__(self) -> None:
@@ -118,6 +163,40 @@ class VLLMConfig(ServerConfig):
                 keys=("trust_logprobs",),
                 fix="trust_logprobs=true",
             )
+        if self.command is not None:
+            words_of(self.command)
+
+    def _connected(self, host: Host) -> Engine:
+        from automodel_cli.rollout.vllm import NCCLTransfer, VLLMEngine
+
+        if self.command is not None:
+            host.start_server(words_of(self.command), self.server(), timeout=self.start_timeout)
+        transfer = NCCLTransfer(self.address, self.port)
+        return VLLMEngine(self.server(), host.tokenizer, transfer, model=self.model, concurrency=self.concurrency)
+
+
+def words_of(command: str | list[str]) -> list[str]:
+    """The program and its arguments. Raises ConfigError for a text that only a shell would understand."""
+    if not isinstance(command, str):
+        words = command
+    else:
+        try:
+            words = shlex.split(command)
+            lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            operators = [token for token in lexer if token and set(token) <= set("();<>|&")]
+        except ValueError as error:  # an open quote
+            raise ConfigError(f"command={command!r} cannot be cut into words: {error}", keys=("command",)) from error
+        wanted = operators or re.findall(r"`|\$[({A-Za-z_]", command)
+        if wanted or (words and re.match(r"[A-Za-z_]\w*=", words[0])):
+            raise ConfigError(
+                f"command={command!r} needs a shell ({(wanted or words)[0]}), and is run without one",
+                keys=("command",),
+                fix=f"rollout.engine.command='{json.dumps(['bash', '-c', command])}'",
+            )
+    if not words or not words[0]:
+        raise ConfigError(f"command={command!r} names no program", keys=("command",), fix="rollout.engine.command=null")
+    return list(words)
 
 
 def _at_least(node: object, **least: int) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from automodel_cli.rollout.hf import HFEngine
+    from automodel_cli.rollout.http import Server
 
 FinishReason = Literal["stop", "length"]
 WeightStream = Iterable[Sequence[tuple[str, "Tensor"]]]
@@ -76,12 +80,16 @@ class Capabilities:
     `logprobs`: those of the distribution sampled from. `token_ids`: the very ids that the model read and wrote; without
     them a completion's tokens are its text tokenised again, fit for evaluation, not for training. `weight_updates`:
     `update_weights` works. `seeds`: a sample depends on its own seed alone, not on what else is in the call.
+    `live_weights`: it reads the very weights that are trained, so it cannot generate while they are updated.
+    `hub_names`: the weight stream must name tensors as checkpoints on the hub do, not as the model's parameters.
     """
 
     logprobs: bool
     weight_updates: bool
     token_ids: bool = True
     seeds: bool = True
+    live_weights: bool = False
+    hub_names: bool = False
 
 
 class Engine(Protocol):
@@ -105,6 +113,49 @@ class Engine(Protocol):
 
         An engine that reads the trained weights themselves only counts: it leaves the stream untouched on every rank.
         """
+
+
+class Host(Protocol):
+    """What an engine is built for: one rank of a run, and the engines that the run has ready."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """The tokens that end a response."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def sampler(self, *, num_slots: int | None, prefill_tokens: int, refill_share: float) -> Engine:
+        """Our own sampler on the weights as they are trained, under any layout. Collective."""
+        ...
+
+    def replica(self, **options: Any) -> HFEngine:
+        """A copy of the model on this rank, that waits for its weights; `options` are those of `HFEngine`."""
+        ...
+
+    def on_first_rank(self, make: Callable[[], Engine]) -> Engine:
+        """The engine that `make` gives on rank 0, shared by all ranks. Collective."""
+        ...
+
+    def start_server(self, command: Sequence[str], server: Server, *, timeout: float) -> None:
+        """Run `command` until the run ends; returns once `server` answers, raises RunError after `timeout` seconds."""
+        ...
+
+
+class EngineConfig(Protocol):
+    """What recipes ask of the `rollout.engine` node, a frozen dataclass. Your own: examples/own_engine.py."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its engines can do at best; known without building one, so that `automodel check` refuses the rest."""
+        ...
+
+    def build(self, host: Host) -> Engine:
+        """The engine of this rank. Collective: all ranks build theirs together."""
+        ...
 
 
 def sample_seed(seed: int, *path: int) -> int:

@@ -59,7 +59,7 @@ class Sampler:
     before new prompts start: one forward for several prompts costs little more than for one.
     """
 
-    capabilities = Capabilities(logprobs=True, weight_updates=True)
+    capabilities = Capabilities(logprobs=True, weight_updates=True, live_weights=True)
 
     def __init__(
         self,
@@ -110,6 +110,7 @@ class Sampler:
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
         must_gather = self.decoder.gathers
+        self._cache.num_slots = min(self.num_slots, max(1, len(prompts)))
         self._cache.register()
         try:
             with self.decoder.generating():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.config import HFConfig, SamplerConfig, ServerConfig, VLLMConfig
-from automodel_cli.rollout.engine import SamplingParams
+from automodel_cli.rollout.config import SamplerConfig
+from automodel_cli.rollout.engine import EngineConfig, SamplingParams
 from automodel_cli.rollout.environment import Environment
 
 
@@ -69,9 +69,11 @@ class RolloutConfig:
     the end-of-sequence token, or after `max_new_tokens`.
 
     `passes`: how often each sample is trained on; each pass has `prompts_per_step x group_size /
-    train.global_batch_size` updates. Advantages are rewards minus the mean of the group's other samples
-    (`leave_one_out`; else of all), divided by their deviation where `normalise`. Groups whose rewards are all equal
-    teach nothing: they are skipped and counted, or with `dynamic_sampling` replaced.
+    train.global_batch_size` updates. Advantages are rewards minus the group's mean, divided where `normalise` by the
+    deviation of the whole group (GRPO, arXiv:2402.03300; without `normalise` Dr. GRPO, arXiv:2503.20783); with
+    `leave_one_out` minus the mean of the group's n - 1 other samples, which multiplies both by n / (n - 1) (RLOO,
+    arXiv:2402.14740). Groups whose rewards are all equal (a deviation of at most 1e-6 of the largest) teach nothing:
+    they are skipped and counted, or with `dynamic_sampling` replaced.
 
     `environment` answers the model, which then speaks again: an episode of several messages, each of up to
     `max_new_tokens`, all together with the prompt of up to `data.seq_len`. null: one response.
@@ -84,7 +86,8 @@ class RolloutConfig:
     of them (null: never).
     """
 
-    engine: SamplerConfig | HFConfig | VLLMConfig | ServerConfig = field(default_factory=SamplerConfig)
+    engine: EngineConfig = field(default_factory=SamplerConfig)
+    """What generates: `rollout=sampler`, `hf` or `vllm`, or a node of your own (examples/own_engine.py)."""
     prompts_per_step: int = 32
     group_size: int = 8
     max_new_tokens: int = 512
@@ -92,10 +95,11 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     passes: int = 1
-    leave_one_out: bool = True
+    leave_one_out: bool = False
     normalise: bool = True
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong = field(default_factory=Overlong)
+    """What becomes of responses that ran into `max_new_tokens`."""
     environment: Environment | None = None
     max_staleness: int = 0
     max_mult_prob_error: float = 1.05
@@ -134,9 +138,21 @@ class RolloutConfig:
                 keys=("overlong.buffer", "environment"),
                 fix="overlong.buffer=null, or overlong.factor=<0..1>",
             )
-        if isinstance(self.engine, ServerConfig) and not isinstance(self.engine, VLLMConfig):
+        self._check_capabilities()
+
+    def _check_capabilities(self) -> None:
+        able = self.engine.capabilities
+        if not able.weight_updates:
             raise ConfigError(
-                "a server of OpenAI's API keeps the weights it was started with, so its samples are never the policy's",
+                f"{type(self.engine).__name__} keeps the weights it was started with, so its samples are never the "
+                "policy's",
+                keys=("engine",),
+                fix="rollout=sampler",
+            )
+        if not (able.logprobs and able.token_ids):
+            raise ConfigError(
+                f"{type(self.engine).__name__}: training needs token ids, and log-probs of the distribution sampled "
+                f"from; this engine has {able}",
                 keys=("engine",),
                 fix="rollout=sampler",
             )
@@ -148,9 +164,10 @@ class RolloutConfig:
                 keys=("max_staleness",),
                 fix="max_staleness=1",
             )
-        if self.max_staleness and isinstance(self.engine, SamplerConfig):
+        if self.max_staleness and self.engine.capabilities.live_weights:
+            name = type(self.engine).__name__
             raise ConfigError(
-                f"max_staleness={self.max_staleness} samples while weights are updated, but the sampler reads the very "
+                f"max_staleness={self.max_staleness} samples while weights are updated, but {name} reads the very "
                 "weights that are",
                 keys=("max_staleness", "engine"),
                 fix="rollout=hf, or rollout.max_staleness=0",

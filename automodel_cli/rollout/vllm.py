@@ -11,9 +11,14 @@ Nothing of vLLM is patched, and its package is imported only to send weights (ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Capabilities, WeightStream
@@ -97,14 +102,15 @@ class VLLMEngine(OpenAIEngine):
                 keys=("rollout.url",),
                 fix="vllm serve MODEL --logprobs-mode processed_logprobs",
             )
-        self.capabilities = Capabilities(logprobs=True, weight_updates=True, token_ids=True, seeds=False)
+        self.capabilities = Capabilities(logprobs=True, weight_updates=True, seeds=False, hub_names=True)
         self._transfer = transfer
         self._connected = False
 
     def update_weights(self, stream: WeightStream) -> None:
         """Send every bucket while generation pauses (what is running goes on with the new weights afterwards).
 
-        The server resumes even when a transfer fails; that raises RunError, and its weights are then a mixture.
+        The server resumes even when a transfer fails; that raises RunError, and its weights are then a mixture. A
+        transfer that does not end within the server's time limit, or whose server is gone, is an error too.
         """
         buckets = iter(stream)
         self.server.post("/pause?mode=keep")
@@ -112,8 +118,11 @@ class VLLMEngine(OpenAIEngine):
             if not self._connected:
                 self._connect()
             self._send(buckets)
-        finally:
-            self.server.post("/resume")
+        except BaseException:
+            with suppress(RunError):  # a server that is gone; what happened first says more
+                self.server.request("POST", "/resume", {}, retries=0)
+            raise
+        self.server.post("/resume")
         self.weight_version += 1
 
     def _connect(self) -> None:
@@ -133,15 +142,40 @@ class VLLMEngine(OpenAIEngine):
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
                 "packed": self._transfer.packed,
             }
-            self._meanwhile("/update_weights", {"update_info": info}, lambda b=bucket: self._transfer.send(b))
+            self._meanwhile("/update_weights", {"update_info": info}, partial(self._transfer.send, bucket))
         self._once("/finish_weight_update", {})
 
-    def _meanwhile(self, path: str, body: dict[str, Any], ours: Any) -> None:
-        """The server answers once our side of the transfer is done, so both must run at the same time."""
-        with ThreadPoolExecutor(1) as threads:
-            answer = threads.submit(self._once, path, body)
-            ours()
-            answer.result()
+    def _meanwhile(self, path: str, body: dict[str, Any], ours: Callable[[], None]) -> None:
+        """The server answers once our side of the transfer is done, so both must run at the same time.
+
+        The first error ends it: a transfer whose server has died never comes back, and is left behind in its thread.
+        """
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run(half: Callable[[], Any]) -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)  # which is the thread's own
+                half()
+                ended.put(None)
+            except BaseException as error:
+                ended.put(error)
+
+        halves: tuple[Callable[[], Any], ...] = (partial(self._once, path, body), ours)
+        for half in halves:
+            threading.Thread(target=run, args=(half,), daemon=True).start()
+        for _ in range(2):
+            try:
+                error = ended.get(timeout=self.server.timeout + 1)  # the request has its own limit, and better words
+            except queue.Empty:
+                raise RunError(
+                    f"the weights did not reach {self.server.url} within {self.server.timeout:g} seconds",
+                    keys=("rollout.engine.timeout",),
+                    fix="look into the server's log; then automodel resume RUN",
+                ) from None
+            if error is not None:
+                raise error
 
     def _once(self, path: str, body: dict[str, Any]) -> Any:
         return self.server.request("POST", path, body, retries=0)  # a transfer that was half done cannot be sent again

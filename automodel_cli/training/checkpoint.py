@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.distributed.megatron_fsdp import weights_changed
+from automodel_cli.distributed.sharded import weights_changed
 from automodel_cli.models.uneven import compact, cut_like, is_uneven
 from automodel_cli.training import rng
-from automodel_cli.training.checkpoint_dir import CheckpointDir, read_meta
+from automodel_cli.training.checkpoint_dir import CheckpointDir, damage, damaged, read_meta
+from automodel_cli.training.checkpoint_writer import write_state
 from automodel_cli.training.config import CheckpointConfig
 from automodel_cli.training.lr_scheduler import LRSchedule
 from automodel_cli.training.state import (
@@ -33,6 +36,7 @@ from automodel_cli.training.state import (
     optimizer_state,
     optimizer_template,
 )
+from automodel_cli.training.torch_compat import CheckpointReader
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -64,6 +68,7 @@ class Checkpointer:
         self._stager: DefaultStager | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[Path] | None = None
+        self._verified: Path | None = None
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint of this run, as rank 0 sees the folder."""
@@ -72,15 +77,16 @@ class Checkpointer:
     def resume_path(self) -> Path | None:
         """The checkpoint that `checkpoint.resume` means; None to start at step 0.
 
+        With "auto" a damaged one is set aside with a line that says so, and the one before it is taken.
         Raises RunError for a folder that is no whole checkpoint, and for one of this run that is not its newest: what
         was trained after it would be mixed into the continued run.
         """
         resume = self._config.resume
         if resume is None:
             return None
-        latest = self.latest()
         if resume == "auto":
-            return latest
+            return self._newest_undamaged()
+        latest = self.latest()
         path = Path(resume).resolve()
         read_meta(path)
         if latest is not None and path.parent == latest.resolve().parent and path != latest.resolve():
@@ -135,6 +141,11 @@ class Checkpointer:
         self._pending = self._thread.submit(self._write, staged, meta, final)
         return final
 
+    def add_metrics(self, path: Path, metrics: dict[str, float], extra: dict[str, Any]) -> None:
+        """What was measured of the checkpoint `path` after it was loaded. One of another run stays as it is."""
+        if path.resolve().parent == self._dir.path.resolve():
+            self._from_rank0(lambda: self._dir.amend(path, metrics, extra))
+
     def wait(self) -> None:
         """Wait for the asynchronous save in flight, if there is one. Raises what it raised."""
         pending, self._pending = self._pending, None
@@ -164,8 +175,10 @@ class Checkpointer:
         Generators are restored when the number of ranks is the same; further ranks are seeded from (step, rank).
         Raises RunError when `path` is not a whole checkpoint or not of this model and optimizer.
         """
+        if path != self._verified:
+            self.verify(path)
         meta = read_meta(path)
-        reader = dcp.FileSystemReader(path)
+        reader = CheckpointReader(path)
         metadata = reader.read_metadata()
         state = model_state(parts)
         check_same_model(state, metadata)
@@ -177,7 +190,10 @@ class Checkpointer:
             entry = metadata.state_dict_metadata.get(f"rng.{self._rank}")
             if isinstance(entry, TensorStorageMetadata):
                 state[f"rng.{self._rank}"] = torch.empty(entry.size, dtype=torch.uint8)
-        dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        try:
+            dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        except dcp.CheckpointException as error:  # a BaseException, which would pass every handler but this one
+            raise RunError(f"checkpoint {path} could not be read: {_reason(error)}") from error
         weights_changed(parts)
         if optimizer is not None:
             load_optimizer_state(parts, optimizer, {key: state[key] for key in states})
@@ -188,6 +204,46 @@ class Checkpointer:
             for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
         return Resumed(path, meta["step"], meta["extra"], meta["metrics"])
+
+    def verify(self, path: Path) -> None:
+        """Read every file of `path` once, shared between the ranks, and compare with what was written. Collective.
+
+        Raises RunError on all ranks when one of them finds a damaged, cut or missing file.
+        """
+        files = self._from_rank0(lambda: read_meta(path))["files"]
+        found: list[list[str]] = [[] for _ in range(self._world_size)]
+        found[self._rank] = damage(path, files, sorted(files)[self._rank :: self._world_size])
+        if self._group is not None:
+            dist.all_gather_object(found, found[self._rank], group=self._group)
+        if problems := [problem for of_rank in found for problem in of_rank]:
+            more = f" (and {len(problems) - 3} more files)" if len(problems) > 3 else ""
+            raise damaged(path, "; ".join(problems[:3]) + more)
+        self._verified = path
+
+    def _newest_undamaged(self) -> Path | None:
+        """Sets aside what is damaged: it would stay the newest, and count among those to keep."""
+        problem = None
+        while (path := self.latest()) is not None:
+            try:
+                self.verify(path)
+                return path
+            except RunError as error:
+                problem = error
+            aside = self._from_rank0(partial(self._set_aside, path, problem))
+            if self._rank == 0:
+                print(f"{problem.message}; set aside as {aside.name}, looking for the one before it", file=sys.stderr)
+        if problem is not None:
+            raise RunError(
+                f"no checkpoint of this run is whole; the last one found: {problem.message}",
+                fix=f"copy one from a backup to {self._dir.path}; the same command again starts from step 0",
+            )
+        return None
+
+    def _set_aside(self, path: Path, problem: RunError) -> Path:
+        try:
+            return self._dir.set_aside(path)
+        except OSError as error:
+            raise problem from error
 
     def _restore_generators(self, state: dict[str, Tensor], step: int) -> None:
         saved = state.get(f"rng.{self._rank}")
@@ -200,17 +256,15 @@ class Checkpointer:
         """Write under a temporary name and publish. All ranks return or all raise."""
         temporary = self._from_rank0(lambda: self._begin(final))
         try:
-            dcp.save(
-                state,
-                storage_writer=dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+            files = write_state(state, temporary, self._group)
         except (dcp.CheckpointException, OSError, RuntimeError) as error:
             if self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
+            if _find(error, KeyboardInterrupt) is not None:  # torch wraps whatever a rank raises
+                raise KeyboardInterrupt from error
             raise self._failed(final, error) from error
-        return self._from_rank0(lambda: self._finish(temporary, final, meta))
+        written: Path = self._from_rank0(lambda: self._finish(temporary, final, {**meta, "files": files}))
+        return written
 
     def _begin(self, final: Path) -> Path:
         try:
@@ -234,19 +288,18 @@ class Checkpointer:
 
     def _failed(self, final: Path, error: BaseException) -> RunError:
         """The user's error: what, where, how much space is left, and what can still be resumed from."""
-        free = shutil.disk_usage(final.parent).free
+        free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
         latest = self._dir.latest()
         kept = f"; the last good checkpoint is {latest}" if latest else "; there is no earlier one"
-        cause = _os_error(error)
-        reason = cause.strerror if cause is not None else " ".join(str(error).split())[-300:]
-        full = cause is not None and cause.errno in _DISK_FULL
+        cause = _find(error, OSError)
+        full = isinstance(cause, OSError) and cause.errno in _DISK_FULL
         return RunError(
-            f"checkpoint {final} could not be written: {reason} ({free / 2**30:.2f} GiB free){kept}",
+            f"checkpoint {final} could not be written: {_reason(error)} ({free / 2**30:.2f} GiB free){kept}",
             keys=("output_dir",),
             fix="free space there, output_dir=another disk, or checkpoint.keep=1" if full else None,
         )
 
-    def _from_rank0(self, make: Callable[[], Path | None]) -> Any:
+    def _from_rank0(self, make: Callable[[], Any]) -> Any:
         """`make()` on rank 0, its result or its error on every rank."""
         outcome: list[Any] = [None, None]
         if self._rank == 0:
@@ -270,14 +323,22 @@ def _check_same_optimizer(meta: dict[str, Any], optimizer: torch.optim.Optimizer
         )
 
 
-def _os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind what torch raised: a CheckpointException holds one per rank that failed."""
+def _reason(error: BaseException) -> str:
+    """In the operating system's words where it is its error, else the end of the library's."""
+    cause = _find(error, OSError)
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return " ".join(str(error).split())[-300:]
+
+
+def _find(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+    """The error of a kind behind what torch raised: a CheckpointException holds one per rank that failed."""
     while error is not None:
-        if isinstance(error, OSError):
+        if isinstance(error, kind):
             return error
         if isinstance(error, dcp.CheckpointException):
             for inner, _ in error.failures.values():
-                if (found := _os_error(inner)) is not None:
+                if (found := _find(inner, kind)) is not None:
                     return found
         error = error.__cause__ or error.__context__
     return None

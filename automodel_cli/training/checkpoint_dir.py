@@ -2,6 +2,8 @@
 
 A checkpoint is whole if and only if its folder has the final name `step-NNNNNN`: it is written as `step-NNNNNN.tmp-*`,
 forced to disk and renamed. It is removed by renaming it first, so a final name never stands for half a checkpoint.
+What happens to it afterwards (a bad disk, a copy that was cut short) is noticed by size and hash of every file, which
+its metadata holds, with a hash of its own.
 """
 
 from __future__ import annotations
@@ -10,14 +12,24 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.data.checksums import Checksum, content_hash
 
 META = "meta.json"
+_SEAL = "xxh3"
 _WHOLE = re.compile(r"step-(\d{6,})")
 _LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|old)-.*")
+
+
+class FileNote(TypedDict):
+    """What the metadata says of one file."""
+
+    bytes: int
+    xxh3: str
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -27,17 +39,53 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """What rank 0 wrote beside the tensors: step, metrics, world_size, optimizer, scheduler, extra.
+    """What rank 0 wrote beside the tensors: step, metrics, world_size, optimizer, scheduler, extra, files.
 
-    Raises RunError when `checkpoint` is not a whole checkpoint.
+    Raises RunError when `checkpoint` is not a whole checkpoint, or this file of it is not as it was written.
     """
-    if step_of(checkpoint) is None or not (checkpoint / META).is_file():
+    if step_of(checkpoint) is None or not checkpoint.is_dir():
         raise RunError(
             f"{checkpoint} is not a whole checkpoint: those are named step-NNNNNN and hold {META}",
             keys=("checkpoint.resume",),
             fix="checkpoint.resume=auto",
         )
-    return json.loads((checkpoint / META).read_text())
+    if not (checkpoint / META).is_file():
+        raise damaged(checkpoint, f"{META} is missing")
+    try:
+        meta: dict[str, Any] = json.loads((checkpoint / META).read_bytes())
+        seal = meta.pop(_SEAL)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise damaged(checkpoint, f"{META} cannot be read") from None
+    if seal != _seal(meta):
+        raise damaged(checkpoint, f"{META} is not what was written")
+    return meta
+
+
+def damaged(checkpoint: Path, what: str) -> RunError:
+    """The user's error about a checkpoint that was whole once."""
+    return RunError(
+        f"checkpoint {checkpoint} is damaged: {what}",
+        keys=("checkpoint.resume",),
+        fix=f"mv {checkpoint} {checkpoint}.damaged   (then the one before it is the newest)",
+    )
+
+
+def damage(checkpoint: Path, files: dict[str, FileNote], names: Sequence[str]) -> list[str]:
+    """What is wrong with the named files of a checkpoint, a sentence each; reads all their bytes."""
+    found = []
+    for name in names:
+        path, note = checkpoint / name, files[name]
+        try:
+            size = path.stat().st_size
+            if size != note["bytes"]:
+                found.append(f"{name} has {size:,} bytes, not {note['bytes']:,}")
+            elif content_hash(path) != note["xxh3"]:
+                found.append(f"{name} holds other bytes than were written (XXH3-128 differs)")
+        except FileNotFoundError:
+            found.append(f"{name} is missing")
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error.strerror}")
+    return found
 
 
 class CheckpointDir:
@@ -63,6 +111,13 @@ class CheckpointDir:
         link = self.path / "best"
         return link.resolve() if link.is_symlink() and link.exists() else None
 
+    def set_aside(self, checkpoint: Path) -> Path:
+        """Take a damaged checkpoint out of the count, without removing anything; returns its new place."""
+        aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(checkpoint, aside)
+        return aside
+
     def clear_leftovers(self) -> None:
         """Remove what an attempt that was killed left behind."""
         for path in self.path.iterdir():
@@ -71,11 +126,7 @@ class CheckpointDir:
 
     def publish(self, written: Path, final: Path, meta: dict[str, Any]) -> None:
         """Make the folder `written` the checkpoint `final`: metadata, force to disk, rename."""
-        text = json.dumps(meta, indent=1, allow_nan=True)
-        with open(written / META, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_meta(written / META, meta)
         _sync_folder(written)
         old = None
         if final.exists():  # the step was saved before, by an attempt that this run went back behind
@@ -86,13 +137,27 @@ class CheckpointDir:
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
 
+    def amend(self, checkpoint: Path, metrics: dict[str, float], extra: dict[str, Any]) -> None:
+        """Add to what a whole checkpoint says of itself."""
+        meta = read_meta(checkpoint)
+        meta["metrics"] |= metrics
+        meta["extra"] |= extra
+        temporary = checkpoint / f"{META}.tmp"
+        _write_meta(temporary, meta)
+        os.replace(temporary, checkpoint / META)
+        _sync_folder(checkpoint)
+        self.link_if_best(checkpoint, metrics.get("val_loss"))
+
     def link_if_best(self, checkpoint: Path, val_loss: float | None) -> None:
         """Point `best` to `checkpoint` if its validation loss is lower than that of the present best."""
         if val_loss is None or val_loss != val_loss:
             return
         best = self.best()
         if best is not None and best != checkpoint.resolve():
-            present = read_meta(best)["metrics"].get("val_loss")
+            try:
+                present = read_meta(best)["metrics"].get("val_loss")
+            except RunError:  # damaged: no longer the best of anything
+                present = None
             if present is not None and present <= val_loss:
                 return
         temporary = self.path / f"best.tmp-{os.getpid()}"
@@ -110,6 +175,21 @@ class CheckpointDir:
                 doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
                 os.rename(path, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _seal(meta: dict[str, Any]) -> str:
+    """Of the values, not of their spelling."""
+    digest = Checksum()
+    digest.update(json.dumps(meta, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _write_meta(path: Path, meta: dict[str, Any]) -> None:
+    plain = json.loads(json.dumps(meta))  # as it will be read: no tuples, no keys that are numbers
+    with open(path, "w") as file:
+        file.write(json.dumps({**plain, _SEAL: _seal(plain)}, indent=1))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:

@@ -38,6 +38,7 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     deterministic: bool = False
     cpu_threads: int | None = None
+    """Threads of torch on each rank's CPU; null: what the launcher gives it."""
 
     def __post_init__(self) -> None:
         _positive(

@@ -23,6 +23,13 @@ _KNOWN = frozenset(
         "memory_gib",
     }
 )
+_LEAD = {
+    "reward": "reward",
+    "response_length": "length",
+    "approx_entropy": "entropy",
+    "token_mult_prob_error": "mismatch",
+}
+"""What says how reinforcement learning goes, and how it is called on the line; its loss does not say."""
 
 
 class Display(Protocol):
@@ -98,8 +105,16 @@ def step_label(step: int, num_steps: int) -> str:
 
 
 def step_text(row: Row, num_ranks: int) -> str:
-    """A metrics row as text; what is null is left out, unknown columns come last under their own names."""
-    text = f"loss {show_number(row['loss'])}  gnorm {show_number(row['grad_norm'])}  lr {show_rate(row['lr'])}"
+    """A metrics row as text; what is null is left out, unknown columns come last under their own names. Rewards and
+    what belongs to them lead where there are any. A step without an update has no loss.
+    """
+    lead = [f"{name} {show_number(row[key])}" for key, name in _LEAD.items() if key in row]
+    loss, norm = row["loss"], row["grad_norm"]
+    if loss is not None and math.isnan(loss):
+        lead.append("no update: no group had different rewards" if "reward" in row else "no update")
+    else:
+        lead.append(f"loss {show_number(loss)}  gnorm {show_number(norm)}")
+    text = f"{'  '.join(lead)}  lr {show_rate(row['lr'])}"
     rate = row["tokens_per_second"]
     if rate is not None:
         text += f"  {show_count(rate)} tok/s" + (f" ({show_count(rate / num_ranks)}/rank)" if num_ranks > 1 else "")
@@ -107,7 +122,8 @@ def step_text(row: Row, num_ranks: int) -> str:
         text += f"  MFU {row['mfu']:.0%}"
     if row["memory_gib"] is not None:
         text += f"  mem {row['memory_gib']:.1f} GiB"
-    return text + "".join(f"  {key} {show_number(value)}" for key, value in row.items() if key not in _KNOWN)
+    rest = ((key, value) for key, value in row.items() if key not in _KNOWN and key not in _LEAD)
+    return text + "".join(f"  {key} {show_number(value)}" for key, value in rest)
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:

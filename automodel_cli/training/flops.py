@@ -107,15 +107,6 @@ def training_flops_per_token(
     return (4 if frozen_base else 6) * matrices + 6 * num_adapter_params + 6 * attention
 
 
-def num_active_matrix_params(hf_config: Any) -> int | None:
-    """N of the formula: matrix parameters that one token passes through, with the head and without the embedding."""
-    counted = _layers(hf_config)
-    if counted is None:
-        return None
-    config = hf_config.get_text_config()
-    return sum(layer.matrices for layer in counted) + config.hidden_size * config.vocab_size
-
-
 def _layers(hf_config: Any) -> list[_Layer] | None:
     config = hf_config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers

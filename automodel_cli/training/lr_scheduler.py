@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from automodel_cli.config.errors import ConfigError
 
@@ -26,6 +26,16 @@ class LRSchedule(Protocol):
     def get_last_lr(self) -> list[Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class ScheduleNode(Protocol):
+    """What the `lr_scheduler` section is, unless it is a `_partial_` of `torch.optim.lr_scheduler`. Your own:
+    examples/own_schedule.py."""
+
+    def build(self, optimizer: torch.optim.Optimizer, num_steps: int) -> LRSchedule:
+        """For a run of `num_steps`; `ClosedFormLR` makes one from a function of the step."""
+        ...
 
 
 class ClosedFormLR:
@@ -86,7 +96,9 @@ class _Warmup:
     """Warm-up in steps or as a share of the run; at most one of the two."""
 
     warmup_steps: int | None = None
+    """Steps over which the rate rises from 0."""
     warmup_ratio: float | None = None
+    """The same as a share of the run's steps."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
@@ -223,13 +235,12 @@ def build_lr_scheduler(node: Any, optimizer: torch.optim.Optimizer, num_steps: i
     """A schedule from one of the nodes above, or from a `_partial_` of `torch.optim.lr_scheduler` (called with the
     optimizer).
     """
-    if isinstance(node, _Warmup):
+    if isinstance(node, ScheduleNode):
         return node.build(optimizer, num_steps)
     if callable(node):
         return node(optimizer)
     raise ConfigError(
-        f"lr_scheduler is {node!r}, neither a schedule of automodel_cli.training.lr_scheduler "
-        "nor a `_partial_: true` target",
+        f"lr_scheduler is {node!r}, neither a node with `build(optimizer, num_steps)` nor a `_partial_: true` target",
         keys=("lr_scheduler",),
         fix="lr_scheduler._target_=automodel_cli.training.lr_scheduler.Cosine",
     )

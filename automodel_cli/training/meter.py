@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from automodel_cli.config.errors import RunError
 from automodel_cli.training.config import LoggingConfig
 from automodel_cli.training.display import (
     Display,
@@ -163,18 +165,20 @@ class Meter:
         self._display.close()
         num_steps = self._last_step - self._resume_step
         text = f"{num_steps} steps in {show_duration(time.perf_counter() - self._begin)}"
-        if "loss" in self._last:
-            text += f"   loss {show_number(self._last['loss'])}"
+        if (loss := self.summary().get("loss")) is not None:
+            text += f"   loss {show_number(loss)}"
         if "val_loss" in self._last_val:
             text += f" (val {show_number(self._last_val['val_loss'])})"
         self.header([("done", text), *rows])
 
     def summary(self) -> dict[str, float | int | None]:
-        """Final numbers: those of the last step and validation; rates are means without first steps."""
+        """Final numbers: those of the last step and validation; rates are means without first steps. A last step that
+        had no update has no loss."""
         self.flush()
         rate = self._rate_tokens / self._rate_seconds if self._rate_seconds else None
         rates = {"tokens_per_second": rate, "mfu": self._mfu(rate), "step": self._last_step}
-        return {**self._last, **self._last_val, **rates}
+        last = {key: value for key, value in self._last.items() if value is None or not math.isnan(value)}
+        return {**last, **self._last_val, **rates}
 
     def flush(self) -> None:
         """Fetch and write every step recorded so far."""
@@ -216,8 +220,18 @@ class Meter:
         return (self._num_steps - self._last_step) * self._rate_seconds / self._rate_steps
 
     def _write(self, row: Row) -> None:
-        self._file.write(to_line(row))
-        self._file.flush()
+        try:
+            self._file.write(to_line(row))
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # it tries once more to write what is left
+                self._file.close()
+            path = Path(self._file.name)
+            raise RunError(
+                f"{path} could not be written: {error.strerror}; checkpoints in place are whole",
+                keys=("output_dir",),
+                fix=f"free space there, then automodel resume {path.parent}",
+            ) from error
         for tracker in self._trackers:
             tracker.log(row, int(row["step"] or 0))
 

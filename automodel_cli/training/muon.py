@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,18 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from automodel_cli.training.newton_schulz import measured_dtype, orthogonalise
 from automodel_cli.training.param_groups import TrainableParam, decay_groups
+
+_FLOAT32 = "newton_schulz_float32"
+"""State of a matrix whose first step took fp32 products: a run that goes on elsewhere keeps them (else bfloat16)."""
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` on `muon_params`, `torch.optim.AdamW` on `adamw_params`.
+    """The algorithm of `torch.optim.Muon` on `muon_params`, `torch.optim.AdamW` on `adamw_params`.
 
     Muon orthogonalises a whole matrix, so a sharded one must be gathered first: momentum stays on the shard
     (elementwise), its update is gathered, orthogonalised by every rank alike and cut again. So every layout gives the
     numbers of one process; run as DTensor operations, the bfloat16 products would be rounded differently on each
     layout.
 
-    Group options are those of the two torch classes; `muon=True` marks the groups of the first.
+    Group options are those of the two torch classes; `muon=True` marks the groups of the first, whose `ns_dtype` is the
+    dtype of the products, None to measure (collective over all ranks: every rank has one of these optimizers, if need
+    be without matrices).
     """
 
     def __init__(
@@ -32,6 +39,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         adamw: dict[str, Any],
     ):
         groups: list[dict[str, Any]] = []
+        measured = None
+        if muon["ns_dtype"] is None:
+            measured = measured_dtype((muon_params or adamw_params)[0].param.device)
+        muon = {**muon, "ns_measured": measured}
         if muon_params:
             groups.append({"params": [item.param for item in muon_params], "muon": True, **muon})
         rest = {key: value for key, value in adamw.items() if key != "weight_decay"}
@@ -62,35 +73,52 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _muon_step(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One update of one matrix: momentum on the shard, `torch.optim.Muon` for orthogonalisation and step size."""
+    """One update of one matrix: momentum and decay on the shard, orthogonalisation on the whole."""
     grad = param.grad
     assert grad is not None
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(grad)
-    momentum = state["momentum_buffer"]
-    momentum.lerp_(grad, 1 - group["momentum"])
-    update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-    step = _orthogonal_step(update.full_tensor() if isinstance(update, DTensor) else update, group)
-    param.mul_(1 - group["lr"] * group["weight_decay"])
-    if isinstance(param, DTensor):
-        mesh = param.device_mesh
-        whole = DTensor.from_local(step, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        param.add_(whole.redistribute(placements=param.placements))
-    else:
-        param.add_(step)
+        if torch.float32 in (group["ns_dtype"], group["ns_measured"]):
+            state[_FLOAT32] = 1
+    momentum_S, grad_S, param_S = (_local(tensor) for tensor in (state["momentum_buffer"], grad, param))
+    momentum_S.lerp_(grad_S, 1 - group["momentum"])
+    update_S = grad_S.lerp(momentum_S, group["momentum"]) if group["nesterov"] else momentum_S
+    kept = torch.float32 if state.get(_FLOAT32) else torch.bfloat16
+    whole = orthogonalise(_whole(update_S, param), group["ns_steps"], group["ns_dtype"] or kept)
+    param_S.mul_(1 - group["lr"] * group["weight_decay"])
+    param_S.add_(_shard(whole, param), alpha=-_adjusted_lr(group, param.shape))
 
 
-def _orthogonal_step(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """`-lr' * NewtonSchulz(update)`: torch's Muon without momentum or decay, applied to a matrix of zeros."""
-    step = nn.Parameter(torch.zeros_like(update))
-    step.grad = update
-    torch.optim.Muon(
-        [step],
-        lr=group["lr"],
-        weight_decay=0.0,
-        momentum=0.0,
-        nesterov=False,
-        ns_steps=group["ns_steps"],
-        adjust_lr_fn=group["adjust_lr"],
-    ).step()
-    return step.detach()
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard, sharing its memory: the operations on it are elementwise, and those on DTensors cost more than
+    they compute for all but large matrices.
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(update_S: Tensor, param: nn.Parameter) -> Tensor:
+    """The matrix of which `update_S` is this rank's shard. Collective over the ranks that share `param`."""
+    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+        return update_S
+    shape, stride = param.shape, param.stride()
+    sharded = DTensor.from_local(
+        update_S, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
+    )
+    return sharded.full_tensor()
+
+
+def _shard(whole: Tensor, param: nn.Parameter) -> Tensor:
+    """This rank's shard of a matrix that all ranks hold."""
+    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+        return whole
+    mesh = param.device_mesh
+    replicated = DTensor.from_local(whole.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=param.placements).to_local()
+
+
+def _adjusted_lr(group: dict[str, Any], shape: torch.Size) -> float:
+    """The step size of a matrix, as `torch.optim.Muon` adjusts it."""
+    rows, columns = shape
+    if group["adjust_lr"] == "match_rms_adamw":
+        return float(group["lr"] * 0.2 * math.sqrt(max(rows, columns)))
+    return float(group["lr"] * math.sqrt(max(1, rows / columns)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from automodel_cli.config.errors import ConfigError
 
@@ -22,10 +22,14 @@ _WHOLE_MATRICES = ("Muon", "AdamW8bit", "Adafactor")
 Implementation = Literal["auto", "fused", "foreach", "loop"]
 
 
+@runtime_checkable
 class OptimizerNode(Protocol):
-    """What `optimizer:` in a config builds, unless it is a `_partial_` of `torch.optim`."""
+    """What the `optimizer` section is, unless it is a `_partial_` of `torch.optim`. Your own:
+    examples/own_optimizer.py."""
 
-    def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer: ...
+    def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
+        """Over the trainable parameters of `parts`, this rank's modules, as `training.param_groups` groups them."""
+        ...
 
 
 def _check_adam(lr: float, betas: tuple[float, ...], eps: float, weight_decay: float) -> None:
@@ -74,9 +78,13 @@ class AdamW:
     """
 
     lr: float
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.01
+    """Decoupled; of matrices only, biases and norms have none."""
     implementation: Implementation = "auto"
 
     def __post_init__(self) -> None:
@@ -102,19 +110,31 @@ class Muon:
     of `adamw_names` (heads). Stacked experts have three dims and go to AdamW. `adjust_lr="match_rms_adamw"` scales
     the update so that learning rates tuned for AdamW fit (arXiv:2502.16982); "original" is sqrt(max(1, rows /
     columns)). `adamw_lr=None` uses `lr` for AdamW too.
+
+    `ns_dtype`: of the matrix products that orthogonalise. `auto` is bfloat16, and float32 where a measurement at the
+    start shows that the device has no units for bfloat16 (then 10 times slower). All ranks take the same one, and a run
+    that is resumed elsewhere keeps it.
     """
 
     lr: float
     weight_decay: float = 0.1
+    """Decoupled, of Muon's and of AdamW's matrices."""
     momentum: float = 0.95
+    """Of the gradient before it is orthogonalised."""
     nesterov: bool = True
+    """Whether the update looks one momentum step ahead."""
     ns_steps: int = 5
+    """Iterations of Newton-Schulz."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     adamw_lr: float | None = None
     adamw_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
     adamw_eps: float = 1e-8
+    """Of AdamW, added to the root of the second moment."""
     adamw_names: tuple[str, ...] = ("lm_head", "embed", "wte", "wpe")
+    ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     implementation: Implementation = "auto"
+    """Of AdamW: `auto` takes the fused kernel."""
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.adamw_betas, self.adamw_eps, self.weight_decay)
@@ -138,11 +158,20 @@ class Muon:
                 fix="optimizer.adjust_lr=match_rms_adamw",
             )
 
+        if self.ns_dtype not in ("auto", "bfloat16", "float32"):
+            raise ConfigError(
+                f"ns_dtype={self.ns_dtype!r} is none of auto, bfloat16, float32",
+                keys=("ns_dtype",),
+                fix="optimizer.ns_dtype=auto",
+            )
+
     def orthogonalises(self, item: TrainableParam) -> bool:
         """Whether this parameter is Muon's; AdamW has the others."""
         return item.param.ndim == 2 and item.decays and not any(name in item.name for name in self.adamw_names)
 
     def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
+        import torch
+
         from automodel_cli.training.muon import MuonWithAdamW
         from automodel_cli.training.param_groups import require_trainable
 
@@ -157,6 +186,7 @@ class Muon:
                 "nesterov": self.nesterov,
                 "ns_steps": self.ns_steps,
                 "adjust_lr": self.adjust_lr,
+                "ns_dtype": None if self.ns_dtype == "auto" else getattr(torch, self.ns_dtype),
             },
             adamw={
                 "lr": self.lr if self.adamw_lr is None else self.adamw_lr,
@@ -173,10 +203,15 @@ class AdamW8bit:
     """AdamW with 8-bit moments, from `torchao` (any layout) or `bitsandbytes` (CUDA, unsharded parameters only)."""
 
     lr: float
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.01
+    """Decoupled; of matrices only, biases and norms have none."""
     library: Literal["torchao", "bitsandbytes"] = "torchao"
+    """Whose kernels: torchao or bitsandbytes."""
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
@@ -218,7 +253,7 @@ def build_optimizer(node: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimi
     A partial that knows `weight_decay` gets the same groups as the nodes; its own or default value acts on the
     matrices.
     """
-    from automodel_cli.distributed.megatron_fsdp import follow_optimizer
+    from automodel_cli.distributed.sharded import follow_optimizer
 
     _refuse_uneven_shards(node, parts)
     optimizer = _build(node, parts)
@@ -227,14 +262,15 @@ def build_optimizer(node: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimi
 
 
 def _refuse_uneven_shards(node: Any, parts: Sequence[nn.Module]) -> None:
-    """Megatron-FSDP's shards suit optimizers that treat every element alone; others would be wrong without a word."""
+    """Shards that borders cut anywhere suit optimizers that treat every element alone; others would be wrong without a
+    word."""
     from automodel_cli.models.uneven import is_uneven
 
     kind = node.func if isinstance(node, functools.partial) else type(node)
     name = getattr(kind, "__name__", str(kind))
     if name in _WHOLE_MATRICES and any(is_uneven(param) for part in parts for param in part.parameters()):
         raise ConfigError(
-            f"{name} works on whole rows or blocks of a matrix, which megatron_fsdp cuts anywhere",
+            f"{name} works on whole rows or blocks of a matrix, which this parallelizer cuts anywhere",
             keys=("optimizer", "parallelizer"),
             fix="parallelizer=fsdp2, or optimizer._target_=automodel_cli.training.optim.AdamW",
         )
@@ -242,9 +278,9 @@ def _refuse_uneven_shards(node: Any, parts: Sequence[nn.Module]) -> None:
 
 def _build(node: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
     if not isinstance(node, functools.partial):
-        if not isinstance(node, (AdamW, Muon, AdamW8bit)):
+        if not isinstance(node, OptimizerNode):
             raise ConfigError(
-                f"optimizer is {node!r}, neither a node of automodel_cli.training.optim nor a `_partial_: true` target",
+                f"optimizer is {node!r}, neither a node with `build(parts)` nor a `_partial_: true` target",
                 keys=("optimizer",),
                 fix="optimizer._target_=automodel_cli.training.optim.AdamW",
             )

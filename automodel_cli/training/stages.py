@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.distributed.gradients import gradient_sync, reshard, unwrap
+from automodel_cli.distributed.sharded import handle_of
 
 LossFn = Callable[[Tensor, Batch], Tensor]
 """(logprobs_BT, batch) -> scalar, already divided by the global weight."""
 
 
 class Stages(Protocol):
-    """The modules this rank owns, and the two ways to run them. Implemented by `SingleStage` and `AutoPipeline`."""
+    """The modules this rank owns, and the two ways to run them. Implemented by `SingleStage` and
+    `PipelineStages`."""
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -38,6 +40,30 @@ class Stages(Protocol):
         """Forward only, no gradients: `reduce(logprobs_BT, batch)` per microbatch, on every rank of the batch."""
         ...
 
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the stages of this model; None for a whole one."""
+        ...
+
+    @property
+    def stage_owners(self) -> tuple[int, ...]:
+        """Rank in `pp_group` of every stage of the model, in its order; `(0,)` for a whole one."""
+        ...
+
+    @property
+    def boundary_dtype(self) -> torch.dtype | None:
+        """Of the hidden states between stages; None where there is nothing between."""
+        ...
+
+    def takes(self, num_microbatches: int) -> bool:
+        """Whether a step may have so many microbatches, with equally many for every rank to wait for."""
+        ...
+
+    def forward_size(self, num_microbatches: int) -> int:
+        """Microbatches that a call of `forward` should get where many are at hand and a step has `num_microbatches`: as
+        many as keep all ranks busy."""
+        ...
+
 
 class SingleStage:
     """The whole model on this rank: every microbatch forward and backward, one after another.
@@ -47,13 +73,13 @@ class SingleStage:
     """
 
     def __init__(self, module: nn.Module):
-        self._module = module
-        self.parts: list[nn.Module] = [unwrap(module)]
+        self._module, self._sharded = module, handle_of(module)
+        self.parts: list[nn.Module] = [self._sharded.part]
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> Tensor:
         values = []
         for i, batch in enumerate(batches):
-            with gradient_sync(self._module, is_last=i == len(batches) - 1):
+            with self._sharded.microbatch(is_last=i == len(batches) - 1):
                 value = loss(self._logprobs(batch), batch)
                 value.backward()
             values.append(value.detach())
@@ -69,7 +95,25 @@ class SingleStage:
         finally:
             for module, mode in training.items():
                 module.training = mode
-            reshard(self._module)
+            self._sharded.reshard()
+
+    @property
+    def pp_group(self) -> None:
+        return None
+
+    @property
+    def stage_owners(self) -> tuple[int, ...]:
+        return (0,)
+
+    @property
+    def boundary_dtype(self) -> None:
+        return None
+
+    def takes(self, num_microbatches: int) -> bool:
+        return True
+
+    def forward_size(self, num_microbatches: int) -> int:
+        return 1
 
     def _logprobs(self, batch: Batch) -> Tensor:
         logprobs_BT: Tensor = self._module(labels=batch.labels_BT, **batch.model_inputs())

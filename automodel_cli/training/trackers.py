@@ -97,8 +97,11 @@ class WandB:
 
     module: ClassVar[str] = "wandb"
     project: str = "automodel"
+    """The project that runs are listed in."""
     entity: str | None = None
+    """User or team; null: the account's own."""
     group: str | None = None
+    """Name under which several runs stand together."""
     mode: Literal["online", "offline"] = "online"
 
     def __post_init__(self) -> None:
@@ -135,6 +138,7 @@ class MLflow:
 
     module: ClassVar[str] = "mlflow"
     experiment: str = "automodel"
+    """The experiment that runs are listed in."""
     tracking_uri: str | None = None
 
     def __post_init__(self) -> None:
@@ -169,6 +173,7 @@ class Trackio:
 
     module: ClassVar[str] = "trackio"
     project: str = "automodel"
+    """The project that runs are listed in."""
     space_id: str | None = None
 
     def __post_init__(self) -> None:

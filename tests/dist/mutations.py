@@ -10,18 +10,22 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
-from automodel_cli.distributed import gradients, parallelizer
 from automodel_cli.distributed.expert_parallel import experts_modules
 from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.strategies.ddp.wrapping import DDPSharded
+from automodel_cli.distributed.strategies.fsdp2 import sharding as fsdp2
+from automodel_cli.distributed.strategies.fsdp2.sharding import FSDP2Sharded
 from automodel_cli.distributed.tp_styles import SumParameterGradients
 from automodel_cli.models.context import Context
-from automodel_cli.training import stages, step
+from automodel_cli.training import step
 
 
 def average_instead_of_sum(batches: list[Batch]) -> list[Batch]:
-    patch.object(parallelizer, "sum_gradients", lambda module: None).start()
+    patch.object(fsdp2, "sum_gradients", lambda module: None).start()
+    patch.object(DistributedDataParallel, "register_comm_hook", lambda self, state, hook: None).start()
     return batches
 
 
@@ -37,13 +41,13 @@ def local_weight_then_average(batches: list[Batch]) -> list[Batch]:
 
 
 def only_last_microbatch(batches: list[Batch]) -> list[Batch]:
-    gradient_sync = gradients.gradient_sync
+    for handle in (FSDP2Sharded, DDPSharded):
 
-    def forget_then_sync(module: Any, is_last: bool) -> Any:
-        module.zero_grad()
-        return gradient_sync(module, is_last=True)
+        def forget_then_sync(self: Any, is_last: bool, microbatch: Any = handle.microbatch) -> Any:
+            self.part.zero_grad()
+            return microbatch(self, is_last=True)
 
-    patch.object(stages, "gradient_sync", forget_then_sync).start()
+        patch.object(handle, "microbatch", forget_then_sync).start()
     return batches
 
 

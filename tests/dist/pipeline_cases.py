@@ -221,8 +221,8 @@ def _layers_only(mesh: Mesh) -> Callable[..., None]:
     """FSDP on the layers alone, as expert parallelism wraps experts: the part itself is no FSDP module."""
     from torch.distributed.fsdp import fully_shard
 
-    from automodel_cli.distributed.gradients import sum_gradients
-    from automodel_cli.distributed.parallelizer import transformer_layers
+    from automodel_cli.distributed.strategies.fsdp2.sharding import sum_gradients
+    from automodel_cli.distributed.layers import transformer_layers
 
     def wrap(part: nn.Module, **axes: Any) -> None:
         for layer in transformer_layers(part):
@@ -288,7 +288,7 @@ SABOTAGES: dict[str, Callable[[AutoPipeline], None]] = {
 
 
 def write_csv(path: Path, schedule: str, pp: int, count: int, chunks: int) -> str:
-    from automodel_cli.pipelining.programs import build_program
+    from automodel_cli.pipelining.schedule.programs import build_program
 
     build_program(schedule, pp, count, chunks).to_csv(path)
     return str(path)

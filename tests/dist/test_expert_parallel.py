@@ -26,7 +26,7 @@ from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining import build
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
@@ -117,7 +117,7 @@ def build_stages(case: Case, mesh: Mesh) -> Stages:
     if case.schedule is None:
         return SingleStage(parallelize(part, mesh, case.config))
     pipeline = PipelineConfig(schedule=case.schedule)
-    return build_pipeline(part, mesh, pipeline, case.config, microbatch_size=2, num_microbatches=case.num_microbatches)
+    return build.build_stages(part, mesh, pipeline, case.config, num_microbatches=case.num_microbatches)
 
 
 def run_case(case: Case, mesh: Mesh) -> Errors:
@@ -254,7 +254,7 @@ def _refused(rank, world, family):
         fields = LLAMA4 if family == "llama4_text" else tiny.tiny_fields(family)
         part.model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**fields))
     with pytest.raises(ConfigError) as caught:
-        apply_expert_parallel(part, mesh, FSDP2)
+        apply_expert_parallel(part, mesh)
     return caught.value.message, caught.value.fix
 
 

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed import megatron_fsdp
+from automodel_cli.distributed.strategies.megatron_fsdp import sharding as megatron_fsdp
 from automodel_cli.distributed.config import MegatronFSDPConfig
-from automodel_cli.distributed.gradients import gradient_sync
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.distributed.sharded import follow_optimizer, handle_of, weights_changed
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.load import load_weights
@@ -92,7 +92,7 @@ def _trained(config, world, folder, *, resume=False, async_save=False):
     part = build_part(model)
     stages = SingleStage(parallelize(part, mesh, config))
     load_weights(part, model, device=mesh.device, seed=3)
-    megatron_fsdp.weights_changed([part])
+    weights_changed([part])
     optimizer = build_optimizer(AdamW(lr=1e-2, weight_decay=0.1), [part])
     scheduler = Constant().build(optimizer, STEPS)
     checkpointer = Checkpointer(folder, CheckpointConfig(async_save=async_save, resume="auto" if resume else None))
@@ -179,14 +179,14 @@ def _sgd_updates(rank, world):
         if older:
             module = megatron_fsdp.nvfsdp_strategy_parallelize(part, mesh, [LlamaDecoderLayer])
             optimizer = torch.optim.SGD(part.parameters(), lr=1.0)
-            megatron_fsdp.follow_optimizer(optimizer, [part])
+            follow_optimizer(optimizer, [part])
         else:
             optimizer = torch.optim.SGD(part.parameters(), lr=1.0)
             module, _ = megatron_fsdp.megatron_fsdp_strategy_parallelize(
                 part, mesh, [LlamaDecoderLayer], optimizer=optimizer
             )
         for i, batch in enumerate(everyone[rank]):
-            with gradient_sync(module, is_last=i == 1):
+            with handle_of(module).microbatch(is_last=i == 1):
                 (-module(labels=batch.labels_BT, **batch.model_inputs()).sum() / weight).backward()
         optimizer.step()
         updates.append({name: before[name] - gathered(param) for name, param in part.named_parameters()})
@@ -219,7 +219,7 @@ def _refusals(rank, world):
     with pytest.raises(ConfigError, match="would weigh ranks, not tokens"):
         megatron_fsdp.megatron_fsdp_strategy_parallelize(tiny_part("llama"), mesh.root, average_in_collective=True)
     module = parallelize(tiny_part("llama"), mesh, MEGATRON)
-    with pytest.raises(ConfigError, match="which megatron_fsdp cuts anywhere"):
+    with pytest.raises(ConfigError, match="which this parallelizer cuts anywhere"):
         build_optimizer(Muon(lr=1e-3), SingleStage(module).parts)
 
 

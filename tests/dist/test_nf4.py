@@ -16,7 +16,7 @@ from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.rows import FP32
-from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
@@ -45,7 +45,7 @@ def _run(rank, world, sizes, parallelizer, family):
     part = build_part(config)
     if mesh.layout.pp > 1:
         pipeline = PipelineConfig(schedule="1f1b")
-        stages = build_pipeline(part, mesh, pipeline, parallelizer, microbatch_size=2, num_microbatches=len(mine))
+        stages = build_stages(part, mesh, pipeline, parallelizer, num_microbatches=len(mine))
     else:
         stages = SingleStage(parallelize(part, mesh, parallelizer))
     for own in stages.parts:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -195,3 +196,14 @@ def _ddp_on_meta(rank, world):
 
 def test_ddp_allocates_a_meta_part_and_keeps_ties():
     assert launch(_ddp_on_meta, 2) == (True, True, False)
+
+
+def _wrapped(rank, world):
+    mesh = build_mesh(MeshConfig().resolve(1), "cpu")
+    plain = replace(FSDP2, mp_policy=MixedPrecision(param_dtype="float32", reduce_dtype=None))
+    configs = (FSDP2, plain, replace(FSDP2, mp_policy=None), replace(FSDP2, offload_policy=CPUOffload()))
+    return [isinstance(parallelize(tiny_part("llama"), mesh, config), FSDPModule) for config in configs]
+
+
+def test_one_rank_is_wrapped_only_where_that_changes_something():
+    assert launch(_wrapped, 1) == [False, False, True, True]

@@ -31,7 +31,7 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "dp axis": ({"dp_axis_names": ("data",)}, "dp_axis_names: the mesh has no axis 'data'"),
     "cp axis": ({"cp_axis_name": "cp"}, "cp_axis_name: the mesh has no axis 'cp'"),
     "expert axis": ({"ep_axis_name": "ep"}, "ep_axis_name: the mesh has no axis 'ep'"),
-    "no schedule": ({"pp_schedule": None}, "neither pp_schedule nor pp_schedule_csv"),
+    "no schedule": ({"pp_schedule": None}, "pp_schedule=null and pp_schedule_csv=null"),
     "schedule": ({"pp_schedule": "1f2b"}, "pp_schedule='1f2b' is no schedule"),
     "csv": ({"pp_schedule_csv": "/nowhere.csv"}, "pp_schedule_csv=/nowhere.csv is no file"),
     "microbatch": ({"pp_microbatch_size": 0}, "pp_microbatch_size=0 must be at least 1"),
@@ -40,6 +40,12 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "rounding": ({"round_virtual_stages_to_pp_multiple": "near"}, "'near' must be 'up', 'down' or null"),
     "two ways": ({"layers_per_stage": 2, "layout": "Ett|ttL"}, "layout and layers_per_stage exclude each other"),
     "balance": ({"balance": "fair"}, "balance='fair' must be"),
+    "runtime": ({"runtime": "eager", "pp_schedule": "zbv"}, "has the schedules 1F1B and Interleaved1F1B, not ZBV"),
+    "overlap": ({"overlap_p2p_comm": True}, "an option of the eager runtime"),
+    "eager overlap": ({"runtime": "eager", "overlap_p2p_comm": True}, "1F1B needs every tensor at once"),
+    "near": ({"pp_schedule": "zb-h3"}, "pp_schedule='zb-h3' is no schedule"),
+    "dtype": ({"dtype": "bf17"}, "dtype='bf17' is no dtype of torch"),
+    "group size": ({"microbatch_group_size": 0}, "microbatch_group_size=0 must be at least 1"),
     "inner": ({"patch_inner_model": False}, "patch_inner_model=false"),
     "outer": ({"patch_causal_lm_model": False}, "patch_causal_lm_model=false"),
     "scale": ({"scale_grads_in_schedule": True}, "losses are divided by the global weight"),
@@ -66,6 +72,9 @@ REFUSED_BUILDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+NOTHING = "nothing was refused"
+
+
 def _mesh(world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,), mesh_dim_names=("pp",))
 
@@ -75,15 +84,20 @@ def _refusal(action: Callable[[], Any]) -> str:
         action()
     except ConfigError as error:
         return str(error)
-    return "nothing was refused"
+    return NOTHING
 
 
-def refused_options(rank: int, world: int) -> dict[str, str]:
+def refused_options(rank: int, world: int) -> dict[str, tuple[str, str]]:
+    """What is refused, and what is still refused when the fix is pasted into the call."""
     mesh = _mesh(world)
-    return {
-        name: _refusal(lambda options=options: AutoPipeline(**{"world_mesh": mesh, **options}))
-        for name, (options, _) in REFUSED_OPTIONS.items()
-    }
+    found = {}
+    for name, (options, _) in REFUSED_OPTIONS.items():
+        given = {"world_mesh": mesh, **options}
+        message = _refusal(lambda given=given: AutoPipeline(**given))
+        fix = re.search(r"\n  fix   (.+?)(, or .*|   \(.*)?$", message)
+        fixed = {**given, **(eval(f"dict({fix[1].replace(' ', ', ')})") if fix else {})}
+        found[name] = message, _refusal(lambda fixed=fixed: AutoPipeline(**fixed)) if fix else NOTHING
+    return found
 
 
 def refused_builds(rank: int, world: int) -> dict[str, str]:
@@ -115,7 +129,7 @@ def refused_sharding(rank: int, world: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def option_errors() -> dict[str, str]:
+def option_errors() -> dict[str, tuple[str, str]]:
     return launch(refused_options, 2)
 
 
@@ -125,8 +139,10 @@ def build_errors() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", REFUSED_OPTIONS)
-def test_refused_options(name: str, option_errors: dict[str, str]):
-    assert re.search(REFUSED_OPTIONS[name][1], option_errors[name]), option_errors[name]
+def test_refused_options_and_fixes_that_work_when_pasted(name: str, option_errors: dict[str, tuple[str, str]]):
+    message, still = option_errors[name]
+    assert re.search(REFUSED_OPTIONS[name][1], message), message
+    assert still == NOTHING, message
 
 
 @pytest.mark.parametrize("name", REFUSED_BUILDS)
@@ -243,4 +259,3 @@ def test_config_node():
         PipelineConfig(schedule="gpip")
     with pytest.raises(ConfigError, match="at least 2 \\* pp_size microbatches"):
         PipelineConfig(schedule="dualpipev").check(pp_size=2, num_microbatches=3)
-    assert PipelineConfig(schedule="zbv").options()["pp_schedule"] == "zbv"

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.distributed.parallelizer import transformer_layers
-from automodel_cli.pipelining.eager_config import ModelParallelConfig, ProcessGroupCollection
-from automodel_cli.pipelining.finalize import finalize_model_grads
-from automodel_cli.pipelining.forward_backward import forward_backward_no_pipelining
-from automodel_cli.pipelining.p2p import P2PCommunicator
+from automodel_cli.distributed.layers import transformer_layers
+from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, ProcessGroupCollection
+from automodel_cli.pipelining.megatron_core.finalize import finalize_model_grads
+from automodel_cli.pipelining.megatron_core.forward_backward import forward_backward_no_pipelining
+from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator
 from tests.dist import pipeline_cases
 from tests.dist.eager_cases import Chunk, Row, forward_step, reference, run_rows
 from tests.dist.harness import launch, launch_all

@@ -16,7 +16,7 @@ from automodel_cli.models.build import build_part
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.optim import AdamW
 from automodel_cli.training.stages import SingleStage, Stages
@@ -37,8 +37,8 @@ def _stages(mesh: Mesh, model: ModelConfig, schedule: str, parallelizer: Any) ->
         stages: Stages = SingleStage(parallelize(part, mesh, parallelizer))
     else:
         config = PipelineConfig(schedule=schedule)
-        stages = build_pipeline(
-            part, mesh, config, parallelizer, microbatch_size=1, num_microbatches=ROWS // mesh.dp_size
+        stages = build_stages(
+            part, mesh, config, parallelizer, num_microbatches=ROWS // mesh.dp_size
         )
     for local in stages.parts:
         load_weights(local, model, device=mesh.device, seed=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 from collections.abc import Sequence
 
@@ -80,6 +82,50 @@ def test_the_samples_are_those_of_a_plain_call(shared):
     want = [c.tokens for c in engine.generate([prompt.tokens for _, _, prompt in asked], PARAMS, seeds)]
     got = launch_all(beside_collectives, 2, shared, False)
     assert [got[i % 2][i // 2] for i in range(len(want))] == [(tokens, 7) for tokens in want]
+
+
+class Instant:
+    """Answers with the seed; its log-probs have no short decimal form."""
+
+    weight_version = 3
+
+    def generate(self, prompts, params, seeds=None):
+        return [Completion([seed % 97, 5], [-1 / 3, -(seed % 97) / 7], "stop", 3) for seed in seeds]
+
+
+def _state_of_two_ranks(rank: int, world: int) -> dict:
+    ahead = Ahead(Instant(), torch.device("cpu"))
+    assert ahead.state() is None
+    asked = all_asked()[rank::world]
+    ahead.begin(asked, PARAMS, [sample_seed(0, place, index) for place, index, _ in asked])
+    state = ahead.state()  # waits for the thread, and takes nothing
+    drawn = ahead.take()
+    ahead.close()
+    assert drawn is not None and drawn.asked == asked
+    return json.loads(json.dumps(state))
+
+
+def _restored(rank: int, world: int, state: dict) -> None:
+    ahead, asked = Ahead(Instant(), torch.device("cpu")), all_asked()[rank::world]
+    seeds = [sample_seed(0, place, index) for place, index, _ in asked]
+    ahead.restore(state)
+    drawn = ahead.kept(asked, PARAMS)
+    assert drawn is not None and drawn.asked == asked
+    assert drawn.completions == Instant().generate([], PARAMS, seeds)
+    assert ahead.kept(asked, PARAMS) is None, "they are handed out once"
+    ahead.restore(state)
+    assert ahead.kept(asked, dataclasses.replace(PARAMS, temperature=0.7)) is None
+    ahead.restore(state)
+    assert ahead.kept([*asked, (9, 0, asked[0][2])], PARAMS) is None
+    ahead.restore(None)
+    assert ahead.kept(asked, PARAMS) is None
+
+
+def test_what_was_drawn_goes_through_a_checkpoint_to_any_number_of_ranks():
+    first, second = launch_all(_state_of_two_ranks, 2)
+    assert first == second
+    for world in (1, 2, 4):
+        launch(_restored, world, first)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["every rank", "first rank"])

@@ -21,7 +21,7 @@ from automodel_cli.models.attention import packed_attention, register
 from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
 from automodel_cli.parity.rows import FP32
-from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.rollout.decoder import Decoder
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
@@ -67,8 +67,8 @@ def _generate(rank, world, family, mesh_config, pipeline, parallelizer):
     if pipeline is None:
         stages = SingleStage(parallelize(part, mesh, config))
     else:
-        stages = build_pipeline(
-            part, mesh, PipelineConfig(schedule=pipeline), config, microbatch_size=1, num_microbatches=4
+        stages = build_stages(
+            part, mesh, PipelineConfig(schedule=pipeline), config, num_microbatches=4
         )
     sampler = build_sampler(stages, mesh, stop_token_ids=STOP, num_slots=2)
     completions = []

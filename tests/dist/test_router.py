@@ -22,7 +22,7 @@ from automodel_cli.models.config import MoEConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.router import RouterWatch
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.pipelining.build import build_pipeline
+from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import NonFiniteError, train_step
@@ -119,7 +119,7 @@ def run(rank: int, world: int, case: Case):
         stages = SingleStage(parallelize(part, mesh, case.config))
     else:
         pipeline = PipelineConfig(schedule=case.schedule)
-        stages = build_pipeline(part, mesh, pipeline, case.config, microbatch_size=2, num_microbatches=count)
+        stages = build_stages(part, mesh, pipeline, case.config, num_microbatches=count)
     watch = RouterWatch(stages.parts, MoEConfig(aux_loss_coef=case.coef, bias_update_speed=speed(case)), mesh)
     recorder = Recorder(stages.parts)
     batches = batches_of(mesh.dp_rank, count)

@@ -40,7 +40,12 @@ def write_config(folder: Path, *, family: str = "llama", name: str = "tiny") -> 
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "AUTOMODEL_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "AUTOMODEL_CACHE": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "XDG_STATE_HOME": str(folder / "state"),
+    }
 
 
 def automodel(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), timeout: float = 240) -> Any:

@@ -255,7 +255,8 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
 
 def test_a_step_with_nothing_to_learn_changes_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
     write_config(tmp_path)
-    run(tmp_path, "rewards.digit.pattern='.*'", "rewards.other.weight=0", "train.max_steps=2")
+    output = run(tmp_path, "rewards.digit.pattern='.*'", "rewards.other.weight=0", "train.max_steps=2")
+    assert "no update: no group had different rewards" in output and "nan" not in output
     for row in (row for row in metrics(tmp_path / "runs" / "tiny") if "reward" in row):
         assert row["loss"] is None and row["num_equal_groups"] == PROMPTS and row["num_trained_samples"] == 0
 

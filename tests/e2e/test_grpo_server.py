@@ -5,7 +5,7 @@ vLLM itself cannot run here: the command starts the double of its endpoints that
 
 from __future__ import annotations
 
-import shlex
+import json
 import sys
 import time
 from pathlib import Path
@@ -30,10 +30,10 @@ time.sleep(600)
 """
 
 
-def double_at(folder: Path, port: int) -> str:
+def double_at(folder: Path, port: int) -> list[str]:
     script = folder / "double.py"
     script.write_text(DOUBLE.format(root=str(Path(__file__).parents[2]), port=port))
-    return f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}"
+    return [sys.executable, str(script)]
 
 
 def answers(url: str) -> bool:
@@ -72,7 +72,7 @@ def test_one_that_does_not_answer_is_an_error_with_its_last_words(
     began, alive = time.monotonic(), tmp_path / "alive"
     with pytest.raises(RunError) as error:
         url = f"http://127.0.0.1:{free_port()}"
-        ServerProcess(command.format(alive=alive), Server(url), tmp_path / "log", timeout=timeout)
+        ServerProcess(["bash", "-c", command.format(alive=alive)], Server(url), tmp_path / "log", timeout=timeout)
     assert said in str(error.value) and "no such model" in str(error.value)
     assert time.monotonic() - began < 30
     last = alive.read_text() if alive.exists() else None
@@ -85,8 +85,12 @@ def test_a_run_that_fails_ends_the_server_it_started(tmp_path: Path) -> None:
     write_config(tmp_path)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    engine = ["rollout=vllm", f"rollout.engine.url={url}", f"rollout.engine.command={double_at(tmp_path, port)}"]
-    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *engine)
+    engine = [
+        "rollout=vllm",
+        f"rollout.engine.url={url}",
+        f"rollout.engine.command={json.dumps(double_at(tmp_path, port))}",
+    ]
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *engine, "--trust", "command")
     assert done.returncode == 1 and "vllm" in done.stderr, done.stdout + done.stderr
     log = tmp_path / "runs" / "tiny" / "logs" / "rollout_server.log"
     assert log.read_text().startswith("the double starts\n")

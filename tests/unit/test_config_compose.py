@@ -136,13 +136,14 @@ def test_broken_yaml_in_an_included_file(here: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("lr", "lr is not an override: key=value is expected\n  from  lr (command line)\n  fix   lr=VALUE"),
+        ("lr", "lr is not an override: key=value is expected\n  from  lr (command line)\n  try   lr=VALUE"),
         ("--lr=1", "--lr=1 is no option; overrides have no dashes\n  from  --lr=1 (command line)\n  fix   lr=1"),
         (
             "lr=1,2",
             (
-                "lr=1,2 is a sweep over several runs; a list has brackets\n"
-                "  from  lr=1,2 (command line)\n  fix   'lr=[1,2]'"
+                "lr=1,2 are 2 values, and one command is one run (several: for v in 1 2; do automodel finetune llm "
+                "-c CONF lr=$v run_name=lr-$v; done)\n"
+                "  from  lr=1,2 (command line)\n  fix   lr=1, or 'lr=[1,2]' where the key takes a list"
             ),
         ),
         (
@@ -216,7 +217,7 @@ def test_which_file(here: Path) -> None:
     write(here / "old.yml", "a: 1\n")
     name = bundled.names()[0]
     assert locate("mine.yaml") == here / "mine.yaml"
-    assert locate(name) == bundled.path_of(name)
+    assert locate(name) == locate(f"conf/{name}.yaml") == bundled.path_of(name), "as messages call it"
     cases = {
         "old.yml": "mv old.yml old.yaml",
         "mime.yaml": "-c mine.yaml",

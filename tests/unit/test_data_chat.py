@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from automodel_cli.data.chat import ChatEncoder, resolve_chat_template
+from automodel_cli.data.chat import ChatEncoder
 from automodel_cli.data.formats import Conversation, read_messages
 from automodel_cli.data.rows import RowError
+from automodel_cli.data.template_choice import resolve_chat_template
 from automodel_cli.data.tokenise import EncodeSpec, RowEncoder
 
 from .data_helpers import (
@@ -31,9 +32,9 @@ def conversation(messages, tools=None):
     return Conversation(read, trained, tools)
 
 
-def encode(template, messages, mask="assistant", tools=None):
+def encode(template, messages, mask="assistant", tools=None, **options):
     tokenizer = tiny_tokenizer(template)
-    (result,) = ChatEncoder(tokenizer, template, mask).encode([conversation(messages, tools)])
+    (result,) = ChatEncoder(tokenizer, template, mask, **options).encode([conversation(messages, tools)])
     if isinstance(result, RowError):
         raise result
     return tokenizer, result
@@ -77,24 +78,31 @@ def test_bos_of_the_template_is_not_doubled():
     assert encoded.ids[0] == tokenizer.bos_token_id
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_name():
+def test_a_template_that_rewrites_earlier_turns_makes_no_single_document():
     reasoned = chat_row("hello", "<think>hm</think>small text", "about", "<think>so</think>chat")["messages"]
     with pytest.raises(RowError) as caught:
-        encode(FORGETS_REASONING, reasoned)
+        encode(FORGETS_REASONING, reasoned, turns="whole")
     assert caught.value.code == "not_a_prefix"
     assert caught.value.message == (
-        "the chat template renders the text up to message 1 differently once later messages follow, so the tokens of "
-        "that turn cannot be located"
+        "the chat template renders the text up to message 1 differently once later messages follow, so the "
+        "conversation is no single document in which that turn stands as the model will see it"
     )
-    assert caught.value.fix.startswith("data.mask=last_turn")
+    assert caught.value.fix.startswith("data.turns=unroll")
     tokenizer, last = encode(FORGETS_REASONING, reasoned, "last_turn")
     assert trained_text(tokenizer, last) == "<think>so</think>chat<|im_end|>"
+    _, both = encode(FORGETS_REASONING, reasoned)
+    said = [trained_text(tokenizer, document) for document in both.documents]
+    assert said == ["<think>hm</think>small text<|im_end|>", "<think>so</think>chat<|im_end|>"]
+    assert "hm" not in tokenizer.decode(both.documents[1].ids)
 
 
-def test_a_token_over_the_edge_of_a_turn_is_refused():
-    glued = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+def test_a_token_over_the_edge_of_a_turn_is_cut_as_the_prompt_cuts_it():
+    glued, row = "{% for m in messages %}{{ m['content'] }}{% endfor %}", chat_row("a sma", "ll text")["messages"]
     with pytest.raises(RowError, match="a token reaches over the start of message 1"):
-        encode(glued, chat_row("a sma", "ll text")["messages"])
+        encode(glued, row, turns="whole")
+    tokenizer, document = encode(glued, row)
+    assert document.ids[document.trained == 0].tolist() == tokenizer("a sma")["input_ids"]
+    assert trained_text(tokenizer, document) == "ll text<|im_end|>"
 
 
 def test_rows_in_which_nothing_is_trained_are_refused():
@@ -155,5 +163,5 @@ def test_chat_template_from_tokenizer_file_text_or_none(tmp_path):
     assert resolve_chat_template("none", tokenizer) is None
     assert resolve_chat_template(TAGGED, tokenizer) == TAGGED
     assert resolve_chat_template(str(tmp_path / "t.jinja"), tokenizer) == TAGGED
-    with pytest.raises(Exception, match="neither a file"):
+    with pytest.raises(Exception, match="nor a file"):
         resolve_chat_template("missing.jinja", tokenizer)

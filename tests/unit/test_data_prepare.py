@@ -69,9 +69,9 @@ def test_labels_are_the_library_s_whatever_the_packing(config, packing, template
 
 
 def test_split_documents_lose_only_the_labels_at_their_cuts_and_pieces_without_labels(config):
-    short = replace(config, seq_len=32)
+    short = replace(config, seq_len=32, long_documents="split")
     whole, split = (prepare(c, tiny_tokenizer(), seed=0) for c in (config, short))
-    lost = whole.train.total_label_tokens - split.train.total_label_tokens
+    lost = len(label_tokens(whole)) - len(label_tokens(split))
     (report,) = split.report.train
     assert 0 <= lost <= report.long.num_documents * 3
     assert report.long.num_documents == len(CHATS) and report.num_packed_rows == len(split.train)
@@ -178,7 +178,7 @@ def test_bad_rows_stop_the_run_and_are_all_listed(config):
         "      3 | not json\n"
         "  train.jsonl:43: the conversation has no assistant message, so nothing would be trained\n"
         '      43 | {"messages": [{"role": "user", "content": "x"}]}\n'
-        "  fix   correct the rows, or go on without them: data.on_bad_row=drop data.max_bad=0.07"
+        "  try   correct the rows, or go on without them: data.on_bad_row=drop data.max_bad=0.07"
     )
     for _ in range(2):  # the second time from the cache
         with pytest.raises(DataError) as caught:
@@ -247,7 +247,8 @@ def test_every_ingredient_changes_the_key_and_nothing_else_does(config, tmp_path
         (replace(config, format="messages"),),
         (replace(config, mask="last_turn"),),
         (replace(config, chat_template=TAGGED),),
-        (config, tiny_tokenizer(TAGGED.replace("assistant\n", "assistant:"))),
+        (config, tiny_tokenizer(TAGGED.replace("\n", "\n\n"))),
+        (replace(config, turns="unroll"),),
         (config, other),
     ):
         assert new(*tokens_differ) == 2
@@ -305,7 +306,27 @@ def test_a_killed_builder_leaves_nothing_half_made_and_the_next_one_cleans_up(tm
     builder.join()
     assert not (tmp_path / "key").exists() and len(list(tmp_path.glob("key.tmp-*"))) == 1
     folder, built = get_or_build(tmp_path, "key", lambda folder: (folder / "whole").write_text("x"))
-    assert built and os.listdir(folder) == ["whole"] and not list(tmp_path.glob("key.tmp-*"))
+    assert built and sorted(os.listdir(folder)) == ["files.json", "whole"] and not list(tmp_path.glob("key.tmp-*"))
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "offsets.npy", "meta.json", "files.json"])
+@pytest.mark.parametrize("what", ["cut", "changed", "missing"])
+def test_a_damaged_entry_is_built_again_aloud(config, capsys, name, what):
+    tokenizer = tiny_tokenizer(TAGGED)
+    before = label_tokens(prepare(config, tokenizer, seed=0))
+    damaged = [Path(config.cache_dir) / entry / name for entry in entries(config)]
+    assert len(damaged) == 2, "tokens and rows"
+    for path in damaged:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.unlink()  # a mapped file must not shrink
+        if what != "missing":
+            path.write_bytes(content[: -1 if what == "cut" else None])
+    after = prepare(config, tokenizer, seed=0)
+    assert capsys.readouterr().err.count("the data cache is damaged and is built again") == 2
+    assert label_tokens(after) == before and after.report.built
+    assert not prepare(config, tokenizer, seed=0).report.built
+    assert capsys.readouterr().err == ""
 
 
 def test_one_builds_the_others_wait(tmp_path):
@@ -385,9 +406,28 @@ def test_the_report_says_what_was_done(config):
     assert prepare(config, tiny_tokenizer(), seed=0).report.lines()[3] == f"taken from the cache {config.cache_dir}"
 
 
-def test_a_model_that_could_not_learn_to_stop_is_warned_about(config):
-    endless = "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
-    endless += "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
-    lines = prepare(replace(config, chat_template=endless), tiny_tokenizer(), seed=0).report.lines()
+ENDLESS = (
+    "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+
+
+def test_a_turn_that_the_template_leaves_open_is_trained_to_end_with_eos(config):
+    tokenizer = tiny_tokenizer()
+    prepared = prepare(replace(config, chat_template=ENDLESS, packing="none"), tokenizer, seed=0)
+    for row in range(len(prepared.train)):
+        ids, mask, _ = prepared.train.tokens(row)
+        last = int(np.flatnonzero(mask)[-1])
+        assert ids[last + 1] == tokenizer.eos_token_id and last + 2 == len(ids)
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="could not learn to stop"):
+        prepare(replace(config, chat_template=ENDLESS), tokenizer, seed=0)
+
+
+def test_texts_without_an_end_are_warned_about(config, tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"text": "a small text"}] * 4)
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    lines = prepare(config, tokenizer, seed=0).report.lines()
     ends = "only 0% of the documents end their last trained turn with a special token"
     assert lines[3] == f"  warning: {ends}: the model may never learn to stop"

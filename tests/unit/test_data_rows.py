@@ -10,8 +10,10 @@ import pytest
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig, SourceConfig
 from automodel_cli.data.formats import Completion, Conversation, RowReader, detect_format
-from automodel_cli.data.readers import local_files, read_file
-from automodel_cli.data.rows import Rejected, RowError, rows_error
+from automodel_cli.data.locate import local_files
+from automodel_cli.data.readers import read_file
+from automodel_cli.data.rows import Rejected, RowError, TableRow, rows_error
+from automodel_cli.data.unread import KnownKeys, unused_columns
 
 from .data_helpers import turn, write_jsonl
 
@@ -88,8 +90,6 @@ def test_csv_records_with_other_cells_than_the_header_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.json", b'[{"a": 1},\n {"a": }]', "x.json:2: not JSON: Expecting value (column 8)"),
-        ("x.jsonl.gz", b"plain", "is not a whole gzip file: Not a gzipped file (b'pl')"),
         ("x.parquet", b"plain text, no table", "x.parquet is not a parquet file: Parquet magic bytes not found"),
         ("x.csv", b"", "x.csv is empty: the first line must name the columns"),
     ],
@@ -102,14 +102,14 @@ def test_files_that_cannot_be_read_at_all(tmp_path, name, content, message):
 
 
 def test_paths_are_files_folders_globs_or_hub_ids(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "notes.txt"):
+    for name in ("b.jsonl", "a.jsonl", "notes.md"):
         (tmp_path / name).write_text("{}\n")
     assert [p.name for p in local_files(str(tmp_path))] == ["a.jsonl", "b.jsonl"]
     assert [p.name for p in local_files(f"{tmp_path}/*.jsonl")] == ["a.jsonl", "b.jsonl"]
     assert local_files("openai/gsm8k") is None
     for path, message in (
         (f"{tmp_path}/a.json", f"no such file: {tmp_path}/a.json"),
-        (f"{tmp_path}/notes.txt", "has an unknown form .txt"),
+        (f"{tmp_path}/notes.md", "has an unknown form .md"),
         (f"{tmp_path}/*.csv", "no file matches"),
     ):
         with pytest.raises(DataError) as caught:
@@ -198,8 +198,9 @@ def test_sharegpt_with_tools_and_tool_roles():
     }
     document = read("sharegpt", row)
     assert [m["role"] for m in document.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-    assert document.messages[2]["tool_calls"] == [call]
+    (call,) = document.messages[2]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}} and call["type"] == "function"
+    assert call["id"] == document.messages[3]["tool_call_id"], "made, since the row has none"
     assert document.tools == [{"name": "add"}] and document.trained == [False, False, True, False, False]
 
 
@@ -214,7 +215,7 @@ def test_openai_tool_calls_keep_tools_and_get_arguments_as_objects():
         ],
         "tools": [{"type": "function", "function": {"name": "add", "description": None}}],
     }
-    document = read("messages", row)
+    document = read("messages", TableRow(row))
     assert document.messages[0]["content"] == "2+3?"
     (read_call,) = document.messages[1]["tool_calls"]
     assert read_call == {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -340,3 +341,102 @@ def test_the_node_refuses_what_cannot_hold(values, message):
 def test_weight_must_be_positive():
     with pytest.raises(ConfigError, match="weight=0 must be above 0"):
         SourceConfig("x", weight=0)
+
+
+# -- columns and keys that nothing reads
+
+
+def known(template="{{ message['prefix'] }}", *ignored):
+    return KnownKeys.of(template, ignored)
+
+
+SAID = [turn("user", "x"), turn("assistant", "y")]
+PLAIN = {"messages": SAID}
+
+
+@pytest.mark.parametrize(
+    ("fmt", "row", "column"),
+    [
+        ("messages", {**PLAIN, "label": False}, "label"),
+        ("messages", {**PLAIN, "rejected": "z"}, "rejected"),
+        ("messages", {**PLAIN, "images": ["cat.png"]}, "images"),
+        ("messages", {**PLAIN, "audio": "cat.wav"}, "audio"),
+        ("messages", {**PLAIN, "loss_weight": 0.5}, "loss_weight"),
+        ("messages", {**PLAIN, "functions": [{"name": "add"}]}, "functions"),
+        ("alpaca", {"instruction": "a", "output": "b", "tools": [{"name": "add"}]}, "tools"),
+        ("alpaca", {"instruction": "a", "output": "b", "image": "cat.png"}, "image"),
+        ("prompt_completion", {"prompt": "a", "completion": "b", "label": True}, "label"),
+        ("prompt_completion", {"prompt": "a", "completion": "b", "reasoning": "c"}, "reasoning"),
+        ("text", {"text": "a", "weight": 2}, "weight"),
+    ],
+)
+def test_columns_that_mean_something_are_refused_until_they_are_ignored(fmt, row, column):
+    with pytest.raises(RowError) as caught:
+        RowReader(fmt, {}, chat=True, keys=known()).read(row)
+    assert caught.value.message.startswith(f"the row has the column {column!r}, which format {fmt} does not read: ")
+    assert caught.value.fix == f"data.ignore_columns=[{column}] to train without it"
+    without = {key: value for key, value in row.items() if key != column}
+    ignoring = RowReader(fmt, {}, chat=True, keys=known("", column)).read(row)
+    assert ignoring == RowReader(fmt, {}, chat=True).read(without)
+    empty = RowReader(fmt, {}, chat=True).read({**without, column: None})
+    assert empty == ignoring
+
+
+def test_columns_that_are_metadata_or_mapped_are_not_refused():
+    row = {"id": 7, "source": "web", "chosen": "good", "rejected": "bad", "question": "x", "images": []}
+    reader = RowReader("prompt_completion", {"prompt": "question", "completion": "chosen"}, chat=True)
+    assert said(reader.read(row)) == [("user", "x"), ("assistant", "good")]
+    assert unused_columns([row], reader.columns_read()) == ["id", "source", "images"]
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        (turn("assistant", "y", train_detail=[{"begin_offset": 0}]), "messages[1] has 'train_detail'"),
+        (turn("assistant", "y", loss_weight=0.5), "messages[1] has 'loss_weight'"),
+        (turn("assistant", "y", loss=False), "messages[1] has 'loss'"),
+        (turn("assistant", [{"type": "text", "text": "y", "train": False}]), "messages[1].content[0] has 'train'"),
+        ({"from": "gpt", "value": "y", "loss": False}, "messages[1] has 'loss'"),
+        ({"from": "gpt", "role": "assistant", "content": "y"}, "messages[1] has 'from'"),
+    ],
+)
+def test_keys_that_nothing_reads_are_refused_until_they_are_ignored(message, where):
+    row = {"messages": [{"from": "human", "value": "x"} if "value" in message else turn("user", "x"), message]}
+    with pytest.raises(RowError) as caught:
+        RowReader("messages", {}, chat=True, keys=known()).read(row)
+    assert caught.value.message.startswith(where)
+    key = where.split("'")[1]
+    assert caught.value.fix.startswith(f"data.ignore_columns=[{key}] to train without it")
+    assert said(RowReader("messages", {}, chat=True, keys=known("", key)).read(row)) == [
+        ("user", "x"),
+        ("assistant", "y"),
+    ]
+
+
+def test_keys_of_the_template_and_keys_without_a_value_pass():
+    openai = turn("assistant", "y", refusal=None, annotations=[], prefix=True)
+    document = RowReader("messages", {}, chat=True, keys=known()).read({"messages": [turn("user", "x"), openai]})
+    assert document.messages[1] == turn("assistant", "y", prefix=True)
+
+
+def test_a_system_column_beside_messages_is_read_and_two_systems_are_refused():
+    row = {**PLAIN, "system": "be brief"}
+    assert said(read("messages", row))[0] == ("system", "be brief")
+    same = {"messages": [turn("system", "be brief"), *SAID], "system": "be brief"}
+    assert len(read("messages", same).messages) == 3
+    with pytest.raises(RowError, match="begin with another one"):
+        read("messages", {**same, "system": "be long"})
+
+
+def test_a_call_or_reasoning_without_a_template_is_refused():
+    row = {"prompt": "x", "completion": [turn("assistant", "y", reasoning_content="z")]}
+    with pytest.raises(RowError, match="reasoning and earlier turns need a chat template"):
+        read("prompt_completion", row, chat=False)
+
+
+def test_arguments_that_are_null_stay_and_empty_keys_of_messages_go():
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"unit": None}}}
+    row = {"messages": [turn("user", "x", tool_calls=None), turn("assistant", None, tool_calls=[call])]}
+    document = read("messages", row)
+    assert document.messages[0] == turn("user", "x")
+    assert document.messages[1]["tool_calls"][0]["function"]["arguments"] == {"unit": None}

@@ -14,9 +14,9 @@ from automodel_cli.distributed.config import (
     FSDP2Config,
     MegatronFSDPConfig,
     MixedPrecision,
-    zero_strategy,
 )
 from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.strategies.megatron_fsdp.config import zero_strategy
 
 COMMON = {
     "activation_checkpointing": False,

@@ -79,7 +79,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(toy: Path, fail: str, ran
     elif fail == "memory":
         assert "rank 1 failed; the end of" in err and "  toy_recipe.nodes.OutOfMemoryError: wanted 2.3 GiB\n" in err
     else:
-        assert "rank 1 died without a word (killed?); the end of" in err
+        assert "rank 1 died without a word (exit code 9); the end of" in err
 
 
 def wait_for_start(process: subprocess.Popen[str], folder: Path, num_ranks: int) -> None:
@@ -121,8 +121,26 @@ def test_a_second_signal_kills_and_nothing_stays_behind(toy: Path) -> None:
     time.sleep(0.3)
     assert process.poll() is None, "waits for the step"
     os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=25)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert "stopped at once; checkpoints in place are whole" in err and "\n  automodel resume runs/toy " in err
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_was_killed_is_named_and_its_peer_is_not_blamed(toy: Path, rank: int) -> None:
+    process = start(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", "train.max_steps=1000", "train.step_seconds=0.2")
+    wait_for_start(process, toy, 2)
+    (status,) = toy.glob("automodel-*")
+    pid = int((status / f"rank-{rank}.pid").read_text())
+    os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    sentence = f"RunError: rank {rank} (process {pid}) was killed by SIGKILL, by a person, a scheduler, or the kernel's"
+    assert sentence in err and "automodel resume runs/toy   (starts over: no checkpoint was written yet)" in err
+    assert f"rank {1 - rank} failed" not in err and f"rank {1 - rank} died" not in err
+    if rank == 0:
+        log = (toy / "runs/toy/logs/rank-1.log").read_text()
+        assert "rank 1 of 2" in log and "has lost another rank" in log
 
 
 def test_ranks_die_with_a_killed_launcher(toy: Path) -> None:

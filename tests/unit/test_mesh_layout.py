@@ -10,39 +10,36 @@ import pytest
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import Layout, MeshConfig
 
-# request -> (pp, dp_replicate, dp_shard, cp, tp), (dp, dp_shard_cp, dp_cp), (ep_shard, ep), FSDP axes
+# request -> (pp, dp_replicate, dp_shard, cp, tp), (dp, dp_shard_cp, dp_cp), (ep_shard, ep)
 WORLD_8 = {
-    "none": ({}, (1, 1, 8, 1, 1), (8, 8, 8), (8, 1), ("dp_shard",)),
-    "tp2": ({"tp_size": 2}, (1, 1, 4, 1, 2), (4, 4, 4), (8, 1), ("dp_shard",)),
-    "cp2": ({"cp_size": 2}, (1, 1, 4, 2, 1), (4, 8, 8), (8, 1), ("dp_shard_cp",)),
-    "tp2 cp2": ({"tp_size": 2, "cp_size": 2}, (1, 1, 2, 2, 2), (2, 4, 4), (8, 1), ("dp_shard_cp",)),
-    "pp2": ({"pp_size": 2}, (2, 1, 4, 1, 1), (4, 4, 4), (4, 1), ("dp_shard",)),
+    "none": ({}, (1, 1, 8, 1, 1), (8, 8, 8), (8, 1)),
+    "tp2": ({"tp_size": 2}, (1, 1, 4, 1, 2), (4, 4, 4), (8, 1)),
+    "cp2": ({"cp_size": 2}, (1, 1, 4, 2, 1), (4, 8, 8), (8, 1)),
+    "tp2 cp2": ({"tp_size": 2, "cp_size": 2}, (1, 1, 2, 2, 2), (2, 4, 4), (8, 1)),
+    "pp2": ({"pp_size": 2}, (2, 1, 4, 1, 1), (4, 4, 4), (4, 1)),
     "pp2 tp2 cp2": (
         {"pp_size": 2, "tp_size": 2, "cp_size": 2},
         (2, 1, 1, 2, 2),
         (1, 2, 2),
         (4, 1),
-        ("dp_shard_cp",),
     ),
-    "rep2": ({"dp_replicate_size": 2}, (1, 2, 4, 1, 1), (8, 4, 8), (8, 1), ("dp_replicate", "dp_shard")),
+    "rep2": ({"dp_replicate_size": 2}, (1, 2, 4, 1, 1), (8, 4, 8), (8, 1)),
     "rep2 cp2": (
         {"dp_replicate_size": 2, "cp_size": 2},
         (1, 2, 2, 2, 1),
         (4, 4, 8),
         (8, 1),
-        ("dp_replicate", "dp_shard_cp"),
     ),
     "pp2 rep2": (
         {"pp_size": 2, "dp_replicate_size": 2},
         (2, 2, 2, 1, 1),
         (4, 2, 4),
         (4, 1),
-        ("dp_replicate", "dp_shard"),
     ),
-    "ep8": ({"ep_size": 8}, (1, 1, 8, 1, 1), (8, 8, 8), (1, 8), ("dp_shard",)),
-    "ep2": ({"ep_size": 2}, (1, 1, 8, 1, 1), (8, 8, 8), (4, 2), ("dp_shard",)),
-    "tp2 ep4": ({"tp_size": 2, "ep_size": 4}, (1, 1, 4, 1, 2), (4, 4, 4), (2, 4), ("dp_shard",)),
-    "pp2 ep4": ({"pp_size": 2, "ep_size": 4}, (2, 1, 4, 1, 1), (4, 4, 4), (1, 4), ("dp_shard",)),
+    "ep8": ({"ep_size": 8}, (1, 1, 8, 1, 1), (8, 8, 8), (1, 8)),
+    "ep2": ({"ep_size": 2}, (1, 1, 8, 1, 1), (8, 8, 8), (4, 2)),
+    "tp2 ep4": ({"tp_size": 2, "ep_size": 4}, (1, 1, 4, 1, 2), (4, 4, 4), (2, 4)),
+    "pp2 ep4": ({"pp_size": 2, "ep_size": 4}, (2, 1, 4, 1, 1), (4, 4, 4), (1, 4)),
 }
 
 REJECTED_8 = {
@@ -61,12 +58,11 @@ REJECTED_8 = {
 
 @pytest.mark.parametrize("request_name", WORLD_8)
 def test_sizes_on_8_ranks(request_name):
-    sizes, axes, derived, experts, fsdp_axes = WORLD_8[request_name]
+    sizes, axes, derived, experts = WORLD_8[request_name]
     layout = MeshConfig(**sizes).resolve(8)
     assert (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp) == axes
     assert (layout.dp, layout.dp_shard_cp, layout.dp_cp) == derived
     assert (layout.ep_shard, layout.ep) == experts
-    assert layout.fsdp_axes == fsdp_axes
     assert layout.world_size == 8
 
 

@@ -223,16 +223,15 @@ def test_models_that_mix_tokens_elsewhere_are_refused(family: str, fields: dict)
     assert refusal.value.fix == "mesh.cp_size=1"
 
 
-def test_a_part_gives_whole_rows_of_log_probs_and_entropies():
+def test_a_part_gives_whole_rows_of_log_probs():
     """One rank that holds both chunks: rows of an odd length are padded inside, and nothing of it is seen outside."""
     register()
     model = build_hf("llama")
     model.set_attn_implementation("packed")
     part = ModelPart(model, HeadKind("plain"))
     batch = packed_batch([[token_row(4), token_row(7, 1)], [token_row(11, 2)]])
-    want = part(labels=batch.labels_BT, entropy=True, **batch.model_inputs())
+    want = part(labels=batch.labels_BT, **batch.model_inputs())
     part.share_context(Exchange(0, 1, [], ring=False))
     assert part.boundary_shape(2, 11) == (2, 12)
-    got = part(labels=batch.labels_BT, entropy=True, **batch.model_inputs())
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.shape == (2, 11) and torch.allclose(ours, theirs, atol=1e-6)
+    got = part(labels=batch.labels_BT, **batch.model_inputs())
+    assert got.shape == (2, 11) and torch.allclose(got, want, atol=1e-6)

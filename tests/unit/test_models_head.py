@@ -55,11 +55,9 @@ def test_fused_equals_the_definition(kind: HeadKind, uniform: bool):
     logits = _final(hidden @ weight.t(), kind)
     expected = logprobs_of(logits, labels)
     want = torch.autograd.grad((expected * incoming).sum(), (hidden, weight))
-    logprobs, entropy = fused_logprobs(hidden, weight, labels, kind, 5, entropy=True)
+    logprobs = fused_logprobs(hidden, weight, labels, kind, 5)
     got = torch.autograd.grad((logprobs * incoming).sum(), (hidden, weight))
     assert torch.allclose(logprobs, expected, atol=2e-6)
-    assert entropy is not None
-    assert torch.allclose(entropy, torch.distributions.Categorical(logits=logits).entropy(), atol=2e-6)
     for ours, theirs in zip(got, want, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
@@ -68,7 +66,7 @@ def test_a_frozen_weight_gets_no_gradient_and_bf16_stays_close():
     hidden = torch.randn(9, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(VOCAB, WIDTH, dtype=torch.bfloat16)
     labels = torch.randint(0, VOCAB, (9,))
-    logprobs, _ = fused_logprobs(hidden, weight, labels, HeadKind("plain"), 4)
+    logprobs = fused_logprobs(hidden, weight, labels, HeadKind("plain"), 4)
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32 and weight.grad is None and hidden.grad is not None
     assert torch.allclose(logprobs, logprobs_of(hidden.float() @ weight.float().t(), labels), atol=0.1)
@@ -89,8 +87,8 @@ def test_only_supervised_positions_are_computed(kind: str, monkeypatch: pytest.M
     labels = torch.full((2, 16), IGNORE_INDEX)
     labels[0, 3] = labels[1, 7] = labels[1, 8] = 5
     hidden = torch.randn(2, 16, 64, requires_grad=True)
-    logprobs, entropy = Head(model, HeadKind(kind))(hidden, labels)  # type: ignore[arg-type]
-    assert sum(seen) == 3 and entropy is None
+    logprobs = Head(model, HeadKind(kind))(hidden, labels)  # type: ignore[arg-type]
+    assert sum(seen) == 3
     assert (logprobs != 0).nonzero().tolist() == [[0, 3], [1, 7], [1, 8]]
     logprobs.sum().backward()
     assert hidden.grad is not None and (hidden.grad.abs().sum(-1) > 0).sum() == 3
@@ -100,7 +98,7 @@ def test_only_supervised_positions_are_computed(kind: str, monkeypatch: pytest.M
 def test_a_microbatch_without_labels_still_gives_every_parameter_a_gradient(kind: str):
     model = build_hf("llama")
     hidden = torch.randn(1, 4, 64, requires_grad=True)
-    logprobs, _ = Head(model, HeadKind(kind))(hidden, torch.full((1, 4), IGNORE_INDEX))  # type: ignore[arg-type]
+    logprobs = Head(model, HeadKind(kind))(hidden, torch.full((1, 4), IGNORE_INDEX))  # type: ignore[arg-type]
     assert logprobs.tolist() == [[0.0] * 4]
     logprobs.sum().backward()
     assert hidden.grad is not None and not hidden.grad.any()
@@ -111,6 +109,6 @@ def test_a_head_with_a_bias_takes_the_generic_path():
     model = build_hf("llama")
     model.lm_head = nn.Linear(64, 160, bias=True)
     hidden, labels = torch.randn(1, 6, 64), torch.randint(0, 160, (1, 6))
-    logprobs, _ = Head(model, HeadKind("plain"), chunk_size=4)(hidden, labels)
+    logprobs = Head(model, HeadKind("plain"), chunk_size=4)(hidden, labels)
     assert torch.allclose(logprobs, logprobs_of(model.lm_head(hidden), labels), atol=2e-6)
     assert torch.equal(head_logits(model, hidden), model.lm_head(hidden))

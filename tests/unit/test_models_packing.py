@@ -169,5 +169,5 @@ def test_probe_refuses_the_librarys_leak_and_offers_what_works():
     with pytest.raises(ConfigError, match="gpt_oss with attention='eager'"):
         probe_packing(tiny_config("gpt_oss"), attention="eager")
     with pytest.raises(ConfigError) as refusal:  # its chunked mask exists only in the library's mask code
-        probe_packing(CONFIG_MAPPING["llama4_text"](), packed_rows=False)
+        probe_packing(CONFIG_MAPPING["llama4_text"](), rows="padded")
     assert refusal.value.fix in ("model.attention=sdpa", "model.attention=eager")

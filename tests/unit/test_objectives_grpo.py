@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.policy import kl_penalty
 from tests.unit.test_objectives_vectors import judge, rows_as_batch
@@ -131,6 +130,38 @@ def test_same_weights_give_ratio_one_and_minus_the_mean_advantage(ratio):
     assert metrics["gen_kl_error"] == 0 and metrics["token_mult_prob_error"] == 1
 
 
+ONLY_UPDATE = {
+    "grpo": GRPO(),
+    "dual clip": GRPO(dual_clip=3.0),
+    "gspo": GRPO(ratio="sequence", aggregation="sequence", clip_low=3e-4, clip_high=4e-4),
+    "cispo": GRPO(surrogate="cispo", clip_low=1.0, clip_high=4.0),
+    "reinforce": GRPO(surrogate="reinforce"),
+    "truncate": GRPO(correction="truncate", correction_max=2.0, kl_coef=0.1),
+    "sequence mask": GRPO(correction="sequence_mask", correction_max=1.2, correction_min=0.8),
+    "max tokens": GRPO(aggregation="max_tokens", max_tokens=7, positive_nll=0.1),
+}
+
+
+@pytest.mark.parametrize("objective", ONLY_UPDATE.values(), ids=ONLY_UPDATE)
+def test_the_only_update_of_a_rollout_needs_no_old_logprobs(objective):
+    """Measured before it they are its own: loss, gradient and metrics are equal to the bit."""
+    random = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+    now = -torch.rand(3, 4, generator=random, dtype=torch.float64) * 3
+    columns = {
+        "advantages": torch.randn(3, 4, generator=random),
+        "sampler_logprobs": now + 0.2 * torch.randn(3, 4, generator=random),
+        "ref_logprobs": now + torch.randn(3, 4, generator=random),
+        "rewards": torch.ones(3, 4),
+    }
+    filled = {f"{name}_BT": torch.nn.functional.pad(v.double(), (0, 1)) for name, v in columns.items()}
+    old = {"old_logprobs_BT": torch.nn.functional.pad(now, (0, 1))}
+    given = judge(objective, rows_as_batch(mask, torch.ones(3), **filled, **old), now)
+    left_out = judge(objective, rows_as_batch(mask, torch.ones(3), **filled), now)
+    assert left_out[0] == given[0] and torch.equal(left_out[1], given[1]) and left_out[1].any()
+    assert left_out[2] == given[2]
+
+
 def test_all_masked_is_zero_and_has_a_gradient_of_zero():
     batch = rows_as_batch(
         torch.zeros(1, 4),
@@ -144,20 +175,6 @@ def test_all_masked_is_zero_and_has_a_gradient_of_zero():
         assert loss == 0 and not logprobs_BT.grad.any() and objective.weight(batch) == 0
     metrics = GRPO().measure(logprobs_BT.detach(), batch)
     assert metrics["probs_ratio_min"] == math.inf and metrics["probs_ratio_max"] == -math.inf
-
-
-def test_equal_rewards_have_no_deviation_and_nothing_to_teach():
-    got = group_advantages(torch.tensor([0.1, 0.1, 0.1, 1.0, 0.0]), torch.tensor([7, 7, 7, 3, 3]))
-    assert got.differs_N.tolist() == [False] * 3 + [True] * 2
-    assert got.advantages_N.tolist() == [0, 0, 0, 1, -1] and got.std_N.tolist() == [0] * 5
-
-
-def test_invalid_samples_count_for_nobody():
-    rewards, groups = torch.tensor([1.0, 3.0, 100.0]), torch.zeros(3, dtype=torch.int64)
-    got = group_advantages(rewards, groups, valid_N=torch.tensor([1, 1, 0]), normalise=False)
-    assert got.baseline_N.tolist() == [3.0, 1.0, 2.0]
-    alone = group_advantages(rewards, groups, valid_N=torch.tensor([1, 0, 0]))
-    assert alone.advantages_N.tolist() == [0.0, 0.0, 0.0] and not alone.differs_N.any()
 
 
 REFUSED = [

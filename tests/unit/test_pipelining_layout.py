@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.layout import LayoutError, parse_layout, validate_layout
-from automodel_cli.pipelining.placement import PlacementError, place_layers, place_layout, render_table
+from automodel_cli.pipelining.cut.layout_string import LayoutError, parse_layout, validate_layout
+from automodel_cli.pipelining.cut.placement import PlacementError, place_layers, place_layout, render_table
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "layouts.json").read_text())
 DEEPSEEK_V3 = "Et*3|(tt|)*29,m|L"
@@ -142,17 +142,12 @@ def _expand(source: str) -> str:
     return source.replace(",", "")
 
 
-def test_layout_modules_are_torch_free():
+def test_layout_and_schedule_modules_are_torch_free():
     names = (
-        "placement",
-        "split",
-        "schedules",
-        "programs",
-        "simulator",
-        "drawing",
-        "raster",
-        "megatron",
-        "megatron_sync",
+        *("cut.placement", "cut.split", "cut.layout_string"),
+        *("schedule.schedules", "schedule.programs", "schedule.orders", "schedule.owners"),
+        *("timeline.simulator", "timeline.svg", "timeline.png"),
+        *("megatron_core.arithmetic", "megatron_core.grad_sync"),
     )
     imports = ", ".join(f"automodel_cli.pipelining.{name}" for name in names)
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"

@@ -12,15 +12,15 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.eager_config import ModelParallelConfig, ProcessGroupCollection
-from automodel_cli.pipelining.forward_backward import (
+from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, ProcessGroupCollection
+from automodel_cli.pipelining.megatron_core.forward_backward import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
 )
-from automodel_cli.pipelining.p2p import _ORDER as ORDER
-from automodel_cli.pipelining.p2p import Exchange, P2PCommunicator
+from automodel_cli.pipelining.megatron_core.p2p import _ORDER as ORDER
+from automodel_cli.pipelining.megatron_core.p2p import Exchange, P2PCommunicator
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "schedules_pp2_pp4.json").read_text())
 HIDDEN = 3
@@ -332,12 +332,12 @@ def test_adjusted_shapes_are_received():
         (
             {"schedule": "zbv"},
             "1F1B and Interleaved1F1B, not ZBVZeroBubble",
-            "pipeline.runtime=torch",
+            "runtime=torch",
         ),
-        ({"schedule": None, "csv": "program.csv"}, "not a program from a CSV file", "pipeline.runtime=torch"),
-        ({"overlap_p2p_comm": True}, "only interleaved chunks leave time", "pipeline.schedule=interleaved_1f1b"),
+        ({"schedule": None, "csv": "program.csv"}, "not a program from a CSV file", "runtime=torch"),
+        ({"overlap_p2p_comm": True}, "only interleaved chunks leave time", "schedule=interleaved_1f1b"),
         ({"num_microbatches_with_partial_activation_checkpoints": -1}, "at least 0", "checkpoints=null"),
-        ({"runtime": "torch", "overlap_p2p_comm": True}, "an option of the eager runtime", "pipeline.runtime=eager"),
+        ({"runtime": "torch", "overlap_p2p_comm": True}, "an option of the eager runtime", "runtime=eager"),
     ],
 )
 def test_runtime_refusals(options, message, fix):

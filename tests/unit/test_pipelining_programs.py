@@ -10,24 +10,23 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.programs import (
+from automodel_cli.pipelining.schedule.program import (
     Action,
     Overlap,
     Program,
-    build_program,
     check_complete,
     forward_only_program,
     read_csv,
 )
-from automodel_cli.pipelining.schedules import (
+from automodel_cli.pipelining.schedule.programs import build_program
+from automodel_cli.pipelining.schedule.schedules import (
     SCHEDULES,
     check_composition,
     check_schedule,
     find_schedule,
-    legal_schedules,
 )
-from automodel_cli.pipelining.simulator import even_costs, simulate
-from automodel_cli.pipelining.torch_schedules import from_torch, to_torch
+from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
+from automodel_cli.pipelining.torch_runtime.actions import from_torch, to_torch
 
 CASES = [
     (schedule, p, m, v)
@@ -184,7 +183,7 @@ def test_names():
     assert find_schedule("1f1b").name == "1F1B"
     with pytest.raises(ConfigError, match="known are GPipe, 1F1B") as error:
         find_schedule("interleaved_1f1")
-    assert error.value.fix == "pp_schedule=Interleaved1F1B"
+    assert error.value.fix == "schedule=Interleaved1F1B"
 
 
 def test_composition_of_split_backwards():
@@ -195,10 +194,13 @@ def test_composition_of_split_backwards():
             check_composition(find_schedule("zbv"), **{option: True})
 
 
-def test_legal_schedules_lists_reasons():
-    verdicts = {s.name: refusal for s, refusal in legal_schedules(4, 3, lambda s: 1 if s.kind == "single" else 2)}
-    assert verdicts["GPipe"] is None and verdicts["ZB-H1"] is None
-    assert "3 < 4" in verdicts["1F1B"].message and "3 < 8" in verdicts["DualPipeV"].message
+def test_too_few_microbatches_are_refused_with_the_rule():
+    check_schedule(find_schedule("GPipe"), 4, 3, 1)
+    check_schedule(find_schedule("ZB-H1"), 4, 3, 1)
+    with pytest.raises(ConfigError, match="3 < 4"):
+        check_schedule(find_schedule("1F1B"), 4, 3, 1)
+    with pytest.raises(ConfigError, match="3 < 8"):
+        check_schedule(find_schedule("DualPipeV"), 4, 3, 2)
 
 
 def test_traces_of_one_forward_one_backward():

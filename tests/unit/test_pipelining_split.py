@@ -8,16 +8,15 @@ import random
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.split import (
+from automodel_cli.pipelining.cut.split import (
     balanced_sizes,
     even_sizes,
     layer_ranges,
     ranges_from_names,
     stage_count,
     stage_module_names,
-    stage_owners,
-    stages_of_rank,
 )
+from automodel_cli.pipelining.schedule.owners import stage_owners, stages_of_rank
 
 COUNTS = [
     # layers, layers_per_stage, p, kind, rounding -> (stages, per rank) or a piece of the refusal

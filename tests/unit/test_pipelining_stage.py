@@ -13,10 +13,10 @@ from automodel_cli.models import attention
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import shrink
-from automodel_cli.pipelining import stage as stage_module
-from automodel_cli.pipelining.anatomy import SplitError, find_layers, observe
-from automodel_cli.pipelining.stage import StagePart, cut_stage
-from automodel_cli.pipelining.support import check_split, probe
+from automodel_cli.pipelining.cut import stage_part as stage_module
+from automodel_cli.pipelining.cut.anatomy import SplitError, find_layers, observe
+from automodel_cli.pipelining.cut.probe import check_split, probe
+from automodel_cli.pipelining.cut.stage_part import StagePart, cut_stage
 from tests.tiny import FAMILIES, build_hf, gradient_error, gradients, packed_batch, tiny_config, token_row
 
 # Ends with and without layers, empty stages in the middle, a stage that starts at layer 0 or ends at the last.

@@ -18,9 +18,9 @@ from automodel_cli.distributed.layout import Layout
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.schedules import SCHEDULES
-from automodel_cli.pipelining.stage import cut_stage
-from automodel_cli.pipelining.support import check_split
+from automodel_cli.pipelining.cut.probe import check_split
+from automodel_cli.pipelining.cut.stage_part import cut_stage
+from automodel_cli.pipelining.schedule.schedules import SCHEDULES
 from automodel_cli.planning.activations import trace_activations
 from automodel_cli.planning.memory import optimizer_bytes, sharded_rows
 from automodel_cli.planning.plan import Request, make_plan

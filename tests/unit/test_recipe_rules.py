@@ -71,7 +71,7 @@ def test_transformer_engine_is_accepted_elsewhere():
 
 REFUSED_4BIT = {
     "tp": (FSDP2Config(), {"tp_size": 2}, "packs whole weights, but mesh.tp_size=2"),
-    "megatron": (MegatronFSDPConfig(), {}, "Megatron-FSDP"),
+    "megatron": (MegatronFSDPConfig(), {}, "this parallelizer knows nothing of"),
     "compile": (DDPConfig(enable_compile=True), {}, "enable_compile=true"),
 }
 

@@ -150,3 +150,19 @@ def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
 def test_columns_without_content_are_not_shown(tmp_path):
     path = write_report(tmp_path, rows=[], numbers={}, environment={}, config_yaml="", samples=[Sample("2+3?", "5")])
     assert "<th>after</th>" in path.read_text() and "<th>before</th>" not in path.read_text()
+
+
+def test_reinforcement_learning_leads_with_rewards(tmp_path):
+    """What says how it goes stands first, in the curves as in the tiles; long names have places to break."""
+    keys = ("reward", "response_length", "approx_entropy", "token_mult_prob_error")
+    learnt = [{**row, **dict.fromkeys(keys, 1.0)} for row in rows(40)]
+    numbers = {"loss": "0.08", "sampling_importance_ratio": "1", "reward": "0.7", "val_reward": "0.6", "lr": "1"}
+    path = write_report(tmp_path, rows=learnt, numbers=numbers, environment={}, config_yaml="")
+    page = path.read_text()
+    headings = re.findall("<h2>(.*?)</h2>", page)[:5]
+    assert headings == ["Reward", "Response length", "Entropy", "Mismatch of sampler and trainer", "Loss"]
+    tiles = re.findall("<dt>(.*?)</dt>", page)
+    assert tiles == ["reward", "val reward", "loss", "sampling importance ratio", "lr"]
+    plain = write_report(tmp_path, rows=rows(40), numbers={"loss": "1", "lr": "1"}, environment={}, config_yaml="")
+    assert re.findall("<h2>(.*?)</h2>", plain.read_text())[0] == "Loss"
+    assert re.findall("<dt>(.*?)</dt>", plain.read_text()) == ["loss", "lr"]

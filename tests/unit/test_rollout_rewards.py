@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
@@ -10,6 +12,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
 from automodel_cli.rollout.rewards.code import CodeExecution
 from automodel_cli.rollout.rewards.combine import RewardSum
+from automodel_cli.rollout.rewards.inside import kernel
 from automodel_cli.rollout.rewards.math import MathEquivalence
 from automodel_cli.rollout.rewards.reasoning import ReasoningReward, ReasoningTasks
 from automodel_cli.rollout.rewards.sandbox import Limits, isolation, run_python
@@ -157,6 +160,46 @@ def test_reasoning_tasks_bring_their_verifier():
         list(ReasoningTasks("no_such_task").rows("train"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evaluates(Reward):
+    """A verifier that evaluates what it is given."""
+
+    confined: ClassVar[bool] = True
+
+    timeout: float | None = 60.0
+
+    def score(self, sample):
+        return eval(sample.completion)
+
+
+def test_a_verifier_that_evaluates_an_answer_can_do_nothing_else(tmp_path):
+    """A completion that takes the verifier's process over finds no way on."""
+    if kernel.libc.syscall(444, None, 0, 1) < 3:
+        pytest.skip("this kernel has no Landlock")
+    marker = tmp_path / "ran"
+    attacks = [
+        f"__import__('os').system('touch {marker}') == 0",
+        f"__import__('pathlib').Path('{marker}').touch()",
+        "__import__('socket').socket() and 1",
+        "__import__('os').kill(__import__('os').getppid(), 9)",
+        "__import__('os').fork()",
+        "open(f'/proc/{__import__(\"os\").getppid()}/mem', 'r+b') and 1",
+        f"__import__('os').chmod('{tmp_path}', 0o700) or 1",
+    ]
+    with RewardSum({"evaluates": Evaluates()}, num_helpers=1) as rewards:
+        scores = rewards([judged(said) for said in (*attacks, "1 + 1")])
+    assert not marker.exists() and [s.total <= 0 for s in scores[:-1]] == [True] * len(attacks), scores
+    assert scores[-1].total == 2
+
+
+@pytest.mark.parametrize("said", ["__import__('os').getpid()", "exec('x')", "open('/etc/passwd')", "getattr(1, 'x')"])
+def test_an_answer_that_sympy_would_run_is_refused(said):
+    """reasoning-gym hands some answers to sympy, which evaluates them as Python."""
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match="is code"):
+        ReasoningReward().score(judged(said, row={"entry": {"metadata": {"source_dataset": "countdown"}}}))
+
+
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 
 
@@ -181,8 +224,9 @@ def test_code_is_judged_by_its_tests(completion, tests, expected):
     ("code", "sign"),
     [
         ("import socket; socket.create_connection(('127.0.0.1', 22), 2)", "Error"),
-        ("open('/tmp/escaped', 'w')", "Read-only file system"),
-        ("import ctypes; print(ctypes.CDLL(None).umount2(b'/proc', 2)); open('/etc/escaped', 'w')", "Read-only"),
+        ("open('/tmp/escaped', 'w')", "No such file or directory"),
+        ("open('/usr/escaped', 'w')", "Error"),
+        ("import ctypes; print(ctypes.CDLL(None).umount2(b'/proc', 2)); open('/etc/escaped', 'w')", "Error"),
         ("x = bytearray(10**9)", "MemoryError"),
         ("import os, time\nfor _ in range(40):\n    if os.fork() == 0: time.sleep(9); break", "BlockingIOError"),
         ("open('big', 'wb').write(b'0' * 10**8)", "Error"),
@@ -204,10 +248,10 @@ def test_time_ends_everything(code):
 
 def test_a_machine_without_isolation_is_refused(monkeypatch, caplog):
     monkeypatch.setattr("automodel_cli.rollout.rewards.code.isolation", lambda: frozenset({"processes"}))
-    with pytest.raises(ConfigError, match="cannot cut foreign code off from files, network"):
+    with pytest.raises(ConfigError, match="cannot cut foreign code off from files, network, memory"):
         RewardSum({"code": CodeExecution()})
     RewardSum({"code": CodeExecution(allow_unisolated=True)})
-    assert "runs all the same" in caplog.text
+    assert "RUNS ALL THE SAME" in caplog.text
 
 
 def test_a_reward_without_a_score_is_no_reward():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.trust import Trust
 from automodel_cli.launch import peers
 from automodel_cli.launch.slurm import Job
 from tests.unit.test_cli import TRUST, automodel, check_quick
@@ -44,7 +45,11 @@ def test_the_script_to_copy_is_the_one_that_is_written() -> None:
 
 def test_the_script_is_bash_that_keeps_strange_words_whole(tmp_path: Path) -> None:
     odd = replace(
-        EXAMPLE, run_dir=Path("runs/it's 100%"), overrides=("run_name='a b'", "x=$HOME"), trust=("mine",), image="a/b:c"
+        EXAMPLE,
+        run_dir=Path("runs/it's 100%"),
+        overrides=("run_name='a b'", "x=$HOME"),
+        trust=Trust(packages=("mine",)),
+        image="a/b:c",
     )
     script = tmp_path / "x.sbatch"
     script.write_text(odd.script())
@@ -74,7 +79,17 @@ def test_time_limits(time: str) -> None:
     [
         ({"time": "soon"}, "no time limit of Slurm"),
         ({"options": ("qos=high",)}, "a whole option"),
-        ({"setup": ("a\nb",)}, "more than one line"),
+        ({"setup": ("a\nb",)}, "--setup .* holds the control character"),
+        ({"name": "a\nb"}, "--job-name .* holds the control character"),
+        ({"run_dir": Path("runs/x\ntouch pwned\n")}, "output_dir or run_name .* holds the control character"),
+        ({"overrides": ("output_dir=x\ry",)}, "the override .* holds the control character"),
+        ({"partition": "a\x1bb"}, "--partition .* holds"),
+        ({"image": "a\u2028b"}, "--image .* holds"),
+        ({"chdir": Path("/a\nb")}, "working directory .* holds"),
+        ({"conf": "a\n.yaml"}, "-c .* holds"),
+        ({"trust": Trust(packages=("a\nb",))}, "--trust .* holds"),
+        ({"python": ("py\nthon",)}, "Python .* holds"),
+        ({"account": "a\vb"}, "--account .* holds"),
     ],
 )
 def test_what_a_script_cannot_say(change: dict[str, object], text: str) -> None:

@@ -305,7 +305,7 @@ def test_a_full_disk_is_named_and_the_good_checkpoint_kept(tiny_disk, async_save
         run.checkpointer.wait()
     message = str(caught.value)
     assert "step-000003 could not be written: No space left on device (0.00 GiB free)" in message
-    assert f"last good checkpoint is {good}" in message and "fix   free space" in message
+    assert f"last good checkpoint is {good}" in message and "free space there" in message
     assert [p.name for p in good.parent.iterdir()] == ["step-000002"]
     other = Run(tiny_disk)
     assert other.load().step == 2

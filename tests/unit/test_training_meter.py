@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.training import meter as meter_module
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, ProfileConfig, TrainConfig, ValidationConfig
-from automodel_cli.training.display import LiveDisplay, aligned, show_count, show_duration, show_number
+from automodel_cli.training.display import LiveDisplay, aligned, show_count, show_duration, show_number, step_text
 from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
 from automodel_cli.training.meter import Machine, Meter
 from automodel_cli.training.metrics import read_metrics
@@ -120,7 +121,7 @@ def test_pauses_count_for_no_step_and_validation_has_its_own_row(tmp_path, clock
     assert rows[2]["step_seconds"] == 2.0 and rows[2]["reward"] == 0.25 and rows[2]["memory_gib"] is None
     out = capsys.readouterr().out.splitlines()
     assert out[1] == "step 1/2  val loss 2.500"
-    assert out[2].endswith("reward 0.250")
+    assert out[2].startswith("step 2/2  reward 0.250  loss 2.800")
     assert out[-3:] == ["done     2 steps in 8m23s   loss 2.800 (val 2.500)", "saved    runs/x", "         and more"]
 
 
@@ -169,6 +170,19 @@ def test_live_line_is_redrawn_in_place_and_other_lines_scroll():
     display.close()
     text = stream.getvalue()
     assert "step 2/20" in text and "loss 2.500  eta 1m30s" in text and "val loss [1]" in text
+
+
+def test_a_line_of_reinforcement_learning_leads_with_the_reward():
+    row = {"step": 1, "loss": 0.02, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": None, "mfu": None}
+    row |= {"memory_gib": None, "clip_fraction": 0.0, "reward": 0.5, "response_length": 3.0}
+    row |= {"approx_entropy": 0.25, "token_mult_prob_error": 1.0}
+    assert step_text(row, 1) == (
+        "reward 0.500  length 3.000  entropy 0.250  mismatch 1.000  loss 0.02  gnorm 0.500  lr 1.00e-03  "
+        "clip_fraction 0.0"
+    )
+    nothing = {**row, "loss": math.nan, "grad_norm": math.nan}
+    assert "  no update: no group had different rewards  lr" in step_text(nothing, 1)
+    assert "nan" not in step_text(nothing, 1)
 
 
 def test_numbers_as_people_write_them():

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.training import optim
+from automodel_cli.training import newton_schulz, optim
 from automodel_cli.training.lr_scheduler import WSD, Constant, Cosine, Linear, build_lr_scheduler
+from automodel_cli.training.newton_schulz import orthogonalise
 from automodel_cli.training.optim import AdamW, AdamW8bit, Muon, build_optimizer
 from automodel_cli.training.param_groups import trainable
 
@@ -107,7 +108,9 @@ def test_adamw_is_torchs_adamw(implementation):
 
 def test_muon_is_torchs_muon_on_hidden_matrices_and_adamw_elsewhere():
     model, reference = Model(), Model()
-    optimizer = Muon(lr=1e-2, weight_decay=0.1, adamw_lr=3e-3, implementation="loop").build([model])
+    optimizer = Muon(lr=1e-2, weight_decay=0.1, adamw_lr=3e-3, implementation="loop", ns_dtype="bfloat16").build(
+        [model]
+    )
     got = train(model, optimizer)
     muon = torch.optim.Muon([reference.proj.weight], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     decayed = [reference.experts.gate_up_proj, reference.lm_head.weight]
@@ -134,6 +137,46 @@ def test_muon_state_survives_the_state_dict():
     second.load_state_dict(copy.deepcopy(first.state_dict()))  # torch shares the tensors otherwise
     got, want = train(other, second, 2), train(model, first, 2)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (24, 24)])
+def test_newton_schulz_is_torchs_in_bfloat16_and_exact_in_float32(shape):
+    update = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    param = nn.Parameter(torch.zeros(shape))
+    param.grad = update.clone()
+    torch.optim.Muon([param], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="original").step()
+    scale = max(1, shape[0] / shape[1]) ** 0.5
+    assert torch.equal(-scale * orthogonalise(update, 5, torch.bfloat16).float(), param.detach())
+
+    u, singular, v = torch.linalg.svd(update.double(), full_matrices=False)
+    singular = singular / update.double().norm()
+    for _ in range(5):
+        singular = 3.4445 * singular - 4.7750 * singular**3 + 2.0315 * singular**5
+    exact = u @ singular.diag() @ v
+    torch.testing.assert_close(orthogonalise(update, 5, torch.float32).double(), exact, rtol=0, atol=2e-6)
+    assert (orthogonalise(update, 5, torch.bfloat16).double() - exact).abs().max() > 1e-4
+
+
+def test_products_are_fp32_exactly_where_bfloat16_is_emulated(monkeypatch):
+    """The dtype is measured, the state tells it, and a run that goes on keeps it whatever is measured then."""
+    seconds = {torch.bfloat16: 10.0, torch.float32: 1.0}
+    monkeypatch.setattr(newton_schulz, "_seconds", lambda dtype, size, device: seconds[dtype])
+    model, exact, other = Model(), Model(), Model()
+    slow = Muon(lr=1e-2).build([model])
+    train(model, slow, 2)
+    assert slow.state[model.proj.weight]["newton_schulz_float32"] == 1
+    train(exact, Muon(lr=1e-2, ns_dtype="float32").build([exact]), 2)
+    assert torch.equal(model.proj.weight, exact.proj.weight)
+
+    seconds[torch.bfloat16] = 2.9  # noise is not emulation
+    fast = Muon(lr=1e-2).build([other])
+    train(other, fast, 2)
+    assert set(fast.state[other.proj.weight]) == {"momentum_buffer"}
+    assert not torch.equal(other.proj.weight, exact.proj.weight)
+
+    other.load_state_dict(model.state_dict())
+    fast.load_state_dict(copy.deepcopy(slow.state_dict()))
+    assert torch.equal(train(other, fast, 2)["proj.weight"], train(model, slow, 2)["proj.weight"])
 
 
 def test_partial_of_torch_gets_the_same_groups():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.config import DDPConfig, FSDP2Config
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MixedPrecision
 from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.models.config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.choice import choose_rows, pick, small_pipeline
 from automodel_cli.parity.rows import Row
+from automodel_cli.parity.settings import with_settings
 from automodel_cli.pipelining.config import PipelineConfig
 
 
@@ -89,3 +93,56 @@ def test_rows_by_words():
     assert pick(rows, []) == rows
     with pytest.raises(ConfigError, match="no row of this recipe"):
         pick(rows, ["tp2"])
+
+
+def recipe(parallelizer=None, *, lora=None, pipeline=None, attention="packed", dtype="float32", **sizes: int):
+    model = SimpleNamespace(lora=lora, attention=attention, dtype=dtype, transformer_engine=None)
+    return SimpleNamespace(
+        model=model,
+        parallelizer=parallelizer or FSDP2Config(mp_policy=MixedPrecision(param_dtype=None)),
+        pipeline=pipeline,
+        mesh=MeshConfig(**sizes),
+        data=SimpleNamespace(packing="best_fit"),
+    )
+
+
+def settings(of, num_layers: int = 30):
+    return with_settings(of, choose_rows(of.mesh, of.parallelizer, of.pipeline, SFT()), num_layers)
+
+
+def test_adapters_are_on_every_row_and_what_has_no_exact_value_is_named():
+    chosen = settings(recipe(lora=LoRAConfig(rank=4, dropout=0.1, base_quantization="nf4"), dp_size=2))
+    assert all(row.lora == LoRAConfig(rank=4) for row in chosen.rows) and len(chosen.rows) == 4
+    assert [line.split(":")[0] for line in chosen.not_covered] == [
+        "model.lora.base_quantization=nf4",
+        "model.lora.dropout=0.1",
+    ]
+    assert "lora" in str(chosen.rows[0])
+
+
+def test_lower_precision_has_rows_with_a_bound_in_its_own_units():
+    chosen = settings(recipe(FSDP2Config(), dp_size=2))
+    low = [row for row in chosen.rows if row.compute_dtype]
+    assert [str(row) for row in low] == ["one rank bfloat16, packed", "dp2 bfloat16, packed"]
+    assert low[0].bounds(1e-5) == (2 * 2.0**-7, 32 * 2.0**-7) and chosen.rows[0].bounds(1e-5) == (1e-5, 1e-5)
+    assert low[0].parallelizer.mp_policy == FSDP2Config().mp_policy and not chosen.not_covered
+
+
+def test_compilation_and_the_recipes_own_stages_have_a_row():
+    compiled = recipe(DDPConfig(enable_compile=True, compile_backend="aot_eager"), dp_size=2)
+    assert [str(row) for row in settings(compiled).rows][-1] == "one rank compiled:aot_eager, packed"
+    layout = PipelineConfig(schedule="interleaved_1f1b", layout="Et*3|(tt|)*28,t|t|L")
+    chosen = settings(recipe(pipeline=layout, pp_size=4, dp_size=1))
+    own = [row for row in chosen.rows if row.own_layers]
+    assert [(str(row), row.pipeline) for row in own] == [("pp4 interleaved_1f1b own-stages:4, packed", layout)]
+    many = settings(recipe(pipeline=layout, pp_size=16, dp_size=1))
+    assert not any(row.own_layers for row in many.rows)
+    assert "more than 8 ranks" in many.not_covered[0] and "pipeline.layout=" in many.not_covered[0]
+
+
+def test_kernels_of_cuda_devices_are_named_as_not_covered():
+    chosen = settings(recipe(attention="flash_attention_2", dtype="bfloat16", dp_size=1))
+    assert [line.split(":")[0] for line in chosen.not_covered] == [
+        "model.dtype=bfloat16",
+        "model.attention=flash_attention_2",
+    ]

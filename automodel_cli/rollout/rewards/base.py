@@ -47,6 +47,10 @@ class Reward:
     limits_itself: ClassVar[bool] = False
     """Whether `score` keeps to `timeout` by itself, so that no helper process is needed."""
 
+    confined: ClassVar[bool] = False
+    """Whether the helper process, which may evaluate what the completion says, gives up writing files, sockets and
+    processes first."""
+
     weight: float = 1.0
     on_error: OnError = "zero"
     timeout: float | None = None

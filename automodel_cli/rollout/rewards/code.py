@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
-from automodel_cli.rollout.rewards.sandbox import Limits, isolation, run_python
+from automodel_cli.rollout.rewards.sandbox import Limits, isolation, judge, run_python, statement
 
 logger = logging.getLogger(__name__)
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-_CUT_OFF = ("files", "network", "processes")
+_CUT_OFF = ("files", "network", "processes", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +24,19 @@ class CodeExecution(Reward):
 
     The code is the last ``` block of the completion, or all of it where there is none. `column` holds the tests: one
     text or a list; each is Python that raises (`assert add(1, 2) == 3`), or `{stdin, stdout}` to compare what a script
-    prints. Each test runs in its own process with `timeout` seconds and `memory_mib`, without network, without the
-    machine's processes, on a read-only file system. Where the machine cannot isolate so, the reward refuses to start;
-    `allow_unisolated` runs the code all the same, with time and memory limits only.
+    prints. For each test the code runs in one new process with `timeout` seconds and `memory_mib`, without network,
+    without the machine's processes and files. The test runs in another one, and only arguments and results pass between
+    the two: the code never sees a test. A name that the test does not define is the code's, but not that of a function
+    of Python (`sum`) unless the row's column `entry_point` says so.
+
+    Where the machine cannot isolate so, the reward refuses to start; `allow_unisolated` runs the code all the same,
+    with what the machine does allow.
     """
 
     limits_itself: ClassVar[bool] = True
 
     column: str = "tests"
+    entry_point: str = "entry_point"
     all_or_nothing: bool = False
     memory_mib: int = 512
     allow_unisolated: bool = False
@@ -52,11 +56,18 @@ class CodeExecution(Reward):
     def check(self) -> None:
         lacking = [name for name in _CUT_OFF if name not in isolation()]
         if not lacking:
+            logger.info("foreign code is cut off from this machine: %s", statement())
             return
-        what = f"this machine cannot cut foreign code off from {', '.join(lacking)} (user namespaces are switched off)"
+        what = f"this machine cannot cut foreign code off from {', '.join(lacking)} (its kernel allows: {statement()})"
         if not self.allow_unisolated:
-            raise ConfigError(what, keys=("allow_unisolated",), fix="a machine with user namespaces")
-        logger.warning("%s; it runs all the same (allow_unisolated=true)", what)
+            raise ConfigError(
+                what,
+                keys=("allow_unisolated",),
+                fix="a machine whose kernel has seccomp, and user namespaces or Landlock (docs/security.md)",
+            )
+        logger.warning(
+            "%s; IT RUNS ALL THE SAME (allow_unisolated=true): do not do so with models you do not trust", what
+        )
 
     def score(self, sample: Judged) -> float:
         tests = sample.column(self.column)
@@ -64,20 +75,17 @@ class CodeExecution(Reward):
         if not tests:
             raise ValueError(f"column {self.column!r} has no test")
         blocks = _BLOCK.findall(sample.completion)
-        share = self._share(blocks[-1] if blocks else sample.completion, tests)
+        share = self._share(blocks[-1] if blocks else sample.completion, tests, sample.row.get(self.entry_point))
         return float(share == 1) if self.all_or_nothing else share
 
-    def _share(self, code: str, tests: Sequence[str | dict[str, Any]]) -> float:
+    def _share(self, code: str, tests: Sequence[str | dict[str, Any]], entry_point: str | None) -> float:
         assert self.timeout is not None
         limits = Limits(self.timeout, self.memory_mib * 2**20)
-        return sum(_passes(code, test, limits) for test in tests) / len(tests)
+        return sum(_passes(code, test, limits, entry_point) for test in tests) / len(tests)
 
 
-def _passes(code: str, test: str | dict[str, Any], limits: Limits) -> bool:
+def _passes(code: str, test: str | dict[str, Any], limits: Limits, entry_point: str | None) -> bool:
     if isinstance(test, dict):
         outcome = run_python(code, test.get("stdin", ""), limits)
         return outcome.returncode == 0 and outcome.stdout.split() == str(test["stdout"]).split()
-    # The code could end the process before the test is reached: only the word after it counts.
-    word = secrets.token_hex(16)
-    outcome = run_python(f"{code}\n\n{test}\nprint({word!r})\n", "", limits)
-    return outcome.returncode == 0 and outcome.stdout.rstrip().endswith(word)
+    return judge(code, test, limits, entry_point).passed

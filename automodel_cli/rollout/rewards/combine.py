@@ -47,9 +47,11 @@ class RewardSum:
             reward.check()
         self.rewards = dict(rewards)
         self._num_helpers = num_helpers
-        self._helpers: queue.SimpleQueue[Helper] = queue.SimpleQueue()
-        for _ in range(num_helpers):
-            self._helpers.put(Helper())
+        self._helpers: dict[bool, queue.SimpleQueue[Helper]] = {}
+        for confined in (False, True):
+            self._helpers[confined] = queue.SimpleQueue()
+            for _ in range(num_helpers):
+                self._helpers[confined].put(Helper(confined=confined))
 
     def __enter__(self) -> RewardSum:
         return self
@@ -72,18 +74,21 @@ class RewardSum:
 
     def close(self) -> None:
         """End the helper processes."""
-        for _ in range(self._num_helpers):
-            helper = self._helpers.get()
-            helper.close()
-            self._helpers.put(helper)
+        for helpers in self._helpers.values():
+            for _ in range(self._num_helpers):
+                helper = helpers.get()
+                helper.close()
+                helpers.put(helper)
 
     def _with_helper(self, reward: Reward) -> Judge:
+        helpers = self._helpers[reward.confined]
+
         def judge(sample: Judged) -> float:
-            helper = self._helpers.get()
+            helper = helpers.get()
             try:
                 return helper.score(reward, sample)
             finally:
-                self._helpers.put(helper)
+                helpers.put(helper)
 
         return judge
 

@@ -5,6 +5,7 @@ Run as a module it is the helper itself: it answers requests on a socket whose d
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -13,14 +14,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.inside import kernel
 
 START_SECONDS = 180.0  # to start the helper and import what the reward needs, which counts against nobody's timeout
 
 
 class Helper:
-    """One process, started at its first use and again after it was killed."""
+    """One process, started at its first use and again after it was killed. `confined` (`Reward.confined`): it can then
+    compute and nothing else, as far as the kernel has Landlock and seccomp."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, confined: bool = False) -> None:
+        self._confined = confined
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._ready: set[int] = set()
@@ -47,7 +51,7 @@ class Helper:
 
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(int(self._confined))]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)
         theirs.close()
@@ -60,12 +64,14 @@ class Helper:
             if not connection.poll(seconds):
                 self.close()
                 raise TimeoutError(f"no result within {seconds:g} s")
-            kind, value = connection.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            kind, value = json.loads(connection.recv_bytes())  # never unpickled: a completion may have got to it
+        except TimeoutError:
+            raise
+        except (EOFError, OSError, ValueError, TypeError) as error:
             self.close()
             raise RuntimeError("the helper process died") from error
         if kind == "error":
-            raise RuntimeError(value)
+            raise RuntimeError(str(value))
         return value
 
 
@@ -75,16 +81,28 @@ def serve(descriptor: int) -> None:
     while True:
         try:
             kind, reward, *rest = connection.recv()
+            value = reward.warm_up() if kind == "prepare" else float(reward.score(*rest))
+            answer = ("value", value)
         except EOFError:
             return
-        except Exception as error:  # a function that cannot be imported here
-            connection.send(("error", f"{type(error).__name__}: {error}"))
-            continue
-        try:
-            connection.send(("value", reward.warm_up() if kind == "prepare" else reward.score(*rest)))
-        except Exception as error:  # a reward may raise anything: it is the sample's, not ours
-            connection.send(("error", f"{type(error).__name__}: {error}"))
+        except Exception as error:  # a function that cannot be imported here, or what a reward raises of a sample
+            answer = ("error", f"{type(error).__name__}: {error}")
+        connection.send_bytes(json.dumps(answer).encode())
+
+
+def confine() -> None:
+    """Give up everything but computing and reading. Says so where the kernel does not allow it."""
+    sys.dont_write_bytecode = True
+    closed = kernel.landlock(["/"], ["/dev/null"]), kernel.filter_calls(own_root=False, own_processes=False)
+    if not all(closed):
+        print(
+            "WARNING: this kernel has no Landlock or no seccomp: a reward that evaluates what a completion says runs "
+            "with all rights of this user",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":
+    if sys.argv[2] == "1":
+        confine()
     serve(int(sys.argv[1]))

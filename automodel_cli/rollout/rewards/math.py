@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
@@ -20,10 +21,13 @@ class MathEquivalence(Reward):
     decimal numbers. Runs in a helper process: computer algebra can take forever.
     """
 
+    confined: ClassVar[bool] = True
+
     column: str = "answer"
     answer_pattern: str | None = None
     float_digits: int = 6
     must_finish: bool = True
+    """Whether a completion that did not end by itself is wrong."""
     timeout: float | None = 10.0
 
     def __post_init__(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.rollout.rewards.base import Judged, Reward
@@ -25,9 +26,12 @@ class ReasoningTasks:
 
     task: str
     num_train: int = 10_000
+    """Rows to train on."""
     num_validation: int = 256
+    """Held-out rows."""
     options: dict[str, Any] = field(default_factory=dict)
     instruction: str = "Give the answer alone."
+    """Text behind every question."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,9 +95,15 @@ class ReasoningTasks:
         return {"messages": messages, "answer": answer, "kind": self.task, "entry": entry}
 
 
+_CODE = re.compile(r"__|\b(exec|eval|compile|open|input|breakpoint|getattr|setattr|delattr|globals|locals|vars)\s*\(")
+"""What Python needs to do more than arithmetic: some verifiers hand the answer to sympy, which evaluates it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReasoningReward(Reward):
     """What the task's own verifier gives the completion, 0..1; the row's `entry` says which task it is."""
+
+    confined: ClassVar[bool] = True
 
     timeout: float | None = 10.0
 
@@ -106,6 +116,8 @@ class ReasoningReward(Reward):
     def score(self, sample: Judged) -> float:
         import reasoning_gym
 
+        if _CODE.search(sample.completion):
+            raise ValueError("the answer is code, which the task's verifier could run")
         entry = sample.column("entry")
         verify = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
         return float(verify(answer=sample.completion.strip(), entry=entry))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
@@ -49,6 +49,8 @@ class ExactAnswer(Reward):
 @dataclass(frozen=True, kw_only=True)
 class FormatRegex(Reward):
     """1 when the whole completion matches `pattern` (white space around it aside), else 0. A dot matches newlines."""
+
+    confined: ClassVar[bool] = True
 
     pattern: str
     timeout: float | None = 5.0

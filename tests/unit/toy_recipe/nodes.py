@@ -124,6 +124,9 @@ class Recipe:
         if num_ranks != self.num_ranks(0):
             raise ConfigError(f"mesh needs {self.num_ranks(0)} ranks, but there are {num_ranks}", keys=("dp_size",))
 
+    def missing_files(self) -> list[ConfigError]:
+        return []
+
     def run_folder(self, composed: Composed, *, make: bool) -> Path:
         folder = composed.run_dir or Path(self.output_dir) / (self.run_name or composed.name)
         if make:
@@ -137,6 +140,8 @@ class Recipe:
         folder.mkdir(parents=True, exist_ok=True)
         worker.redirect_output(folder / "logs")
         print(f"rank {rank} omp {os.environ.get('OMP_NUM_THREADS')}", flush=True)
+        if rank == 0:
+            worker.note_run_folder(folder)
         if rank == 0 and composed.run_dir is None:
             (folder / "config.yaml").write_text(composed.to_yaml())
         if self.fail != "no" and rank == self.fail_rank:
@@ -194,6 +199,9 @@ class Recipe:
     def verify(self, composed: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
         print(f"{tolerance:g}")
         return 0
+
+    def examine(self, run_dir: Path) -> list[Any]:
+        return []
 
     def export(self, run_dir: Path, out_dir: Path) -> int:
         out_dir.mkdir(parents=True, exist_ok=True)

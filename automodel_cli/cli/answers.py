@@ -1,0 +1,88 @@
+"""What people type who come from another tool, and what to type here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from click import NoSuchOption
+
+from automodel_cli.cli import complete
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.suggest import suggest
+
+_TRAIN = "automodel finetune llm -c quickstart"
+_LOOP = "for v in 1e-4 1e-5; do automodel finetune llm -c quickstart optimizer.lr=$v run_name=lr-$v; done"
+_ANSWERS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("train", "sft", "run", "tune", "launch", "fit", "pretrain"),
+        "training is finetune, with the config of your run after -c",
+        _TRAIN,
+    ),
+    (("rl", "ppo", "rlhf"), "reinforcement learning is grpo", "automodel grpo llm -c quickstart_grpo"),
+    (("kto", "orpo", "simpo"), "preferences are dpo, with an objective", "automodel dpo llm -c quickstart_dpo"),
+    (
+        ("eval", "evaluate", "test", "validate"),
+        "a run validates itself, every so many steps and at its end",
+        f"{_TRAIN} validation.every=50",
+    ),
+    (
+        ("chat", "generate", "inference", "infer", "serve", "predict"),
+        "the export of a run is what transformers, vLLM and others load and serve",
+        "transformers chat runs/quickstart/export",
+    ),
+    (("merge", "convert", "save"), "export writes a run, adapters merged", "automodel export runs/quickstart"),
+    (("ls", "list", "cp", "init", "new", "template"), "configs to start from", "automodel recipes ls"),
+    (("lint", "dry-run", "dryrun"), "a config is checked by check", "automodel check -c quickstart"),
+    (
+        ("preprocess", "tokenize", "prepare"),
+        "a run prepares its data itself; this shows it",
+        "automodel data inspect -c quickstart",
+    ),
+    (("env", "info", "status"), "the machine is looked at by doctor", "automodel doctor"),
+    (("config", "keys", "params", "schema"), "every key is listed by options", "automodel options"),
+    (("help",), "the commands are listed by --help", "automodel --help"),
+)
+_COMMANDS = {word: (says, fix) for words, says, fix in _ANSWERS for word in words}
+
+
+def other_command(word: str) -> ConfigError | None:
+    """The answer to another tool's name for a command."""
+    if word not in _COMMANDS:
+        return None
+    says, fix = _COMMANDS[word]
+    return ConfigError(f"no such command: {word}; {says}", fix=fix)
+
+
+def unknown_option(error: NoSuchOption, arguments: Sequence[str]) -> ConfigError:
+    """An option that does not exist: Hydra's own, a config key with dashes, or a misspelling."""
+    name = error.option_name
+    if name in ("-m", "--multirun"):
+        return ConfigError(f"no such option: {name}; one command is one run, and a shell makes several", fix=_LOOP)
+    if name in ("--config-name", "--config-path", "-cn", "-cp", "--config", "--cfg"):
+        given = _value(name, arguments)
+        return ConfigError(f"no such option: {name}; a config is named by -c", fix=f"-c {given or 'quickstart'}")
+    key, value = name.lstrip("-").replace("-", "_"), _value(name, arguments)
+    fix = _override(key, value, complete.keys(_value("-c", arguments) or _value("--conf", arguments) or "sft"))
+    if fix is None and error.possibilities:
+        return ConfigError(f"no such option: {name}", fix=sorted(error.possibilities)[0])
+    return ConfigError(
+        f"no such option: {name}; a config key is set without dashes, as key=value", fix=fix or f"{key}=VALUE"
+    )
+
+
+def _override(key: str, value: str | None, known: set[str]) -> str | None:
+    """`key=value` of ours for an option that names a key, a part of one, or another tool's."""
+    if key in known:
+        return f"{key}={'VALUE' if value is None else value}"
+    found = suggest(key, "VALUE" if value is None else value, known)
+    return found and found.fix
+
+
+def _value(name: str, arguments: Sequence[str]) -> str | None:
+    """What stands behind an option on the command line, after `=` or a space."""
+    for i, argument in enumerate(arguments):
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+        if argument == name and i + 1 < len(arguments) and not arguments[i + 1].startswith("-"):
+            return arguments[i + 1]
+    return None

@@ -1,0 +1,93 @@
+"""`options [SECTION]`: every key of a config, from the nodes' own annotations and docstrings. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import textwrap
+from typing import TYPE_CHECKING
+
+import click
+
+from automodel_cli.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from automodel_cli.config.reference import Key, Node
+
+
+@click.command(short_help="List the keys of a config.")
+@click.argument("section", required=False, metavar="[SECTION]")
+@click.option("--markdown", is_flag=True, help="Print docs/config.md.")
+def options(section: str | None, markdown: bool) -> None:
+    """List every key of a config with its type, default and meaning.
+
+    SECTION is a section (data), a key or a part below it (model.lora), or the option of a group (megatron_fsdp).
+    """
+    from automodel_cli.config.reference import nodes
+
+    found = nodes()
+    if markdown:
+        click.echo(page(found), nl=False)
+        return
+    chosen = _chosen(found, section) if section else found
+    width = min(shutil.get_terminal_size().columns, 120)
+    for node in chosen:
+        title = click.style(node.path or "(the root)", bold=True)
+        click.echo(f"{title}  {node.target.rpartition('.')[2]}{_how(node)}")
+        for key in node.keys:
+            default = f" = {key.default}" if key.default else " (required)"
+            click.echo(f"  {click.style(key.name, fg='cyan')}{default}   {click.style(key.kind, dim=True)}")
+            if key.text:
+                click.echo(textwrap.indent(textwrap.fill(key.text, width - 6), "      "))
+        click.echo()
+
+
+def _how(node: Node) -> str:
+    """How a node is chosen."""
+    chosen = "".join(f"   {node.path}={option}" for option in node.options[:4])
+    return chosen or (f"   {node.path}._target_={node.target}" if node.path else "")
+
+
+def _chosen(found: list[Node], section: str) -> list[Node]:
+    """The nodes of a section, or the one node whose key or option it is. Raises ConfigError."""
+    exact = [n for n in found if n.path == section or n.path.startswith(f"{section}.")]
+    exact = exact or [n for n in found if section in n.options or n.target.rpartition(".")[2] == section]
+    if exact:
+        return exact
+    from dataclasses import replace
+
+    keys = [(n, k) for n in found for k in n.keys if section in (k.name, k.name.rpartition(".")[2])]
+    if keys:
+        return [replace(n, keys=(k,)) for n, k in keys]
+    names = {n.path for n in found if n.path} | {k.name for n in found for k in n.keys}
+    near = difflib.get_close_matches(section, sorted(names), 1, 0.5)
+    raise ConfigError(
+        f"no section and no key is called {section}",
+        fix=f"automodel options {near[0]}" if near else "automodel options",
+    )
+
+
+def page(found: list[Node]) -> str:
+    """docs/config.md."""
+    lines = [
+        "# Every key",
+        "",
+        "Made by `automodel options --markdown` from the config nodes; a test compares. A key without a",
+        "default must be given.",
+        "",
+    ]
+    for node in found:
+        name = node.target.rpartition(".")[2]
+        lines += [f"## `{node.path}`: {name}" if node.path else "## Sections", ""]
+        lines += [node.summary, ""]
+        if node.path:
+            how = [f"`{node.path}={option}`" for option in node.options] or [f"`{node.path}._target_: {node.target}`"]
+            lines += [f"Chosen by {', '.join(how)}.", ""]
+        if node.keys:
+            lines += ["| key | type | default | meaning |", "|---|---|---|---|", *map(_row, node.keys), ""]
+    return "\n".join(line.rstrip() for line in lines).rstrip() + "\n"
+
+
+def _row(key: Key) -> str:
+    cells = (f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "", key.text)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,63 @@
+"""The language of `fix`: text that works when pasted, or words that are marked as such.
+
+A fix is one or several alternatives, ", or " between them, the first being ours; a space and a parenthesis begin a
+note. An alternative is *overrides* (`mesh.pp_size=2 pipeline=1f1b`), a *command* (`pip install x`, `-c quickstart`) or
+*words* ("start the server"). Where the first alternative is words, the label is `try` instead of `fix`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from typing import Literal
+
+Kind = Literal["overrides", "command", "words"]
+
+_COMMANDS = (
+    *("automodel", "pip", "export", "mv", "cp", "chmod", "for", "transformers", "vllm", "docker", "nvidia-smi", "uv"),
+    *("ulimit", "unset", "wandb", "hf"),
+)
+_SHELL_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
+_KEY = re.compile(r"^('?~?)([A-Za-z_][\w.]*)(?==)")
+_OVERRIDE = re.compile(r"~?[A-Za-z_][\w.]*=\S.*", re.S)
+
+
+def alternatives(fix: str) -> list[str]:
+    """The alternatives without their notes."""
+    return [re.split(r" +\(| {3}(?=\w)", text, maxsplit=1)[0].strip() for text in fix.split(", or ")]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of one alternative as a shell makes them; the whole text where its quotes do not match."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return [text]
+
+
+def kind(text: str) -> Kind:
+    """What one alternative is. A placeholder (`<path>`, `...`) makes it words."""
+    words = words_of(text)
+    if not words:
+        return "words"
+    if words[0] in _COMMANDS or re.fullmatch(r"-c|--[a-z-]+(=\S+)?", words[0]):
+        return "command"
+    pasteable = all(_OVERRIDE.fullmatch(word) for word in words) and not re.search(r"<[^>]*>|\.\.\.|VALUE$", text)
+    return "overrides" if pasteable else "words"
+
+
+def label(fix: str) -> str:
+    """`fix` where the text can be pasted, `try` where it is advice."""
+    return "try" if kind(alternatives(fix)[0]) == "words" else "fix"
+
+
+def map_keys(fix: str, place: Callable[[str], str]) -> str:
+    """The fix with the key of every override replaced by `place(key)`; words and commands are left alone."""
+    return ", or ".join(_mapped(text, place) for text in fix.split(", or "))
+
+
+def _mapped(text: str, place: Callable[[str], str]) -> str:
+    if kind(alternatives(text)[0]) != "overrides":
+        return text
+    return _SHELL_WORD.sub(lambda word: _KEY.sub(lambda key: key[1] + place(key[2]), word[0], count=1), text)

@@ -1,0 +1,179 @@
+"""What every key of a config is: type, default, choices and a sentence, from the nodes themselves. Imports no torch.
+
+The sentence of a key stands in its node's docstring, as `key: ...` at the begin of a line or as the sentence that names
+it, or in a docstring right below the field; a class without one inherits its base's.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config import bundled, schema, targets, values
+from automodel_cli.config.problems import show
+
+RECIPES = ("recipes.sft.SFTRecipe", "recipes.dpo.DPORecipe", "recipes.grpo.GRPORecipe")
+_OPEN = {
+    "objective": ("automodel_cli.objectives.sft.SFT",),
+    "data.task": ("automodel_cli.data.tasks.ChatTasks", "automodel_cli.rollout.rewards.reasoning.ReasoningTasks"),
+    "model.tokenizer": (
+        "automodel_cli.models.tokenizer.ByteTokenizer",
+        "automodel_cli.models.tokenizer.PretrainedTokenizer",
+    ),
+    "logging.trackers": tuple(
+        f"automodel_cli.training.trackers.{name}" for name in ("TensorBoard", "WandB", "MLflow", "Trackio")
+    ),
+    "rollout.engine": tuple(
+        f"automodel_cli.rollout.config.{name}" for name in ("SamplerConfig", "HFConfig", "VLLMConfig")
+    ),
+    "rollout.environment": ("automodel_cli.rollout.calculator.Calculator",),
+    "rewards": tuple(
+        f"automodel_cli.rollout.rewards.{name}"
+        for name in (
+            *("text.ExactAnswer", "text.FormatRegex", "text.Length", "text.FunctionReward"),
+            *("math.MathEquivalence", "code.CodeExecution", "reasoning.ReasoningReward"),
+        )
+    ),
+}
+"""Nodes of ours for keys that take any node of a kind; groups of conf/ add theirs."""
+
+_GROUPS = ("objective", "optimizer", "lr_scheduler", "parallelizer", "pipeline")
+"""Groups of conf/ whose files name nodes."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: its full name, its type in words, its default as YAML writes it ("" where it must be given)."""
+
+    name: str
+    kind: str
+    default: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """The keys of one class at one place. `options`: names that choose it on the command line, as `section=option`."""
+
+    path: str
+    target: str
+    options: tuple[str, ...]
+    summary: str
+    keys: tuple[Key, ...]
+
+
+def nodes() -> list[Node]:
+    """Every node of every recipe, in the order of the recipe's fields; a node that two recipes share once."""
+    found: dict[tuple[str, str], Node] = {}
+    walked: list[tuple[str, Any]] = []
+    root: dict[str, schema.Parameter] = {}
+    texts: dict[str, str] = {}
+    for path in RECIPES:
+        target = targets.resolve(path)
+        root |= {name: p for name, p in schema.signature(target).parameters.items() if name not in root}
+        texts |= {name: text for name, text in sentences(target).items() if text}
+        for name, parameter in schema.signature(target).parameters.items():
+            if (name, parameter.hint) in walked:
+                continue
+            walked.append((name, parameter.hint))
+            for node in _below(name, parameter.hint):
+                found.setdefault((node.path, node.target), node)
+    keys = tuple(_key(name, parameter, texts.get(name, "")) for name, parameter in root.items())
+    return [Node("", "recipes", (), "The sections of a config.", keys), *found.values()]
+
+
+def _below(path: str, hint: Any) -> Iterator[Node]:
+    inner: dict[type, tuple[str, ...]] = dict.fromkeys(schema.dataclass_members(hint), ())
+    for target, options in _choices(path):
+        inner[target] = options
+    for target, options in inner.items():
+        place = f"{path}.NAME" if path == "rewards" else path
+        parameters = schema.signature(target).parameters
+        texts = sentences(target)
+        name = f"{target.__module__}.{target.__qualname__}"
+        keys = tuple(_key(f"{place}.{k}", p, texts[k]) for k, p in parameters.items())
+        summary = _paragraphs(inspect.getdoc(target) or "")[0]
+        yield Node(place, name, options, summary, keys)
+        for k, p in parameters.items():
+            yield from _below(f"{place}.{k}", p.hint)
+
+
+def _choices(path: str) -> list[tuple[type, tuple[str, ...]]]:
+    """The nodes that a group's files name, with their options, and those of `_OPEN`."""
+    import yaml
+
+    named: dict[str, list[str]] = {name: [] for name in _OPEN.get(path, ())}
+    for file in sorted((bundled.conf_dir() / path).glob("*.yaml")) if path in _GROUPS else ():
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if isinstance(tree, dict) and "_target_" in tree:
+            named.setdefault(tree["_target_"], []).append(file.stem)
+    return [(targets.resolve(name), tuple(options)) for name, options in named.items()]  # type: ignore[misc]
+
+
+def _key(name: str, parameter: schema.Parameter, text: str) -> Key:
+    default = parameter.default() if parameter.is_factory else parameter.default
+    if default is schema.REQUIRED:
+        shown = ""
+    elif targets.is_node(type(default)):
+        shown = f"{type(default).__name__}()"
+    else:
+        shown = show(default, 60)
+    kind = "any node" if parameter.hint is Any else values.describe(schema.members(parameter.hint))
+    return Key(name, kind, shown, text)
+
+
+@functools.cache
+def sentences(target: Callable[..., Any]) -> dict[str, str]:
+    """What the docstrings say of each parameter; "" where they are silent."""
+    found = dict.fromkeys(schema.signature(target).parameters, "")
+    for cls in inspect.getmro(target)[:-1] if isinstance(target, type) else ():
+        below = _below_fields(cls.__module__).get(cls.__name__, {})
+        doc = inspect.cleandoc(cls.__doc__ or "")
+        for name, text in found.items():
+            if not text:
+                found[name] = below.get(name) or _said_of(name, doc)
+    return found
+
+
+@functools.cache
+def _below_fields(module: str) -> dict[str, dict[str, str]]:
+    """Of each class of a module the docstrings that stand right below its fields."""
+    file = getattr(sys.modules[module], "__file__", None)
+    if file is None:
+        return {}
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    return {node.name: dict(_texts(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _texts(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, after in itertools.pairwise(node.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            text = after.value.value if isinstance(after.value, ast.Constant) else None
+            if isinstance(text, str):
+                yield field.target.id, " ".join(text.split())
+
+
+def _said_of(name: str, doc: str) -> str:
+    """The entry `name: ...`, else the first sentence that has the name in backticks, else as a word."""
+    for paragraph in re.split(r"\n(?=\w+(?:, \w+)*: )|\n\n", doc):
+        head, colon, rest = paragraph.partition(": ")
+        if colon and name in head.split(", ") and "\n" not in head:
+            return " ".join(rest.split())
+    for pattern in (rf"`{name}[`=]", rf"\b{name}\b"):
+        for paragraph in _paragraphs(doc):
+            for sentence in re.split(r"(?<=[.;]) (?=[A-Z`])", paragraph):
+                if re.search(pattern, sentence):
+                    return sentence
+    return ""
+
+
+def _paragraphs(doc: str) -> list[str]:
+    return [" ".join(text.split()) for text in doc.split("\n\n")]

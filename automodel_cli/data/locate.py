@@ -1,0 +1,110 @@
+"""Which files a path of the config names: a file, a folder, a glob, a dataset saved to disk, or none (a hub id)."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import DataError
+
+TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
+TEXTS = (".txt", ".txt.gz")
+SUFFIXES = TABLES + TEXTS
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""What the `datasets` library writes beside the rows."""
+
+
+def local_files(path: str, split: str = "train") -> list[Path] | None:
+    """The files that `path` names (one, a folder's, or a glob's, sorted), or None when it can only be a hub id.
+
+    `split` chooses one of a saved DatasetDict; nothing else here has splits. Raises DataError when the path looks local
+    and nothing usable is there.
+    """
+    here = Path(path).expanduser()
+    if (here / "dataset_dict.json").is_file():
+        return _saved(_split_folder(here, split))
+    found = _files(path, here)
+    if found is not None and split != "train":
+        raise DataError(
+            f"split={split} names a part of a hub dataset or of a saved DatasetDict, and {path} has no parts",
+            fix="data.validation_path=<a file>, or data.path=<the file of that part>",
+        )
+    for file in found or ():
+        if not os.access(file, os.R_OK):
+            raise DataError(f"{file} may not be read by this user", fix=f"chmod u+r {file}")
+    return found
+
+
+def _files(path: str, here: Path) -> list[Path] | None:
+    if here.is_file():
+        return [_supported(here)]
+    if (here / "state.json").is_file():
+        return _saved(here)
+    if here.is_dir():
+        return _in_folder(here)
+    if glob.has_magic(path):
+        found = sorted(Path(f) for f in glob.glob(str(here), recursive=True) if Path(f).is_file())
+        if not found:
+            raise DataError(f"no file matches {path}")
+        return [_supported(f) for f in found]
+    if HUB_ID.match(path) and not path.endswith(SUFFIXES) and not path.startswith("."):
+        return None
+    names = [f.name for f in here.parent.iterdir()] if here.parent.is_dir() else []
+    near = difflib.get_close_matches(here.name, names, 1, 0.6)
+    where = f"its folder {here.parent} does not exist" if not here.parent.is_dir() else f"seen from {Path.cwd()}"
+    raise DataError(f"no such file: {path} ({where})", fix=f"data.path={here.parent / near[0]}" if near else None)
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """All tables of a folder; its texts only where there are no tables, which often have a README beside them."""
+    files = [f for f in folder.iterdir() if f.is_file() and f.name not in METADATA]
+    for suffixes in (TABLES, TEXTS):
+        if found := sorted(f for f in files if f.name.endswith(suffixes)):
+            return found
+    raise DataError(f"no data file in folder {folder}: looked for {', '.join(SUFFIXES)}")
+
+
+def _split_folder(folder: Path, split: str) -> Path:
+    """The part of a saved DatasetDict."""
+    splits = _metadata(folder / "dataset_dict.json").get("splits", [])
+    if split in splits:
+        return folder / split
+    raise DataError(
+        f"{folder} has no split {split!r}; it has {', '.join(splits) or 'none'}",
+        fix=f"data.split={splits[0]}" if splits else None,
+    )
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The Arrow files of `Dataset.save_to_disk`, in the order of the rows."""
+    listed = _metadata(folder / "state.json").get("_data_files")
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "filename" in entry for entry in listed):
+        raise DataError(f"{folder / 'state.json'} does not list the files of a saved dataset")
+    files = [folder / str(entry["filename"]) for entry in listed]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{folder} is not a whole dataset: {file.name} is missing, which its state.json lists")
+    return files
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} of a saved dataset cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _supported(path: Path) -> Path:
+    if path.name.endswith(SUFFIXES):
+        return path
+    raise DataError(
+        f"{path} has an unknown form {''.join(path.suffixes) or '(no suffix)'}: supported are {', '.join(SUFFIXES)}",
+        fix=f"convert it, or name it {path.with_suffix('.jsonl')} if it holds one JSON object per line",
+    )

@@ -1,0 +1,87 @@
+"""Columns and keys that nothing acts on: those that would change what is trained are refused by name, never dropped.
+
+A column such as `id` or `source` says nothing about training and is only listed in the report. `data.ignore_columns`
+takes the names that may be left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_cli.data.rows import RowError
+
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+_WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "loss_scale", "loss", "train", "train_detail")
+_MASKS = ("input_ids", "labels", "loss_mask", "assistant_masks", "completion_mask", "assistant_mask")
+_PARTS = ("system", "tools", "functions", "history", "documents", "chat_template_kwargs")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+TRAINING_COLUMNS = frozenset({*MEDIA, *_WEIGHTS, *_MASKS, *_PARTS, *_REASONING, "label", "rejected"})
+"""Columns that mean something to training wherever they stand."""
+
+PREFERENCES = {
+    "label": "it judges the response; a recipe for judged responses (kto) reads it",
+    "rejected": "a recipe of kind dpo trains on both responses",
+}
+_KEY = re.compile(r"""(?:\.|\[\s*['"]|get\(\s*['"])(\w+)|['"](\w+)['"]\s+(?:not\s+)?in\b""")
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """Names that a row may hold besides what its format reads: `ignored` by choice, and `of_template`, which the chat
+    template looks at in a message.
+    """
+
+    ignored: frozenset[str] = frozenset()
+    of_template: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, template: str | None, ignored: Iterable[str] = ()) -> KnownKeys:
+        """`of_template`: every name that the template's text reads from something."""
+        found = _KEY.findall(template or "")
+        return cls(frozenset(ignored), frozenset(name for pair in found for name in pair if name))
+
+    def kept(self, item: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
+        """The message or content part without ignored keys and keys without a value.
+
+        Raises RowError naming a key that neither `known` nor the template has.
+        """
+        kept = {key: value for key, value in item.items() if key in known or not is_empty(value)}
+        kept = {key: value for key, value in kept.items() if key not in self.ignored}
+        for key in kept:
+            if key not in known and key not in self.of_template:
+                raise RowError(
+                    "unknown_key",
+                    f"{where} has {key!r}, which neither this program nor the chat template reads, so it would be "
+                    "without effect",
+                    fix=f"data.ignore_columns=[{key}] to train without it{_SYNONYMS.get(key, '')}",
+                )
+        return kept
+
+    def refuse(self, row: Mapping[str, Any], read: Collection[str], reader: str, columns: Collection[str]) -> None:
+        """Raise RowError when the row has one of `columns` and nothing reads it."""
+        for column in row.keys() & columns:
+            if column not in read and column not in self.ignored and not is_empty(row[column]):
+                why = PREFERENCES.get(column, "it would be without effect")
+                raise RowError(
+                    "unread_column",
+                    f"the row has the column {column!r}, which {reader} does not read: {why}",
+                    fix=f"data.ignore_columns=[{column}] to train without it",
+                )
+
+
+NO_OTHER_KEYS = KnownKeys()
+_SYNONYMS = dict.fromkeys(("loss", "mask", "trainable", "loss_weight"), ", or name it train (true or false)")
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a column or key says nothing: files of tables have every key in every row."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def unused_columns(rows: Sequence[Mapping[str, Any]], read: Collection[str]) -> list[str]:
+    """Columns of these rows that are not read, in their order."""
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [column for column in columns if column not in read]

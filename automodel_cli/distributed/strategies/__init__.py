@@ -1,0 +1,1 @@
+"""One folder per strategy of data parallelism: its node, and what it does to a part."""

@@ -1,0 +1,258 @@
+"""What a strategy of data parallelism is: the node of the `parallelizer` section and what it is asked.
+
+A strategy of your own is a frozen dataclass that inherits from `ParallelizerConfig` and implements `shard`; see
+examples/own_parallelizer.py. Torch-free at import, like all nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layout import MeshConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from automodel_cli.distributed.mesh import Mesh
+
+DTYPES = ("float32", "bfloat16", "float16")
+BACKENDS = ("nccl", "gloo")
+DEFAULT_COMPILE_BACKEND = "inductor"
+
+
+@dataclass(frozen=True)
+class AxisOptions:
+    """How a strategy wants the axes that are applied before it.
+
+    `tp_plan`: tensor-parallel styles by module name, null for the model's own. `ring`: attention passes keys and values
+    around instead of gathering them. `expert_dispatch`: "all_to_all" or "deepep".
+    """
+
+    tp_plan: Any = None
+    sequence_parallel: bool = False
+    async_tensor_parallel: bool = False
+    ring: bool = False
+    expert_dispatch: str = "all_to_all"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a rank keeps, for the planner.
+
+    `shards`: which of "parameters", "gradients" and "optimizer" are cut over the data-parallel and context-parallel
+    ranks; the others are whole copies. `compute_dtype` of gathered parameters, `reduce_dtype` of gradients: null is the
+    dtype as stored. `defers`: gradients add up unsharded until the last microbatch. `gradient_copies` of whole
+    gradients. `offloaded`: what is sharded lives in host memory.
+    """
+
+    shards: frozenset[str] = frozenset()
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    defers: bool = True
+    gradient_copies: int = 1
+    offloaded: bool = False
+
+
+class Strategy(Protocol):
+    """What recipes ask of the `parallelizer` node; `ParallelizerConfig` answers all but `shard`."""
+
+    supports: ClassVar[frozenset[str]]
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def activation_checkpointing(self) -> bool | int | str: ...
+    @property
+    def autocast_dtype(self) -> str | None: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def enable_compile(self) -> bool: ...
+    @property
+    def compile_backend(self) -> str: ...
+
+    def check_mesh(self, mesh: MeshConfig) -> None: ...
+    def check_installed(self) -> None: ...
+    def axis_options(self) -> AxisOptions: ...
+    def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module: ...
+    def prepare_stage(self, part: nn.Module, mesh: Mesh) -> None: ...
+    def storage(self) -> Storage: ...
+    def parameter_device(self, device: torch.device) -> torch.device: ...
+    def compute_dtype(self) -> torch.dtype | None: ...
+    def exact(self, axes: Sequence[str], *, precision: bool = False, compiled: bool = False) -> Strategy: ...
+    @property
+    def reduces_every_microbatch(self) -> bool: ...
+    @property
+    def assumes_unpacked(self) -> bool: ...
+
+
+AXIS_SIZES = {
+    "pp": ("pp_size", "pipeline"),
+    "tp": ("tp_size", "tensor"),
+    "cp": ("cp_size", "context"),
+    "ep": ("ep_size", "expert"),
+}
+
+
+@dataclass(frozen=True)
+class ParallelizerConfig:
+    """What every strategy has.
+
+    `supports` names what the strategy can be combined with: the axes "pp", "tp", "cp", "ep", hybrid sharding "hsdp",
+    4-bit layers "nf4", and "sampler", drawing tokens from the parts as they are trained. All else is refused at check.
+
+    `activation_checkpointing`: false | true = "full" | "selective" (keep matrix products and attention) | n = every
+    n-th layer.
+    `autocast_dtype`: run forward under autocast.
+    `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
+    `enable_compile`: torch.compile each layer in place with `compile_backend` ("inductor"; "aot_eager" compiles in a
+    second and is what the tests use). Together with activation checkpointing a layer must compile whole: on a CUDA
+    device it should; on a CPU, packed attention cannot, and torch says so at the first forward.
+    """
+
+    supports: ClassVar[frozenset[str]] = frozenset()
+
+    activation_checkpointing: bool | int | str = False
+    autocast_dtype: str | None = None
+    backend: str = "nccl"
+    enable_compile: bool = False
+    compile_backend: str = DEFAULT_COMPILE_BACKEND
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, BACKENDS, "parallelizer.backend")
+        check_dtype("autocast_dtype", self.autocast_dtype, "parallelizer.autocast_dtype")
+        value = self.activation_checkpointing
+        every_nth = isinstance(value, int) and value >= 1
+        if not (isinstance(value, bool) or every_nth or value in ("full", "selective")):
+            choices = "false, true, full, selective, or n >= 1 (every n-th layer)"
+            raise ConfigError(
+                f"activation_checkpointing={value!r} is not one of {choices}",
+                keys=("activation_checkpointing",),
+                fix="parallelizer.activation_checkpointing=full",
+            )
+        if self.compile_backend != DEFAULT_COMPILE_BACKEND and not self.enable_compile:
+            raise ConfigError(
+                f"compile_backend={self.compile_backend} does nothing while enable_compile=false",
+                keys=("compile_backend", "enable_compile"),
+                fix="parallelizer.enable_compile=true",
+            )
+
+    @property
+    def name(self) -> str:
+        """What messages call the strategy."""
+        return type(self).__name__.removesuffix("Config").lower()
+
+    def check_mesh(self, mesh: MeshConfig) -> None:
+        """Refuse what this strategy cannot do on this mesh, by ConfigError with keys relative to the recipe."""
+        axes = {size: kind for axis, (size, kind) in AXIS_SIZES.items() if axis not in self.supports}
+        refuse_axes(self.name, mesh, axes)
+        if (mesh.dp_replicate_size or 1) > 1 and "hsdp" not in self.supports:
+            raise ConfigError(
+                f"parallelizer {self.name} has one copy of the model on its ranks, or one a rank: dp_replicate_size="
+                f"{mesh.dp_replicate_size} is for hybrid sharding, which is fsdp2's",
+                keys=("mesh.dp_replicate_size",),
+                fix="mesh.dp_replicate_size=1, or parallelizer=fsdp2",
+            )
+
+    def check_installed(self) -> None:
+        """Raise ConfigError, with the command that helps, where the strategy cannot run on this machine."""
+
+    def axis_options(self) -> AxisOptions:
+        """For the axes that are applied before the strategy."""
+        return AxisOptions()
+
+    def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
+        """Apply data parallelism, the last step of `parallelize`, and register a `sharded.Sharded` where a step must
+        know of it. Gradients must become sums over `mesh.dp_cp`. Returns the module that runs. Collective."""
+        raise NotImplementedError
+
+    def prepare_stage(self, part: nn.Module, mesh: Mesh) -> None:
+        """Parallelise one stage of a pipeline in place. Gradients of whole parameters are summed by the pipeline."""
+        from automodel_cli.distributed.parallelizer import parallelize
+
+        parallelize(part, mesh, self)
+
+    def storage(self) -> Storage:
+        """What a rank keeps, for `automodel plan`."""
+        return Storage()
+
+    def exact(self, axes: Sequence[str], *, precision: bool = False, compiled: bool = False) -> Self:
+        """The same options in float32, uncompiled, without what needs a CUDA device or an axis that is not in `axes`:
+        what `automodel verify` compares with one process. `precision` and `compiled` keep those of the options."""
+        compiled = compiled and self.enable_compile
+        return replace(
+            self,
+            autocast_dtype=self.autocast_dtype if precision else None,
+            enable_compile=compiled,
+            compile_backend=self.compile_backend if compiled else DEFAULT_COMPILE_BACKEND,
+            backend="gloo",
+        )
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        """Whether gradients are reduced on each microbatch instead of once per step."""
+        return False
+
+    @property
+    def assumes_unpacked(self) -> bool:
+        """Whether every row is taken for one document, so that the library does not search for packed ones."""
+        return False
+
+    def parameter_device(self, device: torch.device) -> torch.device:
+        """Where parameters live between steps, for whoever fills them."""
+        return device
+
+    def compute_dtype(self) -> torch.dtype | None:
+        """What matrix products run in; None: the dtype of the parameters."""
+        dtype: torch.dtype | None = torch_dtype(self.autocast_dtype)
+        return dtype
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field -> value; policies stay objects."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def torch_dtype(name: str | None) -> Any:
+    """ "bfloat16" -> torch.bfloat16; None stays None."""
+    import torch
+
+    return None if name is None else getattr(torch, name)
+
+
+def check_dtype(name: str, value: object, path: str) -> None:
+    if value is not None:
+        check_choice(name, value, DTYPES, path)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], path: str) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{name}={value!r} is not one of {', '.join(choices)}", keys=(name,), fix=f"{path}={choices[0]}"
+        )
+
+
+def refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:
+    for name, kind in axes.items():
+        size = getattr(mesh, name) or 1
+        if size > 1:
+            raise ConfigError(
+                f"parallelizer {strategy} has no {kind} parallelism: {name}={size} must be 1",
+                keys=(f"mesh.{name}",),
+                fix=f"mesh.{name}=1",
+            )
+
+
+def refuse_idle_tp_options(config: ParallelizerConfig, names: Sequence[str], mesh: MeshConfig) -> None:
+    """Options of tensor parallelism on a mesh that has none."""
+    for name in names:
+        if getattr(config, name) and (mesh.tp_size or 1) == 1:
+            off = "null" if name == "tp_plan" else "false"
+            raise ConfigError(
+                f"{name} needs tensor parallelism, but mesh.tp_size={mesh.tp_size or 1}",
+                keys=(f"parallelizer.{name}", "mesh.tp_size"),
+                fix=f"parallelizer.{name}={off}",
+            )

@@ -1,0 +1,1 @@
+"""Whole copies, gradients summed in buckets."""

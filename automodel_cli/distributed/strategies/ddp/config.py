@@ -1,0 +1,63 @@
+"""The node of DDP. Torch-free at import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.strategies.base import (
+    ParallelizerConfig,
+    Storage,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from automodel_cli.distributed.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class DDPConfig(ParallelizerConfig):
+    """Whole copies on every rank, gradients summed in buckets while backward runs.
+
+    `broadcast_buffers`: copy rank 0's buffers before each forward. `find_unused_parameters`: search the graph for
+    parameters without gradient (slower). `static_graph`: promise that the same parameters are used every step
+    (one microbatch per step only: torch's DDP cannot both record the graph and defer the reduction).
+    `bucket_cap_mb`: bucket size in MiB, null = torch's choice. `gradient_as_bucket_view`: gradients live in the buckets
+    (less memory).
+    """
+
+    supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "sampler"})
+
+    broadcast_buffers: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ConfigError(
+                f"bucket_cap_mb={self.bucket_cap_mb!r} is not a size in MiB",
+                keys=("bucket_cap_mb",),
+                fix="parallelizer.bucket_cap_mb=25",
+            )
+
+    def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
+        from automodel_cli.distributed.strategies.ddp.wrapping import ddp_parallelize
+
+        return ddp_parallelize(part, mesh, self)
+
+    def prepare_stage(self, part: nn.Module, mesh: Mesh) -> None:
+        """Without the wrapper, whose reducer does not know when a step's last backward is over."""
+        from automodel_cli.distributed.layers import materialize, prepare_layers
+
+        self.check_mesh(mesh.layout.to_config())
+        prepare_layers(part, self, mesh.device.type)
+        materialize(part, mesh.device)
+
+    def storage(self) -> Storage:
+        """The wrapper's buckets are a second copy of the gradients, unless these live in the buckets."""
+        return Storage(gradient_copies=1 if self.gradient_as_bucket_view else 2)

@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism and hybrid sharding, by torch."""

@@ -1,0 +1,244 @@
+"""The node of FSDP2 and its policies. Torch-free at import: `.build` makes torch's policy objects on the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from automodel_cli.config import trust
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.strategies.base import (
+    AxisOptions,
+    ParallelizerConfig,
+    Storage,
+    check_choice,
+    check_dtype,
+    refuse_idle_tp_options,
+    torch_dtype,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    from automodel_cli.distributed.mesh import Mesh
+
+CONTEXT_PARALLEL = ("all_gather", "ring")
+EXPERT_DISPATCH = ("all_to_all", "deepep")
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """dtypes of FSDP2: of gathered parameters and compute, of gradient reduction, and of what the whole model returns.
+
+    Null keeps the dtype of the parameters (`model.dtype`). The optimizer always steps on the parameters as stored.
+    `output_dtype` acts on what the whole part returns, never on single layers. Null lets hidden states travel between
+    pipeline stages as computed; log-probs are float32 in any case.
+    """
+
+    param_dtype: str | None = "bfloat16"
+    reduce_dtype: str | None = "float32"
+    output_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_dtype(f.name, getattr(self, f.name), f"parallelizer.mp_policy.{f.name}")
+
+    def build(self) -> MixedPrecisionPolicy:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        return MixedPrecisionPolicy(
+            param_dtype=torch_dtype(self.param_dtype),
+            reduce_dtype=torch_dtype(self.reduce_dtype),
+            output_dtype=torch_dtype(self.output_dtype),
+        )
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Keep parameters, gradients and optimizer state in host memory; copy each layer to the device when it runs.
+
+    Pinned memory makes the copies asynchronous. It is a CUDA notion, so it has no effect where the device is the CPU.
+    """
+
+    pin_memory: bool = True
+
+    def build(self, device_type: str) -> CPUOffloadPolicy:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return CPUOffloadPolicy(pin_memory=self.pin_memory and device_type == "cuda")
+
+
+@dataclass(frozen=True)
+class FSDP2Config(ParallelizerConfig):
+    """Fully sharded data parallelism, and hybrid sharding with `mesh.dp_replicate_size`.
+
+    `sequence_parallel`, `tp_plan`, `enable_async_tensor_parallel`: tensor parallelism (need mesh.tp_size > 1).
+    `patch_is_packed_sequence`: keep the library's own attention from searching every batch for packed rows, which waits
+    for the device. For unpacked data only; `model.attention=packed` never searches.
+    `mp_policy`: null = `MixedPrecision()`, bfloat16 compute with float32 reduction; or MixedPrecision, or torch's
+    MixedPrecisionPolicy. `offload_policy`: null, CPUOffload, or torch's CPUOffloadPolicy.
+    `autocast_dtype` wants an `mp_policy` that leaves parameters in float32: autocast casts nothing that is bfloat16.
+    `defer_fsdp_grad_sync`: reduce gradients on the last microbatch only; false reduces on each (less memory, more
+    communication, the same sum).
+    `enable_fsdp2_prefetch`: gather `fsdp2_forward_prefetch_depth` / `fsdp2_backward_prefetch_depth` layers ahead.
+    `context_parallel`: how attention reaches the keys of other ranks where mesh.cp_size > 1. "all_gather" holds all of
+    them during one layer; "ring" passes them around, for rows so long that this is too much. The numbers are the same.
+    `expert_dispatch`: how tokens reach experts on other ranks where mesh.ep_size > 1. "all_to_all" is torch's; "deepep"
+    are DeepEP's kernels (CUDA, a package of their own), which send a token once to a rank with several of its experts.
+    """
+
+    supports: ClassVar[frozenset[str]] = frozenset({"pp", "tp", "cp", "ep", "hsdp", "nf4", "sampler"})
+
+    sequence_parallel: bool = False
+    tp_plan: Any = field(default=None, metadata=trust.imports())
+    patch_is_packed_sequence: bool = False
+    mp_policy: Any = None
+    offload_policy: Any = None
+    defer_fsdp_grad_sync: bool = True
+    enable_async_tensor_parallel: bool = False
+    enable_fsdp2_prefetch: bool = False
+    fsdp2_backward_prefetch_depth: int = 2
+    fsdp2_forward_prefetch_depth: int = 1
+    context_parallel: str = CONTEXT_PARALLEL[0]
+    expert_dispatch: str = EXPERT_DISPATCH[0]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_policy("mp_policy", self.mp_policy, MixedPrecision, "MixedPrecisionPolicy")
+        _check_policy("offload_policy", self.offload_policy, CPUOffload, "CPUOffloadPolicy")
+        check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL, "parallelizer.context_parallel")
+        check_choice("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCH, "parallelizer.expert_dispatch")
+        if self.enable_async_tensor_parallel and not self.enable_compile:
+            raise ConfigError(
+                "enable_async_tensor_parallel is something that the compiler does, but enable_compile=false",
+                keys=("enable_async_tensor_parallel", "enable_compile"),
+                fix="parallelizer.enable_compile=true",
+            )
+        self._check_prefetch()
+
+    def _check_prefetch(self) -> None:
+        for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
+            depth, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+                raise ConfigError(
+                    f"{name}={depth!r} is not a number of layers",
+                    keys=(name,),
+                    fix=f"parallelizer.{name}={default}",
+                )
+            if depth != default and not self.enable_fsdp2_prefetch:
+                raise ConfigError(
+                    f"{name}={depth} does nothing while enable_fsdp2_prefetch=false",
+                    keys=(name, "enable_fsdp2_prefetch"),
+                    fix="parallelizer.enable_fsdp2_prefetch=true",
+                )
+
+    def check_mesh(self, mesh: MeshConfig) -> None:
+        """Refuse what this strategy cannot do on this mesh."""
+        super().check_mesh(mesh)
+        refuse_idle_tp_options(self, ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"), mesh)
+        if (mesh.ep_size or 1) > 1 and self.enable_compile and self.activation_checkpointing:
+            raise ConfigError(
+                f"mesh.ep_size={mesh.ep_size}: how many tokens reach an expert is known only while the layer runs, so "
+                "it cannot compile whole, as activation_checkpointing together with enable_compile needs",
+                keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "mesh.ep_size"),
+                fix="parallelizer.enable_compile=false, or parallelizer.activation_checkpointing=false",
+            )
+        for name, axis, default in (
+            ("context_parallel", "cp_size", CONTEXT_PARALLEL[0]),
+            ("expert_dispatch", "ep_size", EXPERT_DISPATCH[0]),
+        ):
+            if getattr(self, name) != default and (getattr(mesh, axis) or 1) == 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} does nothing while mesh.{axis}={getattr(mesh, axis) or 1}",
+                    keys=(f"parallelizer.{name}", f"mesh.{axis}"),
+                    fix=f"parallelizer.{name}={default}",
+                )
+
+    def axis_options(self) -> AxisOptions:
+        return AxisOptions(
+            self.tp_plan,
+            self.sequence_parallel,
+            self.enable_async_tensor_parallel,
+            self.context_parallel == "ring",
+            self.expert_dispatch,
+        )
+
+    def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
+        from automodel_cli.distributed.strategies.fsdp2.sharding import changes_nothing, fsdp2_strategy_parallelize
+
+        if changes_nothing(part, mesh, self):
+            from automodel_cli.distributed.layers import prepare_layers
+
+            prepare_layers(part, self, mesh.device.type)
+            return part
+        return fsdp2_strategy_parallelize(
+            part,
+            mesh.fsdp,
+            self.build_mp_policy(),
+            None,
+            self.build_offload_policy(mesh.device.type),
+            config=self,
+            pp_size=mesh.layout.pp,
+            expert_mesh=mesh.ep_shard,
+        )
+
+    def storage(self) -> Storage:
+        policy = self.build_mp_policy()
+        return Storage(
+            frozenset({"parameters", "gradients", "optimizer"}),
+            compute_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype or policy.param_dtype,
+            defers=self.defer_fsdp_grad_sync,
+            offloaded=self.offload_policy is not None,
+        )
+
+    def exact(self, axes: Sequence[str], *, precision: bool = False, compiled: bool = False) -> Self:
+        plain = replace(
+            super().exact(axes, precision=precision, compiled=compiled),
+            mp_policy=self.mp_policy if precision else MixedPrecision(param_dtype=None, reduce_dtype=None),
+            enable_async_tensor_parallel=False,
+        )
+        if "tp" not in axes:
+            plain = replace(plain, sequence_parallel=False, tp_plan=None)
+        return plain if "cp" in axes else replace(plain, context_parallel=CONTEXT_PARALLEL[0])
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        return not self.defer_fsdp_grad_sync
+
+    @property
+    def assumes_unpacked(self) -> bool:
+        return self.patch_is_packed_sequence
+
+    def build_mp_policy(self) -> MixedPrecisionPolicy:
+        policy = MixedPrecision() if self.mp_policy is None else self.mp_policy
+        return policy.build() if isinstance(policy, MixedPrecision) else policy
+
+    def build_offload_policy(self, device_type: str) -> CPUOffloadPolicy | None:
+        if self.offload_policy is None:
+            return None
+        pin_memory = self.offload_policy.pin_memory  # the one field that both kinds of policy have
+        return CPUOffload(pin_memory).build(device_type)
+
+    def compute_dtype(self) -> torch.dtype | None:
+        return super().compute_dtype() or self.build_mp_policy().param_dtype
+
+    def parameter_device(self, device: torch.device) -> torch.device:
+        import torch
+
+        return device if self.offload_policy is None else torch.device("cpu")
+
+
+def _check_policy(name: str, value: object, node: type, torch_name: str) -> None:
+    """Ours or torch's; torch's is recognised by name because this file must not import it."""
+    torchs = any(c.__name__ == torch_name and c.__module__.startswith("torch.") for c in type(value).__mro__)
+    if value is not None and not isinstance(value, node) and not torchs:
+        raise ConfigError(
+            f"{name} is {value!r}, which is neither a {node.__name__} nor torch's {torch_name}",
+            keys=(name,),
+            fix=f"parallelizer.{name}._target_={node.__module__}.{node.__name__}",
+        )

@@ -1,0 +1,151 @@
+"""FSDP2 on one part: every layer a unit, experts on their own mesh, gradients as plain sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layers import prepare_layers
+from automodel_cli.distributed.layout import AXES
+from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
+from automodel_cli.distributed.sharded import Sharded, register
+from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
+
+logger = logging.getLogger(__name__)
+
+
+class FSDP2Sharded(Sharded):
+    """FSDP2 works in place: the part is what runs."""
+
+    def __init__(self, part: nn.Module, *, every_microbatch: bool):
+        super().__init__(part)
+        self._every_microbatch = every_microbatch
+
+    @contextmanager
+    def microbatch(self, is_last: bool) -> Iterator[None]:
+        module = self.part
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(is_last or self._every_microbatch)
+        module.set_is_last_backward(is_last)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
+            module.set_is_last_backward(True)
+
+    def reshard(self) -> None:
+        """Until then the module shows gathered plain tensors where optimizer, checkpoint and export expect shards, and
+        they go stale when the shards change."""
+        for module in fsdp_modules(self.part):
+            module.reshard()
+
+
+def changes_nothing(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> bool:
+    """Whether FSDP2 would only cost time (a fifth of a step of a small model): one rank, which has nothing to shard,
+    and a policy that casts nothing."""
+    policy, stored = config.build_mp_policy(), {param.dtype for param in part.parameters()}
+    casts = [dtype for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
+    in_parallel = mesh.layout.world_size > 1 or config.offload_policy is not None
+    return not in_parallel and policy.output_dtype is None and all({dtype} == stored for dtype in casts)
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """Every FSDP unit, the root first."""
+    return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Make FSDP2 sum gradients over ranks instead of averaging them. Call once, after wrapping."""
+    for submodule in fsdp_modules(module):
+        # Neither setter is recursive. The second makes it a plain sum: without it torch asks for a pre-multiplied one,
+        # which gloo does not have.
+        submodule.set_gradient_divide_factor(1.0)
+        submodule.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    tp_shard_plan: dict[str, Any] | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    *,
+    config: FSDP2Config | None = None,
+    pp_size: int = 1,
+    expert_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """Shard `model` in place: every layer is one FSDP2 unit, the rest (embedding, last norm, head) belongs to the root.
+
+    `device_mesh` is `(shard,)` or `(replicate, shard)`, or the root mesh with its five axes: then layers are first
+    sharded over its tp axis, by `tp_shard_plan` or else the model's own plan. `mp_policy` None means
+    bfloat16 compute with float32 reduction. `config` brings the options that are not policies. Parameters are resharded
+    after forward except those that backward needs first (the last layer, the root), and except under a pipeline, where
+    every microbatch would gather them again and zero-bubble schedules lose gradients.
+    """
+    config = config or FSDP2Config()
+    tp_mesh = device_mesh["tp"] if device_mesh.mesh_dim_names == AXES else None
+    if tp_mesh is not None and tp_mesh.size() > 1:
+        from automodel_cli.distributed.tensor_parallel import apply_tensor_parallel
+
+        plan = config.tp_plan if tp_shard_plan is None else tp_shard_plan
+        apply_tensor_parallel(model, tp_mesh, dataclasses.replace(config.axis_options(), tp_plan=plan))
+    elif tp_shard_plan is not None:
+        raise ConfigError("tp_shard_plan needs tensor parallelism", keys=("tp_plan",), fix="parallelizer.tp_plan=null")
+    mesh = fsdp_mesh(device_mesh) if device_mesh.mesh_dim_names == AXES else device_mesh
+    policy = mp_policy or config.build_mp_policy()
+    layers = prepare_layers(model, config, device_mesh.device_type)
+    shard: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy or OffloadPolicy()}
+    # output_dtype belongs to the root: on a layer it would feed float32 into the next layer's bfloat16 norm.
+    layer_policy = dataclasses.replace(policy, output_dtype=None)
+    for i, layer in enumerate(layers):
+        reshard = pp_size == 1 and i < len(layers) - 1
+        if expert_mesh is not None:
+            shard_experts(
+                layer, expert_mesh, mp_policy=layer_policy, offload_policy=shard["offload_policy"], reshard=reshard
+            )
+        fully_shard(layer, mp_policy=layer_policy, reshard_after_forward=reshard, **shard)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, **shard)
+    sum_gradients(model)
+    register(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch), model)
+    if config.enable_fsdp2_prefetch:
+        chain_prefetch(model, layers, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+    logger.info("fsdp2: %d layers over %s ranks, %s", len(layers), tuple(mesh.shape), policy)
+    return model
+
+
+def shard_experts(
+    layer: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    reshard: bool,
+) -> None:
+    """Shard the layer's experts on their own mesh: other ranks hold other experts, so only `mesh` shards and sums."""
+    from automodel_cli.distributed.expert_parallel import experts_modules
+
+    # The layer has cast its inputs; routing weights that a family computes in float32 stay so, as without a mesh.
+    mp_policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)
+    for experts in experts_modules(layer):
+        fully_shard(
+            experts, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard
+        )
+
+
+def chain_prefetch(root: nn.Module, layers: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
+    """Gather the next layers while one computes: `forward_depth` ahead in forward, `backward_depth` in backward."""
+    units: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    assert len(units) == len(layers) and isinstance(root, FSDPModule), "prefetch is for modules that FSDP2 has sharded"
+    for i, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + forward_depth])
+        unit.set_modules_to_backward_prefetch(units[max(0, i - backward_depth) : i][::-1])
+    root.set_modules_to_forward_prefetch(units[:forward_depth])
+    root.set_modules_to_backward_prefetch(units[::-1][:backward_depth])

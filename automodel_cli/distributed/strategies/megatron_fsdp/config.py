@@ -1,0 +1,151 @@
+"""The node of Megatron-FSDP. Torch-free at import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from automodel_cli.config import trust
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.strategies.base import (
+    AxisOptions,
+    ParallelizerConfig,
+    Storage,
+    refuse_idle_tp_options,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from automodel_cli.distributed.mesh import Mesh
+
+ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@dataclass(frozen=True)
+class MegatronFSDPConfig(ParallelizerConfig):
+    """Fully sharded data parallelism by NVIDIA's `megatron-fsdp` (extra `megatron`), with tensor and context
+    parallelism. It computes in the dtype that parameters are stored in (`model.dtype`).
+
+    `zero_dp_strategy`: what is sharded. 0 "no_shard", 1 "optim" (optimizer state), 2 "optim_grads", 3
+    "optim_grads_params". `megatron_fsdp_unit_modules`: import paths of the classes gathered as one; null takes the
+    model's own decoder layers. `init_fsdp_with_meta_device`: shard first and fill the shards, so that no rank ever
+    holds the whole model; needs a strategy that shards. `tp_plan`: as in FSDP2Config.
+    `grad_reduce_in_fp32`: float32 gradients, also on the wire; `preserve_fp32_weights`: the optimizer steps on float32
+    copies. Both matter where `model.dtype` is narrower; the defaults keep that dtype.
+    `overlap_grad_reduce`, `overlap_param_gather`: communicate while backward and forward compute; strategies that shard
+    gradients (2, 3) or parameters (3) cannot do without.
+    `disable_bucketing`: one bucket instead of many for what is outside the units. `fsdp_double_buffer`: two persistent
+    communication buffers; `nccl_ub`: and registered with NCCL (CUDA).
+    `calculate_per_token_loss`: gradients are summed, not averaged. It is so with either value: the loss is divided
+    once, by the tokens of the whole step. `check_for_nan_in_grad`: every step is refused, with its rows named, before a
+    non-finite gradient reaches the optimizer; that cannot be switched off.
+    Refused, because they would change nothing or the numbers: `sequence_parallel`, `activation_checkpointing`,
+    `average_in_collective`, `keep_fp8_transpose_cache`.
+    """
+
+    supports: ClassVar[frozenset[str]] = frozenset({"tp", "cp"})
+
+    sequence_parallel: bool = False
+    tp_plan: Any = field(default=None, metadata=trust.imports())
+    megatron_fsdp_unit_modules: list[str] | None = field(default=None, metadata=trust.imports())
+    zero_dp_strategy: int | str = 3
+    init_fsdp_with_meta_device: bool = False
+    grad_reduce_in_fp32: bool = False
+    preserve_fp32_weights: bool = False
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    check_for_nan_in_grad: bool = True
+    average_in_collective: bool = False
+    disable_bucketing: bool = False
+    calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, (refused, reason) in _MEGATRON_REFUSALS.items():
+            if bool(getattr(self, name)) is refused:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is refused under megatron_fsdp: {reason}",
+                    keys=(name,),
+                    fix=f"parallelizer.{name}={str(not refused).lower()}",
+                )
+        strategy = zero_strategy(self.zero_dp_strategy)
+        needs_overlap = {"overlap_grad_reduce": ZERO_STRATEGIES[2:], "overlap_param_gather": ZERO_STRATEGIES[3:]}
+        for name, strategies in needs_overlap.items():
+            if strategy in strategies and not getattr(self, name):
+                raise ConfigError(
+                    f"{name}=false cannot be honoured by zero_dp_strategy={self.zero_dp_strategy}, which communicates "
+                    "inside forward and backward",
+                    keys=(name, "zero_dp_strategy"),
+                    fix=f"parallelizer.{name}=true",
+                )
+        if self.init_fsdp_with_meta_device and strategy == "no_shard":
+            raise ConfigError(
+                "init_fsdp_with_meta_device=true has nothing to shard with zero_dp_strategy=no_shard",
+                keys=("init_fsdp_with_meta_device", "zero_dp_strategy"),
+                fix="parallelizer.init_fsdp_with_meta_device=false",
+            )
+        if self.nccl_ub and self.backend != "nccl":
+            raise ConfigError(
+                f"nccl_ub=true registers buffers with NCCL, but backend={self.backend}",
+                keys=("nccl_ub", "backend"),
+                fix="parallelizer.nccl_ub=false",
+            )
+
+    @property
+    def name(self) -> str:
+        return "megatron_fsdp"
+
+    def check_mesh(self, mesh: MeshConfig) -> None:
+        """Refuse what this strategy cannot do on this mesh."""
+        super().check_mesh(mesh)
+        refuse_idle_tp_options(self, ("tp_plan",), mesh)
+
+    def check_installed(self) -> None:
+        from automodel_cli.distributed.strategies.megatron_fsdp.sharding import require_megatron_fsdp
+
+        require_megatron_fsdp()
+
+    def axis_options(self) -> AxisOptions:
+        return AxisOptions(self.tp_plan)
+
+    def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
+        from automodel_cli.distributed.strategies.megatron_fsdp.sharding import megatron_parallelize
+
+        return megatron_parallelize(part, mesh, self)
+
+    def storage(self) -> Storage:
+        shards = ("optimizer", "gradients", "parameters")[: ZERO_STRATEGIES.index(zero_strategy(self.zero_dp_strategy))]
+        return Storage(frozenset(shards), defers="gradients" not in shards)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field -> value, without `tp_plan`: the documented node takes it at construction only."""
+        return {name: value for name, value in super().to_dict().items() if name != "tp_plan"}
+
+
+_MEGATRON_REFUSALS = {
+    "sequence_parallel": (True, "the strategy has no sequence parallelism"),
+    "activation_checkpointing": (True, "the package gathers parameters per unit and knows nothing of recomputing one"),
+    "average_in_collective": (True, "gradients are sums here, and averaging them would weigh ranks, not tokens"),
+    "check_for_nan_in_grad": (False, "every step is checked before the optimizer sees it, at no cost"),
+    "keep_fp8_transpose_cache": (True, "it is for parameters stored in fp8, and none is"),
+    "enable_compile": (True, "the package's hooks break every layer's graph"),
+}
+
+
+def zero_strategy(value: int | str) -> str:
+    """0..3 or a name -> the name. Raises ConfigError for anything else, also for names of older documentation."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(ZERO_STRATEGIES):
+        return ZERO_STRATEGIES[value]
+    if value in ZERO_STRATEGIES:
+        return str(value)
+    choices = ", ".join(f"{number} = {name}" for number, name in enumerate(ZERO_STRATEGIES))
+    raise ConfigError(
+        f"zero_dp_strategy={value!r} is not one of {choices}",
+        keys=("zero_dp_strategy",),
+        fix="parallelizer.zero_dp_strategy=3",
+    )

@@ -1,0 +1,365 @@
+"""Megatron-FSDP (package `megatron-fsdp`, extra `megatron`) under this project's contracts.
+
+The package shards flat buffers of parameters, keeps two sets of parameters (the raw ones that compute, the sharded ones
+that the optimizer sees) and swaps them in the modules. What is different from its own examples:
+
+- Gradients are plain sums (`calculate_per_token_loss=True`): by default it divides by the number of ranks.
+- Reduction waits for the last microbatch: the strategies that do not shard gradients reduce them in place, and a second
+  reduction of what was reduced already would count it once per rank.
+- The optimizer is not wrapped by `fully_shard_optimizer`. That one takes a step on zero gradients to create its state,
+  which decays the weights once and starts Adam's counters at 1. `sharded.follow_optimizer` uses torch's hook instead.
+- Parameters without a row on this rank get an empty gradient, not none: so every rank has state for the same ones.
+
+Runs on CUDA; on a CPU only under the tests' stand-in for `torch.cuda`. Overlap, double buffers and NCCL's user buffers
+have NEVER been run on a GPU here.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layers import materialize, prepare_layers
+from automodel_cli.distributed.layout import AXES
+from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
+from automodel_cli.distributed.sharded import Sharded, follow_optimizer, register
+from automodel_cli.distributed.strategies.megatron_fsdp import compat
+from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig, zero_strategy
+
+HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronPart(nn.Module):
+    """A part inside the package's wrapper. Made by `parallelize`."""
+
+    def __init__(self, wrapped: Any):
+        super().__init__()
+        self.wrapped = wrapped
+        compat.state_chunks(wrapped)
+        compat.align_gradients(wrapped)
+        register(MegatronSharded(self), self.part, self)
+
+    @property
+    def part(self) -> nn.Module:
+        part: nn.Module = self.wrapped.module
+        return part
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapped(*args, **kwargs)
+
+
+class MegatronSharded(Sharded):
+    """What a training step asks of the package's wrapper."""
+
+    def __init__(self, module: MegatronPart):
+        super().__init__(module.part)
+        self._module = weakref.ref(module)
+        index = module.wrapped.dist_index
+        self._has_tensor_parallelism = index.get_submesh(index.tp_dim).size() > 1
+
+    @property
+    def _wrapped(self) -> Any:
+        module = self._module()
+        assert module is not None, "the wrapper runs, so somebody holds it"
+        return module.wrapped
+
+    @contextmanager
+    def microbatch(self, is_last: bool) -> Iterator[None]:
+        """Collective also before the last microbatch, with strategies that shard gradients."""
+        wrapped = self._wrapped
+        # Without overlap nothing may be reduced inside backward: `finish_grad_sync` reduces, and would do it again.
+        wrapped.is_last_microbatch = is_last and wrapped.ddp_config.overlap_grad_reduce
+        yield
+        if is_last:
+            if self._has_tensor_parallelism:
+                compat.forget_gradients(wrapped)
+            wrapped.finish_grad_sync()
+            for name, param in self.part.named_parameters():
+                if param.requires_grad and param.grad is None:
+                    param.grad = compat.zero_gradient(wrapped, name)
+
+    def reshard(self) -> None:
+        """Collective."""
+        self._wrapped.synchronize_param_gather()
+
+    def weights_changed(self) -> None:
+        wrapped = self._wrapped
+        wrapped.install_optimized_model_weights()
+        if not wrapped.ddp_config.overlap_param_gather:
+            wrapped.start_param_sync(force_sync=True)
+            compat.show_sharded_parameters(wrapped)
+
+    def step_taken(self) -> None:
+        """Bring the new weights to where forward reads them, and empty the gradient buffers."""
+        self.weights_changed()
+        self._wrapped.zero_grad_buffer()
+
+
+def require_megatron_fsdp() -> None:
+    """Raise ConfigError, with the command that helps, where the strategy cannot run."""
+    if not HAVE_MEGATRON_FSDP:
+        raise ConfigError(
+            "parallelizer megatron_fsdp needs the package megatron-fsdp, which is not installed",
+            keys=("parallelizer",),
+            fix="pip install automodel-cli[megatron]",
+        )
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA, or no device
+        raise ConfigError(
+            f"parallelizer megatron_fsdp runs on CUDA devices only: {error}",
+            keys=("parallelizer",),
+            fix="parallelizer=fsdp2",
+        ) from error
+
+
+def megatron_fsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    megatron_fsdp_unit_modules: Sequence[str | type[nn.Module]] | None = None,
+    tp_shard_plan: dict[str, ParallelStyle] | None = None,
+    zero_dp_strategy: int | str = 3,
+    init_fsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    dp_shard_dim: str = "dp",
+    tp_dim: str = "tp",
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """The documented function: `(model, optimizer)`, the model as a `MegatronPart`, for `sharded.handle_of`.
+
+    `device_mesh` is `(dp, cp, tp)` (cp may be missing) or the root mesh with its five axes. A model on meta is sharded
+    unfilled with `init_fsdp_with_meta_device`, and must have memory otherwise. `tp_shard_plan` is applied first. With
+    one rank to shard over, only tensor parallelism is applied, the model returned as it is, and a warning says so. An
+    `optimizer` over the model's parameters is pointed at the sharded ones; without one, see `sharded.follow_optimizer`.
+    `check_for_nan_in_grad` looks at every gradient before it is reduced (one host synchronisation each) and raises
+    ValueError. `calculate_per_token_loss` is taken and does not matter: gradients are always sums.
+    Raises ConfigError without the package or CUDA, for hybrid sharding, `average_in_collective`, or units that the
+    model does not have. Collective.
+    """
+    del calculate_per_token_loss
+    require_megatron_fsdp()
+    if average_in_collective:
+        raise ConfigError(
+            "average_in_collective=true would weigh ranks, not tokens: gradients are sums",
+            keys=("average_in_collective",),
+            fix="parallelizer.average_in_collective=false",
+        )
+    if tp_shard_plan is not None:
+        parallelize_module(model, device_mesh[tp_dim], tp_shard_plan)
+    mesh, shard_dim = _sharding_mesh(device_mesh, dp_shard_dim, tp_dim)
+    if mesh[shard_dim].size() == 1:
+        logger.warning("megatron_fsdp: one data-parallel rank has nothing to shard; only tensor parallelism is applied")
+        return model, optimizer
+    import megatron_fsdp
+
+    if mesh[tp_dim].size() > 1:
+        compat.correct_tensor_parallel_shards()
+    main, reduced = (torch.float32 if wide else None for wide in (preserve_fp32_weights, grad_reduce_in_fp32))
+    before = list(model.named_parameters())
+    with _fillable_later(model) if init_fsdp_with_meta_device else nullcontext():
+        wrapped = megatron_fsdp.fully_shard_model(
+            module=model,
+            device_mesh=mesh,
+            dp_shard_dim=shard_dim,
+            tp_dim=tp_dim,
+            expt_device_mesh=mesh,  # experts, which the package knows by their name, are sharded like all else
+            fsdp_unit_modules=unit_modules(model, megatron_fsdp_unit_modules),
+            zero_dp_strategy=zero_strategy(zero_dp_strategy),
+            device=_device(device_mesh.device_type),
+            init_model_with_meta_device=init_fsdp_with_meta_device,
+            mixed_precision_policy=megatron_fsdp.MixedPrecisionPolicy(
+                main_params_dtype=main, main_grads_dtype=reduced, grad_comm_dtype=reduced
+            ),
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+            sync_model_each_microbatch=False,
+            preproc_state_dict_for_dcp_ckpt=False,
+            report_nan_in_param_grad=check_for_nan_in_grad,
+            disable_bucketing=disable_bucketing,
+            calculate_per_token_loss=True,
+            keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+            nccl_ub=nccl_ub,
+            fsdp_double_buffer=fsdp_double_buffer,
+        )
+    sharded = MegatronPart(wrapped)
+    if optimizer is not None:
+        _point_at_shards(optimizer, before, model)
+        follow_optimizer(optimizer, [model])
+    return sharded, optimizer
+
+
+def nvfsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    nvfsdp_unit_modules: Sequence[str | type[nn.Module]] | None = None,
+    tp_shard_plan: dict[str, ParallelStyle] | None = None,
+    data_parallel_sharding_strategy: int | str = "optim_grads_params",
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+) -> nn.Module:
+    """`megatron_fsdp_strategy_parallelize` under its older name and argument names; returns the model alone."""
+    wrapped, _ = megatron_fsdp_strategy_parallelize(
+        model,
+        device_mesh,
+        nvfsdp_unit_modules,
+        tp_shard_plan,
+        data_parallel_sharding_strategy,
+        init_nvfsdp_with_meta_device,
+        grad_reduce_in_fp32,
+        preserve_fp32_weights,
+        overlap_grad_reduce,
+        overlap_param_gather,
+        check_for_nan_in_grad,
+        average_in_collective,
+        disable_bucketing,
+        calculate_per_token_loss,
+        keep_fp8_transpose_cache_when_using_custom_fsdp,
+        nccl_ub,
+        fsdp_double_buffer,
+    )
+    return wrapped
+
+
+def unit_modules(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | None) -> list[type[nn.Module]]:
+    """The classes gathered as one: `wanted` (classes or import paths), else what the model's class says must not be
+    split. Raises ConfigError for a class that the model does not contain."""
+    inside = {type(module) for module in model.modules()}
+    if wanted:
+        from automodel_cli.distributed.parallelizer import import_classes_from_paths
+
+        paths = [entry for entry in wanted if isinstance(entry, str)]
+        classes = [*import_classes_from_paths(paths), *(entry for entry in wanted if not isinstance(entry, str))]
+        absent = [kind.__name__ for kind in classes if not any(issubclass(other, kind) for other in inside)]
+    else:
+        # transformers' own declaration (a list or set of class names), on the model and the models inside it
+        declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        classes = [kind for kind in inside if kind.__name__ in declared]
+        absent = [] if classes else sorted(declared) or ["_no_split_modules"]
+    if absent:
+        raise ConfigError(
+            f"{type(model).__name__} contains no {', '.join(absent)} to gather as one unit",
+            keys=("megatron_fsdp_unit_modules",),
+            fix="parallelizer.megatron_fsdp_unit_modules=[transformers.models.llama.modeling_llama.LlamaDecoderLayer], "
+            "with the class of this model's layers",
+        )
+    return classes
+
+
+def _sharding_mesh(device_mesh: DeviceMesh, dp_dim: str, tp_dim: str) -> tuple[DeviceMesh, str]:
+    """A mesh of exactly (shard, tp) and the name of its first axis. The package looks axes up by name on the mesh that
+    it is given, where a flattened dp x cp would not be found, and cp would silently drop out of the sharding."""
+    names = device_mesh.mesh_dim_names or ()
+    replicate, dp = ("dp_replicate", "dp_shard") if names == AXES else ("", dp_dim)
+    if replicate and device_mesh[replicate].size() > 1:
+        raise ConfigError(
+            "megatron_fsdp has no hybrid sharding",
+            keys=("mesh.dp_replicate_size",),
+            fix="mesh.dp_replicate_size=1, or parallelizer=fsdp2",
+        )
+    if dp not in names or tp_dim not in names:
+        raise ConfigError(
+            f"megatron_fsdp needs mesh axes {dp} and {tp_dim}, this mesh has {', '.join(names) or 'none'}"
+        )
+    if "cp" not in names or device_mesh["cp"].size() == 1:
+        return device_mesh[dp, tp_dim], dp
+    shard = fsdp_mesh(device_mesh) if names == AXES else device_mesh[dp, "cp"]._flatten(f"{dp}_cp")
+    (name,) = shard.mesh_dim_names or ("",)
+    return DeviceMesh._concatenate([shard, device_mesh[tp_dim]]), name
+
+
+def _device(device_type: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+
+
+@contextmanager
+def _fillable_later(model: nn.Module) -> Iterator[None]:
+    """The package asks every module on meta for `reset_parameters`, which library models do not have. Here weights come
+    afterwards, shard by shard, so nothing needs to be set."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if len(names) != len(list(model.parameters())):
+        raise ConfigError(
+            "init_fsdp_with_meta_device=true would untie the tied weights of this model",
+            keys=("init_fsdp_with_meta_device",),
+            fix="parallelizer.init_fsdp_with_meta_device=false",
+        )
+    owners = [module for module in model.modules() if any(p.is_meta for p in module.parameters(recurse=False))]
+    for module in owners:
+        module.reset_parameters = _keep  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in owners:
+            del module.reset_parameters
+
+
+def _keep() -> None:
+    """In the place of an initialisation."""
+
+
+def _point_at_shards(
+    optimizer: torch.optim.Optimizer, before: Sequence[tuple[str, nn.Parameter]], model: nn.Module
+) -> None:
+    """Give an optimizer that has not stepped yet the sharded parameters in the place of those it was made for."""
+    assert not optimizer.state, "an optimizer must be sharded before its first step"
+    sharded = dict(model.named_parameters())
+    replaced = {id(param): sharded[name] for name, param in before}
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(id(param), param) for param in group["params"]]
+
+
+def megatron_parallelize(part: nn.Module, mesh: Mesh, config: MegatronFSDPConfig) -> nn.Module:
+    """Shard a part by Megatron-FSDP. Meta parameters are allocated first, still unfilled, unless the package shards on
+    meta: it copies them into its buffers."""
+    prepare_layers(part, config, mesh.device.type)
+    if not config.init_fsdp_with_meta_device:
+        materialize(part, mesh.device)
+    module, _ = megatron_fsdp_strategy_parallelize(
+        part,
+        mesh.root,
+        config.megatron_fsdp_unit_modules,
+        None,
+        config.zero_dp_strategy,
+        config.init_fsdp_with_meta_device,
+        config.grad_reduce_in_fp32,
+        config.preserve_fp32_weights,
+        config.overlap_grad_reduce,
+        config.overlap_param_gather,
+        check_for_nan_in_grad=False,  # the training step checks the norm of all gradients, and names the rows
+        disable_bucketing=config.disable_bucketing,
+        calculate_per_token_loss=True,
+        nccl_ub=config.nccl_ub,
+        fsdp_double_buffer=config.fsdp_double_buffer,
+    )
+    return module

@@ -1,0 +1,61 @@
+"""Adapters against the plain model: with W = W0 + s B A, the gradients of A and B follow from that of W.
+
+The layers under test get a random B, which training would start at zero (and A's gradient would then be zero, whatever
+happened), and their base is set to W - s B A, so that they compute what the reference computed. Then
+dL/dB = s dL/dW A^T and dL/dA = s B^T dL/dW: closed forms, which know nothing of the adapter library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.models import compat, lora
+from automodel_cli.models.part import ModelPart
+from automodel_cli.models.seeds import generator_for
+from automodel_cli.parity.reference import Reference
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Whole matrices of one layer: `a` [rank, in], `b` [out, rank]; the update is `scale * b @ a`."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@torch.no_grad()
+def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
+    """Give every adapter of these parts a random B without changing what its layer computes; returns the adapters of
+    all ranks by layer name. Collective."""
+    mine: dict[str, Adapter] = {}
+    for part in parts:
+        for name, layer in lora.wrappers(part.model):
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            whole = torch.randn(b.shape, generator=generator_for(0, name)) / math.sqrt(b.shape[0])
+            compat.local(b).copy_(compat.local_part(b, whole))
+            adapter = Adapter(compat.gathered(a).float().clone(), whole, lora.scale(layer))
+            weight = layer.get_base_layer().weight
+            update = adapter.b.double() @ adapter.a.double() * adapter.scale
+            compat.local(weight).sub_(compat.local_part(weight, update.float()))
+            mine[name] = adapter
+    everywhere: list[dict[str, Adapter]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, mine)
+    return {name: adapter for of_rank in everywhere for name, adapter in of_rank.items()}
+
+
+def reference_of(want: Reference, adapters: dict[str, Adapter]) -> Reference:
+    """What a step that trains only `adapters` must give, from what one that trains all gave."""
+    gradients: dict[str, Tensor] = {}
+    for name, adapter in adapters.items():
+        grad = want.gradients[f"{name}.weight"].double()
+        gradients[f"{name}.lora_B.default.weight"] = adapter.scale * grad @ adapter.a.double().t()
+        gradients[f"{name}.lora_A.default.weight"] = adapter.scale * adapter.b.double().t() @ grad
+    norm = math.sqrt(sum(grad.square().sum().item() for grad in gradients.values()))
+    return Reference(want.loss, norm, {name: grad.float() for name, grad in gradients.items()})

@@ -1,0 +1,133 @@
+"""Whether a model can be cut into stages, measured: a tiny random copy of the user's config, split and whole.
+
+"Supported" is not a list of names. The copy is run once as it is and once as three uneven stages; outputs and every
+gradient must agree. What differs is refused with the first layer at which it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.models.head import HeadKind
+from automodel_cli.models.part import ModelPart
+from automodel_cli.models.shrink import build_small, shrink
+from automodel_cli.pipelining.cut.anatomy import Anatomy, NotMeasuredError, SplitError, observe
+from automodel_cli.pipelining.cut.stage_part import StandIn, cut_stage
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+TOLERANCE = 1e-5  # relative to the largest value; a wrong split is off by 1e-2 and more
+_TOKENS = 24
+_checked: dict[tuple[type, str], Anatomy] = {}
+
+
+def check_split(model: PreTrainedModel) -> Anatomy:
+    """The anatomy of `model`'s family, once its split has been found exact on a small copy. Raises SplitError.
+
+    A second on a CPU, once per config and process. `model` itself is not run and may be on the meta device.
+    """
+    key = (type(model), model.config.to_json_string())
+    if key not in _checked:
+        _checked[key] = probe(type(model), model.config)
+    return _checked[key]
+
+
+def probe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Anatomy:
+    """`check_split` for a class and its config, uncached."""
+
+    def build(small: PretrainedConfig) -> PreTrainedModel:
+        model: PreTrainedModel = model_class._from_config(
+            small, attn_implementation="eager"
+        )  # what every Auto class calls
+        return model
+
+    try:
+        model = build_small(shrink(config), build).eval()  # no dropout, no noise in routers
+    except Exception as error:
+        raise NotMeasuredError(
+            model_class.__name__, f"no small copy of it can be built to measure a split on: {error!r}"
+        ) from error
+    anatomy = observe(model)
+    compare(ModelPart(model, HeadKind("generic")), anatomy)
+    return anatomy
+
+
+def compare(part: ModelPart, anatomy: Anatomy) -> None:
+    """Run `part` whole and as three uneven stages; raise SplitError where outputs or gradients differ."""
+    count = len(part.model.get_submodule(anatomy.layers))  # type: ignore[arg-type]
+    cuts = (0, max(count // 2, 1), max(count - 1, 1), count)
+    try:
+        whole = _run([part], anatomy)
+    except Exception as error:
+        raise NotMeasuredError(part.model, f"a small copy of it does not train: {error!r}") from error
+    try:
+        stages = [
+            cut_stage(part, anatomy, layers=range(a, b), is_first=s == 0, is_last=s == 2)
+            for s, (a, b) in enumerate(pairwise(cuts))
+        ]
+        split = _run(stages, anatomy)
+    except Exception as error:
+        raise SplitError(part.model, f"its stages do not run: {error!r}") from error
+    for name, want in whole.items():
+        if not _agree(split.get(name), want):
+            raise SplitError(part.model, f"{name} differs between its stages and the whole model")
+
+
+def _agree(got: Tensor | None, want: Tensor) -> bool:
+    if got is None:
+        return bool(want.abs().max() == 0)
+    return got.shape == want.shape and bool((got - want).abs().max() <= TOLERANCE * want.abs().max())
+
+
+def _run(parts: Sequence[ModelPart], anatomy: Anatomy) -> dict[str, Tensor]:
+    """One forward and backward through consecutive parts. The results by name, in the order in which a difference is
+    reported: the output of each layer, the log-probs, the gradients (tied copies added up)."""
+    results: dict[str, Tensor] = {}
+    handles = [
+        layer.register_forward_hook(_keeper(results, f"the output of {anatomy.layers}.{i}"))
+        for part in parts
+        for i, layer in enumerate(part.model.get_submodule(anatomy.layers).children())
+        if not isinstance(layer, StandIn)
+    ]
+    try:
+        results["the log-prob"] = _forward_backward(parts)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for part in parts:
+        for name, param in part.named_parameters():
+            if param.grad is not None:
+                key = f"the gradient of {part.hub_name(name)}"
+                results[key] = results[key] + param.grad if key in results else param.grad
+                param.grad = None
+    return results
+
+
+def _keeper(results: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        results[name] = (output[0] if isinstance(output, tuple) else output).detach()
+
+    return keep
+
+
+def _forward_backward(parts: Sequence[ModelPart]) -> Tensor:
+    """Log-probs of a fixed random row; gradients of their sum are left on the parts."""
+    ids_BT = torch.randint(3, 100, (1, _TOKENS), generator=torch.Generator().manual_seed(7))
+    inputs = {"labels": ids_BT.roll(-1, 1), "input_ids": ids_BT, "position_ids": torch.arange(_TOKENS)[None]}
+    boundaries: list[tuple[Tensor, Tensor]] = []
+    output = parts[0](None, **inputs)
+    for part in parts[1:]:
+        received = output.detach().requires_grad_()
+        boundaries.append((output, received))
+        output = part(received, **inputs)
+    output.sum().backward()
+    for sent, received in reversed(boundaries):
+        sent.backward(received.grad)
+    logprobs_BT: Tensor = output.detach()
+    return logprobs_BT

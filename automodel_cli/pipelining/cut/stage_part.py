@@ -1,0 +1,206 @@
+"""A pipeline stage cut out of an unmodified Hugging Face causal LM.
+
+Every slot of the decoder list stays. Slots that a stage does not own hold parameter-free stand-ins, so the model's own
+loop over its layers, its `config.layer_types[i]` lookups, its rotary and its mask code keep working, and parameter
+names stay those of the hub. The stand-in just before the first owned layer returns the hidden states received from the
+previous stage, whatever the model computed from its (zero) embeddings; the one just after the last owned layer captures
+the result. Every stage receives the same batch keywords.
+
+What runs before the decoder (embedding, position table, its norm) belongs to the first stage and what runs after it
+(final norm, head) to the last one; which modules those are is observed on a small copy (`anatomy.py`), not guessed from
+names.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.models.part import ModelPart
+from automodel_cli.pipelining.cut.anatomy import Anatomy, tied_embedding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Boundary:
+    """The hidden states in flight through one stage's forward: what it received, then what it will send."""
+
+    def __init__(self) -> None:
+        self.hidden_BTD: Tensor | None = None
+
+    def take(self) -> Tensor:
+        hidden_BTD, self.hidden_BTD = self.hidden_BTD, None
+        assert hidden_BTD is not None, "the decoder loop did not reach this stage's boundary"
+        return hidden_BTD
+
+
+class StandIn(nn.Module):
+    """In a decoder slot that the stage does not own. Keeps the plain attributes and properties that a model's loop may
+    read.
+
+    `role`: "enter" returns the received hidden states, "leave" captures the result, None passes on what it is given.
+    """
+
+    def __init__(self, original: nn.Module, boundary: Boundary, role: str | None, arity: int | None):
+        super().__init__()
+        self.original_class, self.boundary, self.role, self.arity = type(original), boundary, role, arity
+        for name, value in vars(original).items():
+            if not name.startswith("_") and name not in vars(self):
+                self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        # Class properties of the layer (`attention_type`, `block_type`) are read by some loops.
+        found = getattr(vars(self).get("original_class"), name, None)
+        return found.fget(self) if isinstance(found, property) and found.fget else super().__getattr__(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_BTD = args[0] if args else kwargs["hidden_states"]
+        if self.role == "enter":
+            hidden_BTD = self.boundary.hidden_BTD
+        elif self.role == "leave":
+            self.boundary.hidden_BTD = hidden_BTD
+        return hidden_BTD if self.arity is None else (hidden_BTD,) + (None,) * (self.arity - 1)
+
+
+class ZeroOutput(nn.Module):
+    """In place of an embedding or projection whose result this stage throws away: zeros of the right shape."""
+
+    def __init__(self, width: int, boundary: Boundary, dtype: torch.dtype):
+        super().__init__()
+        self.width, self.boundary, self.dtype = width, boundary, dtype
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shape = inputs.shape[:-1] if inputs.is_floating_point() else inputs.shape
+        # The received tensor has the dtype of the computation (mixed precision casts it), which masks and rotary tables
+        # follow.
+        hidden_BTD = self.boundary.hidden_BTD
+        dtype = self.dtype if hidden_BTD is None else hidden_BTD.dtype
+        return torch.zeros(*shape, self.width, dtype=dtype, device=inputs.device)
+
+
+class PassThrough(nn.Module):
+    """In place of a norm, a head, or anything else whose result this stage throws away."""
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return inputs
+
+
+class StagePart(ModelPart):
+    """Some consecutive decoder layers of a `ModelPart`, with the embedding on the first stage and the head on the last
+    one.
+
+    `forward(hidden_BTD, labels=..., **model_inputs)`: `hidden_BTD` comes from the previous stage (None on the first).
+    Returns hidden states, or `logprobs_BT` on the last stage. Made by `cut_stage` only.
+    """
+
+    boundary: Boundary
+    layers: range
+    is_first: bool
+    is_last: bool
+    shared: frozenset[str] = frozenset()
+    """Name of the table that the first stage (which embeds with it) and the last one (whose head it is) both hold."""
+    held_elsewhere: frozenset[str] = frozenset()
+    """The same on the last stage: the gradient norm counts a shared table on the first one."""
+
+    def forward(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> Tensor:
+        if not (self.is_first or self.is_last or self.layers):
+            assert hidden_BTD is not None, "a stage without layers passes on what it receives"
+            return hidden_BTD.clone()  # the backward needs an output that is neither the input leaf nor a view of it
+        self.boundary.hidden_BTD = hidden_BTD
+        if self.is_last:
+            result = super().forward(None, labels=labels, **model_inputs)
+            self.boundary.hidden_BTD = None
+            return result
+        self.model.base_model(**self.accepted(self.local_inputs(model_inputs)), use_cache=False)
+        return self.boundary.take()
+
+
+def cut_stage(part: ModelPart, anatomy: Anatomy, *, layers: range, is_first: bool, is_last: bool) -> StagePart:
+    """Stage `layers` of `part`, which is left as it is: the stage shares the tensors that it keeps, meta or not."""
+    tensors = (*part.parameters(), *part.buffers())
+    stage = copy.deepcopy(part, {id(t): t for t in tensors})
+    stage.__class__ = StagePart
+    assert isinstance(stage, StagePart)
+    stage.boundary, stage.layers, stage.is_first, stage.is_last = Boundary(), layers, is_first, is_last
+    _fill_slots(stage, anatomy)
+    model = stage.model
+    dtype = next(part.parameters()).dtype
+    tied = tied_embedding(model)
+    if not is_first:
+        for name in anatomy.before:
+            if not (is_last and name == tied):  # a tied last stage keeps the table: it is the head's weight
+                _replace(model, name, _discard_output(model.get_submodule(name), stage.boundary, dtype))
+    if not is_last:
+        for name in anatomy.after:
+            _replace(model, name, PassThrough())
+        model.all_tied_weights_keys = {}  # else the library's tie step would tie the head to a stand-in
+    if tied is not None and is_first != is_last:
+        stage.shared = frozenset({f"model.{tied}.weight"})
+        if is_last:
+            stage.held_elsewhere = stage.shared
+            _copy_table(model, tied)
+    return stage
+
+
+def _copy_table(model: PreTrainedModel, embedding: str) -> None:
+    """Give the last stage a table of its own: under a V placement the first stage, on the same rank, has the other."""
+    table, head = model.get_submodule(embedding), model.get_output_embeddings()
+    weight = table.weight
+    assert isinstance(weight, nn.Parameter)
+    table.weight = head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+
+
+def _fill_slots(stage: StagePart, anatomy: Anatomy) -> None:
+    slots = stage.model.get_submodule(anatomy.layers)
+    assert isinstance(slots, nn.ModuleList)
+    first, end = stage.layers.start, stage.layers.stop
+    for i, layer in enumerate(list(slots)):
+        if i not in stage.layers:
+            role = (
+                "enter"
+                if i == first - 1 and not stage.is_first
+                else "leave"
+                if i == end and not stage.is_last
+                else None
+            )
+            slots[i] = StandIn(layer, stage.boundary, role, anatomy.arity)
+    # At the ends of the list no stand-in precedes or follows the stage's layers.
+    enters, leaves = first == 0 and not stage.is_first, end == len(slots) and not stage.is_last
+    for i in stage.layers:
+        if (enters and i == first) or (leaves and i == end - 1):
+            _attach(slots[i], stage.boundary, enters and i == first, leaves and i == end - 1)
+
+
+def _attach(layer: nn.Module, boundary: Boundary, enters: bool, leaves: bool) -> None:
+    """Make a real layer read the received hidden states, or hand over its own.
+
+    Its class gets a subclass of the same name with its own `__call__`, outside of any recomputation (a hook on the
+    layer would run inside it on some versions of transformers).
+    """
+    original = type(layer)
+
+    def call(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = original.__call__(self, boundary.hidden_BTD if enters else hidden_states, *args, **kwargs)
+        if leaves:
+            boundary.hidden_BTD = output[0] if isinstance(output, tuple) else output
+        return output
+
+    layer.__class__ = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})
+
+
+def _discard_output(module: nn.Module, boundary: Boundary, dtype: torch.dtype) -> nn.Module:
+    module = getattr(module, "base_layer", module)  # an adapter around it has the same shape
+    if isinstance(module, nn.Embedding):
+        return ZeroOutput(module.embedding_dim, boundary, dtype)
+    if isinstance(module, nn.Linear):
+        return ZeroOutput(module.out_features, boundary, dtype)
+    return PassThrough()
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)

@@ -1,0 +1,290 @@
+"""The interleaved 1F1B schedule: several chunks per rank, with Megatron-core's contract."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.pipelining.megatron_core.arithmetic import get_tensor_shapes
+from automodel_cli.pipelining.megatron_core.config import ProcessGroupCollection
+from automodel_cli.pipelining.megatron_core.grad_sync import plan_sync
+from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator, Shape
+from automodel_cli.pipelining.megatron_core.step import ForwardStepFunc, StepRunner
+from automodel_cli.pipelining.megatron_core.tensors import deallocate_output_tensor
+from automodel_cli.pipelining.schedule.orders import (
+    check_microbatch_group_size,
+    get_pp_rank_microbatches,
+    get_schedule_table,
+)
+
+
+def forward_backward_pipelining_with_interleaving(
+    *,
+    forward_step_func: ForwardStepFunc,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[Any]:
+    """Interleaved 1F1B over the chunks in the list `model`, each with its iterator in the list `data_iterator`.
+
+    The order is `megatron.compute_order`'s; gradient and parameter collectives are those of `megatron_sync.plan_sync`.
+    Raises ValueError and RuntimeError for an illegal group of microbatches. Collective over the pipeline.
+    """
+    if not isinstance(model, list) or not isinstance(data_iterator, list) or len(model) != len(data_iterator):
+        raise ValueError("interleaving takes a list of chunks and a list of as many iterators")
+    if adjust_tensor_shapes_fn is not None:
+        raise ValueError("adjust_tensor_shapes_fn: interleaved stages all exchange the same shape")
+    runner = StepRunner(
+        forward_step_func,
+        data_iterator,
+        model,
+        num_microbatches,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+    )
+    config = runner.config
+    (shape,) = get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        hidden_size=config.hidden_size,
+        decoder_seq_length=decoder_seq_length,
+        sequence_parallel=config.sequence_parallel,
+        tensor_parallel_size=config.tensor_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        variable_seq_lengths=config.variable_seq_lengths,
+    )
+    if p2p_communicator is None:
+        if pg_collection is None or pg_collection.pp is None:
+            raise ValueError("a pipeline needs p2p_communicator, or pg_collection with pp")
+        p2p_communicator = P2PCommunicator(pg_collection.pp, config)
+    # As torch.Size an unknown shape, (), is one shape too, and not an empty list of them.
+    _Interleaved(runner, p2p_communicator, torch.Size(shape)).run()
+    return runner.finish()
+
+
+class _Arrival(NamedTuple):
+    """A received tensor, or one still on its way."""
+
+    tensor: Tensor
+    handle: dist.Work | None
+
+    def take(self) -> Tensor:
+        if self.handle is not None:
+            self.handle.wait()
+        return self.tensor
+
+
+class _Interleaved:
+    """The loop of one rank.
+
+    Virtual microbatch k is the k-th forward (or backward) of the rank. Microbatches of one chunk come and go in order,
+    so queues per chunk say which tensor belongs to which.
+    """
+
+    def __init__(self, runner: StepRunner, p2p: P2PCommunicator, shape: Shape):
+        self.runner, self.p2p, self.config, self.shape = runner, p2p, runner.config, shape
+        m, self.v, p = runner.num_microbatches, len(runner.models), p2p.size
+        group = self.config.microbatch_group_size_per_vp_stage or p
+        check_microbatch_group_size(m, p, group)
+        self.table = get_schedule_table(m, self.v, group)
+        self.total, self.all_in_warmup, self.warmup, self.remaining = get_pp_rank_microbatches(
+            m,
+            self.v,
+            group,
+            runner.forward_only,
+            pipeline_parallel_size=p,
+            pipeline_parallel_rank=p2p.rank,
+            virtual_pipeline_parallel_size=self.v,
+        )
+        self.plan = plan_sync(self.table, self.v, p2p.rank, grad_sync_func=self.config.grad_sync_func is not None)
+        self.inputs: list[deque[_Arrival]] = [deque() for _ in range(self.v)]
+        self.grads: list[deque[_Arrival]] = [deque() for _ in range(self.v)]
+        self.held: list[deque[tuple[Tensor | None, Tensor]]] = [deque() for _ in range(self.v)]
+        self.sending: dict[str, tuple[dist.Work, Tensor | None]] = {}
+
+    # Where a virtual microbatch runs.
+
+    def _chunk(self, k: int, forward: bool) -> int:
+        chunk = self.table[k][1]
+        return chunk if forward else self.v - 1 - chunk
+
+    def _is_first_stage(self, chunk: int) -> bool:
+        return self.p2p.is_pp_first_stage and chunk == 0
+
+    def _is_last_stage(self, chunk: int) -> bool:
+        return self.p2p.is_pp_last_stage and chunk == self.v - 1
+
+    def _next_arrival(self, k: int, forward: bool) -> int | None:
+        """The chunk that a tensor arrives for while virtual microbatch k runs; None if nothing arrives.
+
+        The rank where a direction starts (the first one in forwards) gets what the last one of that direction made
+        `p - 1` virtual steps earlier, for the following chunk.
+        """
+        if k == self.total - 1:
+            return None
+        leads = self.p2p.is_pp_first_stage if forward else self.p2p.is_pp_last_stage
+        if not leads:
+            return self._chunk(k + 1, forward)
+        if k < self.p2p.size - 1:
+            return None
+        made_by = self._chunk(k - (self.p2p.size - 1), forward)
+        following = made_by + 1 if forward else made_by - 1
+        return following if 0 <= following < self.v else None
+
+    # The phases.
+
+    def run(self) -> None:
+        runner, config = self.runner, self.config
+        runner.sync.disable()
+        for chunk in self.plan.params_at_start:
+            self._launch(config.param_sync_func, chunk)
+        if not self._is_first_stage(0):
+            self.inputs[0].append(_Arrival(self.p2p.recv_forward(self.shape, False), None))  # type: ignore[arg-type]
+        for k in range(self.warmup):
+            self._warmup_step(k)
+        for k in range(self.remaining):
+            self._steady_step(k)
+        self._wait_for_send("send_next")  # the backward of that output starts from a released tensor
+        if not runner.forward_only:
+            if self.all_in_warmup and not self._is_last_stage(self.v - 1):
+                first = self.p2p.recv_backward(self.shape, False)
+                self.grads[self.v - 1].append(_Arrival(first, None))  # type: ignore[arg-type]
+            for k in range(self.remaining, self.total):
+                self._cooldown_step(k)
+        self._wait_for_send("send_prev")
+        runner.sync.enable()
+        if not runner.forward_only:
+            for chunk in self.plan.grads_at_end:
+                self._launch(config.grad_sync_func, chunk)
+
+    def _warmup_step(self, k: int) -> None:
+        arriving = self._next_arrival(k, forward=True)
+        prefetch = self.config.overlap_p2p_comm_warmup_flush and not self.p2p.is_pp_first_stage
+        if prefetch:
+            self._move_forward(None, arriving, overlap=True)
+        output = self._forward(k)
+        begins_backward = k == self.warmup - 1 and not self.runner.forward_only and not self.all_in_warmup
+        first_grad = None if self.p2p.is_pp_last_stage or not begins_backward else self.v - 1
+        if begins_backward and not self.config.overlap_p2p_comm:
+            self._move_both(output, None, arriving, first_grad)
+            return
+        overlap = self.config.overlap_p2p_comm_warmup_flush
+        self._move_forward(output, None if prefetch else arriving, overlap=overlap)
+        if begins_backward:
+            self._move_backward(None, first_grad, overlap=True)
+
+    def _steady_step(self, k: int) -> None:
+        forward_k = k + self.warmup
+        input_for, grad_for = self._next_arrival(forward_k, forward=True), self._next_arrival(k, forward=False)
+        output = self._forward(forward_k)
+        if self.config.overlap_p2p_comm:
+            self._move_forward(output, input_for, overlap=True)
+            self._move_backward(self._backward(k), grad_for, overlap=True)
+        else:
+            self._move_both(output, self._backward(k), input_for, grad_for)
+
+    def _cooldown_step(self, k: int) -> None:
+        arriving = self._next_arrival(k, forward=False)
+        flush = self.config.overlap_p2p_comm_warmup_flush
+        prefetch = flush and not self.p2p.is_pp_last_stage
+        if prefetch:
+            self._move_backward(None, arriving, overlap=True)
+        grad = self._backward(k)
+        self._move_backward(grad, None if prefetch else arriving, overlap=flush)
+
+    # Compute. What these return is what travels: None at the ends of the pipeline.
+
+    def _forward(self, k: int) -> Tensor | None:
+        microbatch, chunk = self.table[k]
+        if k in self.plan.params_before_forward:
+            self._launch(self.config.param_sync_func, self.plan.params_before_forward[k])
+        input_tensor = None if self._is_first_stage(chunk) else self.inputs[chunk].popleft().take()
+        is_last = self._is_last_stage(chunk)
+        recompute = self.runner.recompute(k, self.warmup)
+        output = self.runner.forward(chunk, microbatch, input_tensor, is_last_stage=is_last, recompute=recompute)
+        if not self.runner.forward_only:
+            self.held[chunk].append((input_tensor, output))
+        return None if is_last else output
+
+    def _backward(self, k: int) -> Tensor | None:
+        chunk = self._chunk(k, forward=False)
+        is_last = self._is_last_stage(chunk)
+        input_tensor, output = self.held[chunk].popleft()
+        grad = None if is_last else self.grads[chunk].popleft().take()
+        reduces = k in self.plan.grads_in_backward
+        if reduces:
+            self.runner.sync.enable()
+        input_grad = self.runner.backward(input_tensor, output, grad, is_last_stage=is_last)
+        if k in self.plan.grads_after_backward:
+            self.runner.sync.enable()
+            self._launch(self.config.grad_sync_func, self.plan.grads_after_backward[k])
+            reduces = True
+        if reduces:
+            self.runner.sync.disable()
+        return None if self._is_first_stage(chunk) else input_grad
+
+    def _launch(self, functions: Callable[..., Any] | Sequence[Callable[..., Any]] | None, chunk: int) -> None:
+        if functions is not None:
+            function = functions[chunk] if isinstance(functions, Sequence) else functions
+            function(self.runner.models[chunk].parameters())
+
+    # Communication: send what there is, and queue what arrives for a chunk.
+
+    def _move_forward(self, output: Tensor | None, arriving: int | None, overlap: bool) -> None:
+        got: Any = self.p2p.send_forward_recv_forward(output, arriving is not None, self.shape, overlap)
+        tensor, handles = got if overlap else (got, {})
+        self._sent("send_next", handles, output)
+        if arriving is not None:
+            self.inputs[arriving].append(_Arrival(tensor, handles.get("recv_prev")))
+
+    def _move_backward(self, grad: Tensor | None, arriving: int | None, overlap: bool) -> None:
+        got: Any = self.p2p.send_backward_recv_backward(grad, arriving is not None, self.shape, overlap)
+        tensor, handles = got if overlap else (got, {})
+        self._sent("send_prev", handles, None)
+        if arriving is not None:
+            self.grads[arriving].append(_Arrival(tensor, handles.get("recv_next")))
+
+    def _move_both(
+        self, output: Tensor | None, grad: Tensor | None, input_for: int | None, grad_for: int | None
+    ) -> None:
+        tensor, output_grad = self.p2p.send_forward_backward_recv_forward_backward(
+            output, grad, input_for is not None, grad_for is not None, self.shape
+        )
+        self._release(output)
+        if input_for is not None:
+            self.inputs[input_for].append(_Arrival(tensor, None))  # type: ignore[arg-type]
+        if grad_for is not None:
+            self.grads[grad_for].append(_Arrival(output_grad, None))  # type: ignore[arg-type]
+
+    def _sent(self, name: str, handles: dict[str, dist.Work], output: Tensor | None) -> None:
+        """Release an output that has left; one still leaving is released when the next one follows it."""
+        if name not in handles:
+            self._release(output)
+            return
+        self._wait_for_send(name)
+        self.sending[name] = (handles[name], output)
+
+    def _wait_for_send(self, name: str) -> None:
+        if name in self.sending:
+            handle, output = self.sending.pop(name)
+            handle.wait()
+            self._release(output)
+
+    def _release(self, output: Tensor | None) -> None:
+        if not self.runner.forward_only:
+            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)

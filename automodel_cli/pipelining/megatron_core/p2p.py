@@ -1,0 +1,273 @@
+"""Point-to-point communication between pipeline ranks, with Megatron-core's `P2PCommunicator` interface.
+
+Several messages may travel between the same two ranks at once (with two ranks, "next" and "previous" are one peer), and
+neither NCCL nor this module tags them. They match by order: every call posts its operations in the order of `_ORDER`,
+on even ranks the mirror image of the order on odd ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig
+from automodel_cli.pipelining.megatron_core.tensors import is_single_shape
+
+Shape = Sequence[int]
+Shapes = Shape | Sequence[Shape]
+Tensors = Tensor | None | list[Tensor | None]
+Name = Literal["send_next", "recv_prev", "send_prev", "recv_next"]
+Handles = dict[str, dist.Work]
+
+# By rank parity. A send meets its receive at the same position on the other side, so rendezvous sends cannot deadlock.
+_ORDER: tuple[tuple[Name, ...], tuple[Name, ...]] = (
+    ("send_next", "recv_prev", "send_prev", "recv_next"),
+    ("recv_prev", "send_next", "recv_next", "send_prev"),
+)
+
+
+class Exchange(NamedTuple):
+    """What one call received, and the operations still under way by name."""
+
+    from_prev: Tensor | None
+    from_next: Tensor | None
+    handles: Handles
+
+
+@dataclass(frozen=True)
+class _Operation:
+    sends: bool
+    tensor: Tensor
+    peer: int
+    group: dist.ProcessGroup
+
+
+class P2PCommunicator:
+    """Sends and receives of one pipeline rank. Collective in the sense that the neighbour must make the matching call.
+
+    A single shape gives a tensor, a list of shapes a list. Receives raise RuntimeError without
+    `config.pipeline_dtype` or a shape. Buffers require grad.
+    """
+
+    def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig):
+        self.pp_group = pp_group
+        self.config = config
+        self.rank, self.size = pp_group.rank(), pp_group.size()
+        self.next_rank = dist.get_global_rank(pp_group, (self.rank + 1) % self.size)
+        self.prev_rank = dist.get_global_rank(pp_group, (self.rank - 1) % self.size)
+        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+        # One queue per direction where both go between the same two ranks: else a send waits behind a receive.
+        self._odd_group = pp_group
+        if self.size == 2 and not config.batch_p2p_comm:
+            ranks = dist.get_process_group_ranks(pp_group)
+            self._odd_group = dist.new_group(ranks, use_local_synchronization=True)
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this rank is the first of the pipeline (with chunks, only its chunk 0 is the first stage)."""
+        return self.rank == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this rank is the last of the pipeline (with chunks, only its last chunk is the last stage)."""
+        return self.rank == self.size - 1
+
+    # One direction at a time, one operation per shape.
+
+    def recv_forward(self, tensor_shapes: Shapes, is_first_stage: bool) -> Tensors:
+        """Input from the previous rank; None (per shape) on the first stage."""
+        if is_first_stage:
+            return _for_each(tensor_shapes, lambda shape: None)
+        return _for_each(tensor_shapes, lambda shape: self._communicate(recv_prev=True, shape=shape).from_prev)
+
+    def recv_backward(self, tensor_shapes: Shapes, is_last_stage: bool) -> Tensors:
+        """Gradient of the output from the next rank; None (per shape) on the last stage."""
+        if is_last_stage:
+            return _for_each(tensor_shapes, lambda shape: None)
+        return _for_each(tensor_shapes, lambda shape: self._communicate(recv_next=True, shape=shape).from_next)
+
+    def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
+        """Output to the next rank; nothing on the last stage."""
+        for output in _listed(output_tensors) if not is_last_stage else ():
+            self._communicate(send_next=output)
+
+    def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
+        """Gradient of the input to the previous rank; nothing on the first stage."""
+        for grad in _listed(input_tensor_grads) if not is_first_stage else ():
+            self._communicate(send_prev=grad)
+
+    # Both directions with one neighbour.
+
+    def send_forward_recv_backward(
+        self, output_tensors: Tensors, tensor_shapes: Shapes, is_last_stage: bool
+    ) -> Tensors:
+        """Output to the next rank, gradient from it; None on the last stage."""
+        if is_last_stage:
+            return _for_each(tensor_shapes, lambda shape: None)
+        outputs = iter(_listed(output_tensors))
+        return _for_each(
+            tensor_shapes,
+            lambda shape: self._communicate(send_next=next(outputs), recv_next=True, shape=shape).from_next,
+        )
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Tensors, tensor_shapes: Shapes, is_first_stage: bool
+    ) -> Tensors:
+        """Gradient to the previous rank, input from it; None on the first stage."""
+        if is_first_stage:
+            return _for_each(tensor_shapes, lambda shape: None)
+        grads = iter(_listed(input_tensor_grads))
+        return _for_each(
+            tensor_shapes,
+            lambda shape: self._communicate(send_prev=next(grads), recv_prev=True, shape=shape).from_prev,
+        )
+
+    # One direction with both neighbours, and everything: the interleaved schedule.
+
+    def send_forward_recv_forward(
+        self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """Output to the next rank if there is one, input from the previous one if asked for.
+
+        Returns the input; with `overlap_p2p_comm` (input, handles), nothing waited for.
+        """
+        done = self._communicate(output_tensor, None, recv_prev, False, tensor_shape, wait=not overlap_p2p_comm)
+        return (done.from_prev, done.handles) if overlap_p2p_comm else done.from_prev
+
+    def send_backward_recv_backward(
+        self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """Gradient to the previous rank if there is one, gradient from the next one if asked for.
+
+        Returns the gradient; with `overlap_p2p_comm` (gradient, handles), nothing waited for.
+        """
+        done = self._communicate(None, input_tensor_grad, False, recv_next, tensor_shape, wait=not overlap_p2p_comm)
+        return (done.from_next, done.handles) if overlap_p2p_comm else done.from_next
+
+    def send_forward_backward_recv_forward_backward(
+        self,
+        output_tensor: Tensor | None,
+        input_tensor_grad: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Shape,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """All four at once. Returns (input, gradient of an output)."""
+        done = self._communicate(output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape)
+        return done.from_prev, done.from_next
+
+    # The exchange itself.
+
+    def _communicate(
+        self,
+        send_next: Tensor | None = None,
+        send_prev: Tensor | None = None,
+        recv_prev: bool = False,
+        recv_next: bool = False,
+        shape: Shape | None = None,
+        *,
+        wait: bool = True,
+    ) -> Exchange:
+        """Send the given tensors, receive from the named sides, wait for all of it unless told not to."""
+        if self.config.variable_seq_lengths:
+            return self._communicate_variable(send_next, send_prev, recv_prev, recv_next)
+        from_prev = self._buffer(shape, "recv_prev") if recv_prev else None
+        from_next = self._buffer(shape, "recv_next") if recv_next else None
+        handles = self._post(send_next, send_prev, from_prev, from_next)
+        if wait:
+            _wait(handles)
+            handles = {}
+        return Exchange(from_prev, from_next, handles)
+
+    def _communicate_variable(
+        self, send_next: Tensor | None, send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> Exchange:
+        """Shape messages (three int64 per tensor), then the tensors; activations first, then gradients.
+
+        One direction after the other, because a peer may serve the two in separate calls: in one exchange of all shapes
+        it would wait for our tensor, and we for its second shape.
+        """
+        from_prev = self._exchange_described("recv_prev", send_next, recv_prev)
+        from_next = self._exchange_described("recv_next", send_prev, recv_next)
+        return Exchange(from_prev, from_next, {})
+
+    def _exchange_described(self, side: Name, sent: Tensor | None, receives: bool) -> Tensor | None:
+        """One direction: send a tensor with its shape on one side, receive one with its shape on the other `side`."""
+        device, length = self.config.device, None
+        if sent is not None:
+            if sent.dim() != 3:
+                raise RuntimeError(f"variable_seq_lengths sends 3-D tensors, not {tuple(sent.shape)}")
+            length = torch.tensor(sent.shape, dtype=torch.int64, device=device)
+        shape = torch.empty(3, dtype=torch.int64, device=device) if receives else None
+        self._post_direction(side, length, shape)
+        received = self._buffer(shape.tolist(), side) if shape is not None else None
+        self._post_direction(side, sent, received)
+        return received
+
+    def _post_direction(self, side: Name, sent: Tensor | None, received: Tensor | None) -> None:
+        forward = side == "recv_prev"
+        _wait(self._post(sent, None, received, None) if forward else self._post(None, sent, None, received))
+
+    def _buffer(self, shape: Shape | None, side: Name) -> Tensor:
+        dtype = self.config.pipeline_dtype
+        if dtype is None:
+            raise RuntimeError(f"{side}: pipeline_dtype must be set to receive between stages")
+        if shape is None:
+            raise RuntimeError(f"{side}: a tensor shape must be given to receive between stages")
+        return torch.empty(tuple(shape), dtype=dtype, device=self.config.device, requires_grad=True)
+
+    def _post(
+        self, send_next: Tensor | None, send_prev: Tensor | None, from_prev: Tensor | None, from_next: Tensor | None
+    ) -> Handles:
+        even, odd = self.pp_group, self._odd_group
+        own, other = (even, odd) if self.rank % 2 == 0 else (odd, even)  # by the parity of the sender
+        wanted: dict[Name, tuple[bool, Tensor | None, int, dist.ProcessGroup]] = {
+            "send_next": (True, send_next, self.next_rank, own),
+            "recv_prev": (False, from_prev, self.prev_rank, other),
+            "send_prev": (True, send_prev, self.prev_rank, own),
+            "recv_next": (False, from_next, self.next_rank, other),
+        }
+        operations: dict[str, _Operation] = {}
+        for name in _ORDER[self.rank % 2]:
+            sends, tensor, peer, group = wanted[name]
+            if tensor is not None:
+                operations[name] = _Operation(sends, tensor.detach().contiguous(), peer, group)
+        return self._post_batch(operations) if self.config.batch_p2p_comm else _post_each(operations)
+
+    def _post_batch(self, operations: dict[str, _Operation]) -> Handles:
+        if not operations:
+            return {}
+        ops = [
+            dist.P2POp(dist.isend if o.sends else dist.irecv, o.tensor, o.peer, o.group) for o in operations.values()
+        ]
+        # NCCL returns one handle for the whole batch, gloo one per operation.
+        return {f"batch_{i}": work for i, work in enumerate(dist.batch_isend_irecv(ops))}
+
+
+def _post_each(operations: dict[str, _Operation]) -> Handles:
+    handles: Handles = {}
+    for name, o in operations.items():
+        work = (dist.isend if o.sends else dist.irecv)(o.tensor, o.peer, group=o.group)
+        assert work is not None, "this rank is not in its own pipeline group"
+        handles[name] = work
+    return handles
+
+
+def _wait(handles: Handles) -> None:
+    for handle in handles.values():
+        handle.wait()
+
+
+def _listed(tensors: Tensors) -> list[Tensor | None]:
+    return tensors if isinstance(tensors, list) else [tensors]
+
+
+def _for_each(shapes: Shapes, receive: Callable[[Shape], Tensor | None]) -> Tensors:
+    if is_single_shape(shapes):
+        return receive(shapes)  # type: ignore[arg-type]
+    return [receive(shape) for shape in shapes]  # type: ignore[arg-type]

@@ -1,0 +1,131 @@
+"""The mesh axes that a pipeline works on, and the checks of its options that need no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.mesh import Mesh
+
+OUR_DP_AXES = ("dp_replicate", "dp_shard")  # what "dp" means on the mesh of `distributed.mesh`
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Axis names by role, checked against the meshes. `mesh` None is refused."""
+
+    mesh: DeviceMesh | None
+    moe_mesh: DeviceMesh | None = None
+    pp_axis_name: str = "pp"
+    dp_axis_names: tuple[str, ...] = ("dp",)
+    cp_axis_name: str | None = None
+    tp_axis_name: str | None = None
+    ep_axis_name: str | None = None
+    ep_shard_axis_names: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Axes:
+        """Those of a run's mesh."""
+        return cls(mesh.root, cp_axis_name="cp" if mesh.layout.cp > 1 else None)
+
+    def __post_init__(self) -> None:
+        if self.mesh is None:
+            raise ConfigError(
+                "AutoPipeline needs world_mesh, the device mesh with the pipeline axis", keys=("world_mesh",)
+            )
+        known = self.mesh.mesh_dim_names or ()
+        expert = known if self.moe_mesh is None else self.moe_mesh.mesh_dim_names or ()
+        for key, given, valid in (
+            ("pp_axis_name", (self.pp_axis_name,), known),
+            ("dp_axis_names", self._dp_axes(), known),
+            ("cp_axis_name", (self.cp_axis_name,), known),
+            ("tp_axis_name", (self.tp_axis_name,), known),
+            ("ep_axis_name", (self.ep_axis_name,), expert),
+            ("ep_shard_axis_names", self.ep_shard_axis_names or (), expert),
+        ):
+            for name in given:
+                if name is not None and name not in valid:
+                    raise ConfigError(f"{key}: the mesh has no axis {name!r}; it has {', '.join(valid)}", keys=(key,))
+
+    def _dp_axes(self) -> tuple[str, ...]:
+        """ "dp" stands for the axes of our mesh, and for nothing on a mesh that has the pipeline axis alone."""
+        assert self.mesh is not None
+        known = self.mesh.mesh_dim_names or ()
+        if self.dp_axis_names != ("dp",) or "dp" in known:
+            return self.dp_axis_names
+        if self.mesh.ndim == 1:
+            return ()
+        return OUR_DP_AXES if set(OUR_DP_AXES) <= set(known) else self.dp_axis_names
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of this pipeline."""
+        assert self.mesh is not None
+        return self.mesh[self.pp_axis_name].get_group()
+
+    def sum_groups(self) -> list[dist.ProcessGroup]:
+        """Over which gradients of whole parameters add up: data parallelism, and context parallelism."""
+        assert self.mesh is not None
+        axes = [self.mesh[name] for name in (*self._dp_axes(), self.cp_axis_name) if name is not None]
+        return [axis.get_group() for axis in axes if axis.size() > 1]
+
+    def keywords(self) -> dict[str, Any]:
+        """What `parallelize_fn` is called with besides the part."""
+        return {
+            "world_mesh": self.mesh,
+            "moe_mesh": self.moe_mesh,
+            "dp_axis_names": self.dp_axis_names,
+            "cp_axis_name": self.cp_axis_name,
+            "tp_axis_name": self.tp_axis_name,
+            "ep_axis_name": self.ep_axis_name,
+            "ep_shard_axis_names": self.ep_shard_axis_names,
+        }
+
+
+def check_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
+    """Rows per microbatch and step, tokens per row."""
+    if microbatch < 1:
+        raise ConfigError(
+            f"pp_microbatch_size={microbatch} must be at least 1",
+            keys=("pp_microbatch_size",),
+            fix="pp_microbatch_size=1",
+        )
+    if batch < 1 or batch % microbatch:
+        raise ConfigError(
+            f"pp_microbatch_size={microbatch} does not divide pp_batch_size={batch} rows of a step",
+            keys=("pp_microbatch_size", "pp_batch_size"),
+            fix=f"pp_microbatch_size={max((d for d in range(1, microbatch) if batch % d == 0), default=1)}",
+        )
+    if seq_len is not None and seq_len < 1:
+        raise ConfigError(f"pp_seq_len={seq_len} must be at least 1", keys=("pp_seq_len",), fix="pp_seq_len=null")
+
+
+def check_switches(inner: bool, causal: bool, scale: bool) -> None:
+    """Documented switches of which one position only exists here."""
+    for key, value in (("patch_inner_model", inner), ("patch_causal_lm_model", causal)):
+        if not value:
+            raise ConfigError(
+                f"{key}=false: stages are made by stand-ins around the model's own forward, and in no other way",
+                keys=(key,),
+                fix=f"{key}=true",
+            )
+    if scale:
+        raise ConfigError(
+            "scale_grads_in_schedule=true would divide gradients by the number of microbatches, and accumulated ones "
+            "again at every step; losses are divided by the global weight already",
+            keys=("scale_grads_in_schedule",),
+            fix="scale_grads_in_schedule=false",
+        )
+
+
+def default_device() -> torch.device:
+    """The current accelerator, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

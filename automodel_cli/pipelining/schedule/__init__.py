@@ -1,0 +1,1 @@
+"""What runs when: schedules, their rules and programs. Torch-free."""

@@ -1,0 +1,148 @@
+"""The order in which a rank computes under 1F1B and its interleaved form: warm-up counts, the table, the order.
+
+Pure functions on integers under Megatron-core's names, Megatron-LM 2104.04473. Where Megatron-core reads global state
+(the pipeline rank and size), these functions take a communicator, as the newer Megatron-core does, or the three numbers
+by keyword.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+
+class _Group(Protocol):
+    def size(self) -> int: ...
+    def rank(self) -> int: ...
+
+
+class _Communicator(Protocol):
+    pp_group: _Group
+    virtual_pipeline_model_parallel_size: int | None
+
+
+class RankMicrobatches(NamedTuple):
+    """Virtual microbatches (one per chunk) of one rank: unpacks as Megatron-core's 4-tuple."""
+
+    total: int
+    all_in_warmup: bool
+    warmup: int
+    remaining: int
+
+
+def get_pp_rank_microbatches(
+    num_microbatches: int,
+    num_model_chunks: int,
+    microbatch_group_size_per_vp_stage: int | None,
+    forward_only: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
+    p2p_communicator: _Communicator | None = None,
+    *,
+    pipeline_parallel_size: int | None = None,
+    pipeline_parallel_rank: int | None = None,
+    virtual_pipeline_parallel_size: int | None = None,
+) -> RankMicrobatches:
+    """How many virtual microbatches a rank has, runs before its first backward, and runs after that.
+
+    Warm-up: everything when `forward_only`; none without pipelining; `p - r - 1` without interleaving (virtual size
+    None); else `2 (p - r - 1) + (v - 1) g`, plus one with the overlapped expert all-to-all. Warm-up that covers the
+    total, also exactly, is `all_in_warmup`.
+    """
+    if p2p_communicator is not None:
+        pipeline_parallel_size = p2p_communicator.pp_group.size()
+        pipeline_parallel_rank = p2p_communicator.pp_group.rank()
+        virtual_pipeline_parallel_size = p2p_communicator.virtual_pipeline_model_parallel_size
+    if pipeline_parallel_size is None or pipeline_parallel_rank is None:
+        raise ValueError("give p2p_communicator, or pipeline_parallel_size and pipeline_parallel_rank")
+    total = num_microbatches * num_model_chunks
+    hops = pipeline_parallel_size - pipeline_parallel_rank - 1
+    if forward_only:
+        warmup = total
+    elif pipeline_parallel_size == 1:
+        warmup = 0
+    elif virtual_pipeline_parallel_size is None:
+        warmup = hops
+    else:
+        group = microbatch_group_size_per_vp_stage or pipeline_parallel_size
+        warmup = 2 * hops + (num_model_chunks - 1) * group + bool(overlap_moe_expert_parallel_comm)
+    all_in_warmup = warmup >= total
+    warmup = min(warmup, total)
+    return RankMicrobatches(total, all_in_warmup, warmup, total - warmup)
+
+
+def check_microbatch_group_size(num_microbatches: int, pipeline_parallel_size: int, group_size: int) -> None:
+    """Legal groups: `p <= g <= m`, else ValueError; last group full or at least p, else RuntimeError."""
+    p, m, g = pipeline_parallel_size, num_microbatches, group_size
+    if not p <= g <= m:
+        raise ValueError(
+            f"group-range: microbatch_group_size={g} must be at least pp_size={p} and at most num_microbatches={m}"
+        )
+    if 0 < m % g < p:
+        raise RuntimeError(
+            f"group-remainder: {m} microbatches in groups of {g} leave a last group of {m % g}, "
+            f"fewer than pp_size={p}: it would wait for itself"
+        )
+
+
+def get_schedule_table(
+    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
+) -> list[tuple[int, int]]:
+    """(microbatch, chunk) of every virtual forward: groups of microbatches, chunk-major inside a group.
+
+    The last group takes the rest. The k-th backward is microbatch `table[k][0]` on chunk `v - 1 - table[k][1]`.
+    """
+    group = microbatch_group_size_per_vp_stage
+    return [
+        (microbatch, chunk)
+        for start in range(0, num_microbatches, group)
+        for chunk in range(num_model_chunks)
+        for microbatch in range(start, min(start + group, num_microbatches))
+    ]
+
+
+class Compute(NamedTuple):
+    """One virtual microbatch on one rank: `F3.1` is the forward of microbatch 3 on chunk 1."""
+
+    kind: Literal["F", "B"]
+    microbatch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}.{self.chunk}"
+
+
+def compute_order(
+    num_microbatches: int,
+    pipeline_parallel_size: int,
+    pipeline_parallel_rank: int,
+    num_model_chunks: int | None = None,
+    group_size: int | None = None,
+    *,
+    forward_only: bool = False,
+    extra_warmup: int = 0,
+) -> list[Compute]:
+    """What one rank computes, in order. `num_model_chunks` None is 1F1B; a number, even 1, the interleaved schedule.
+
+    `group_size` defaults to the pipeline size. `extra_warmup` 1 is the order under the overlapped expert all-to-all.
+    Raises ValueError and RuntimeError for an illegal group, as Megatron-core does.
+    """
+    p, chunks = pipeline_parallel_size, num_model_chunks or 1
+    group = num_microbatches if num_model_chunks is None else (group_size or p)
+    if num_model_chunks is not None:
+        check_microbatch_group_size(num_microbatches, p, group)
+    warmup = get_pp_rank_microbatches(
+        num_microbatches,
+        chunks,
+        group,
+        forward_only,
+        bool(extra_warmup),
+        pipeline_parallel_size=p,
+        pipeline_parallel_rank=pipeline_parallel_rank,
+        virtual_pipeline_parallel_size=num_model_chunks,
+    ).warmup
+    table = get_schedule_table(num_microbatches, chunks, group)
+    forwards = [Compute("F", microbatch, chunk) for microbatch, chunk in table]
+    if forward_only:
+        return forwards
+    backwards = [Compute("B", microbatch, chunks - 1 - chunk) for microbatch, chunk in table]
+    steady = [step for k in range(warmup, len(table)) for step in (forwards[k], backwards[k - warmup])]
+    return [*forwards[:warmup], *steady, *backwards[len(table) - warmup :]]

@@ -1,0 +1,35 @@
+"""Which rank runs which stage. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from automodel_cli.config.errors import ConfigError
+
+ScheduleKind = Literal["single", "multi"]
+
+
+Style = Literal["loop", "v"]
+
+
+def stages_of_rank(rank: int, pp_size: int, num_stages: int, style: Style = "loop") -> tuple[int, ...]:
+    """Stage indices on a rank: loop `r, r+p, r+2p, ...`; V (exactly two per rank) `r, S-1-r`."""
+    if num_stages % pp_size:
+        raise ConfigError(
+            f"{num_stages} stages do not divide over pp_size={pp_size} ranks ({num_stages} % {pp_size} != 0)"
+        )
+    if style == "loop":
+        return tuple(range(rank, num_stages, pp_size))
+    if style != "v":
+        raise ConfigError(f"placement style {style!r} is neither 'loop' nor 'v'")
+    if num_stages != 2 * pp_size:
+        raise ConfigError(
+            f"a V placement needs exactly 2 stages per rank, not {num_stages // pp_size}", fix=f"{2 * pp_size} stages"
+        )
+    return (rank, num_stages - 1 - rank)
+
+
+def stage_owners(pp_size: int, num_stages: int, style: Style = "loop") -> tuple[int, ...]:
+    """The rank of every stage."""
+    owner = {s: r for r in range(pp_size) for s in stages_of_rank(r, pp_size, num_stages, style)}
+    return tuple(owner[s] for s in range(num_stages))

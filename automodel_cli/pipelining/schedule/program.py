@@ -1,0 +1,162 @@
+"""Schedule programs: per rank, the ordered list of forwards and backwards it executes. Torch-free.
+
+A `Program` is what the simulator times, the drawing shows and the runtime executes; `programs.build_program` makes it
+from a schedule, `read_csv` from a file.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from automodel_cli.config.errors import ConfigError
+
+
+class Action(NamedTuple):
+    """One unit of work.
+
+    Kinds: F forward, I input gradients, W weight gradients, B both. Prints as torch's CSV does: `2F0`.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Overlap(NamedTuple):
+    """A forward and a backward of different microbatches that may run at the same time (DualPipeV)."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Step = Action | Overlap
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of every rank for one optimizer step of `num_microbatches`. `owner[s]` is the rank of stage s."""
+
+    schedule: str
+    num_microbatches: int
+    owner: tuple[int, ...]
+    ranks: tuple[tuple[Step, ...], ...]
+
+    @property
+    def pp_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.owner)
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages per rank."""
+        return self.num_stages // self.pp_size
+
+    def chunk_of(self, stage: int) -> int:
+        """Which of its rank's stages this is, in pipeline order."""
+        return self.owner[:stage].count(self.owner[stage])
+
+    def actions(self, rank: int) -> list[Action]:
+        """The steps of a rank with pairs taken apart, forward first (torch runs them that way)."""
+        return [action for step in self.ranks[rank] for action in (step if isinstance(step, Overlap) else (step,))]
+
+    def to_csv(self, path: Path) -> None:
+        """One row per rank in torch's compute-only format."""
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([str(step) for step in steps] for steps in self.ranks)
+
+
+def forward_only_program(program: Program) -> Program:
+    """The forwards alone: a validation pass. In rounds of p microbatches, one stage of the rank after another, so
+    that a rank has work while its microbatches are on other ranks."""
+    p, m = program.pp_size, program.num_microbatches
+    stages = [[s for s, owner in enumerate(program.owner) if owner == rank] for rank in range(p)]
+    rounds = [range(start, min(start + p, m)) for start in range(0, m, p)]
+    ranks = tuple(tuple(Action("F", s, k) for group in rounds for s in own for k in group) for own in stages)
+    return Program(f"{program.schedule}, forward only", program.num_microbatches, program.owner, ranks)
+
+
+_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+_OVERLAP = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+
+
+def read_csv(path: Path | str) -> Program:
+    """A program from a file in torch's compute-only CSV format: one row per rank, empty cells are ignored.
+
+    The ranks' stages define the placement. Raises ConfigError, naming row and cell, for what is no action, and for an
+    incomplete program.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"csv={path} is no file", keys=("csv",))
+    ranks: list[tuple[Step, ...]] = []
+    with path.open(newline="") as file:
+        for rank, row in enumerate(csv.reader(file)):
+            ranks.append(
+                tuple(
+                    _parse(cell.strip(), f"{path}: rank {rank}, cell {k}") for k, cell in enumerate(row) if cell.strip()
+                )
+            )
+    owner: dict[int, int] = {}
+    microbatches = 0
+    for rank in range(len(ranks)):
+        for action in Program("", 0, (), tuple(ranks)).actions(rank):
+            if owner.setdefault(action.stage, rank) != rank:
+                raise ConfigError(f"{path}: stage {action.stage} runs on rank {owner[action.stage]} and on rank {rank}")
+            microbatches = max(microbatches, action.microbatch + 1)
+    if not owner or sorted(owner) != list(range(len(owner))) or len(owner) % len(ranks):
+        raise ConfigError(f"{path}: stages {sorted(owner)} on {len(ranks)} ranks; need 0..S-1, equally many per rank")
+    program = Program(path.name, microbatches, tuple(owner[s] for s in range(len(owner))), tuple(ranks))
+    check_complete(program)
+    return program
+
+
+def _parse(cell: str, where: str) -> Step:
+    if pair := _OVERLAP.fullmatch(cell):
+        forward, backward = (_parse(text, where) for text in pair.groups())
+        assert isinstance(forward, Action) and isinstance(backward, Action)
+        return Overlap(forward, backward)
+    if match := _ACTION.fullmatch(cell):
+        return Action(match[2], int(match[1]), int(match[3]))
+    raise ConfigError(
+        f"{where}: {cell!r} is no action; examples: 0F3, 1B0, 2I1, 2W1, (0F4;1B2)OVERLAP_F_B", keys=("csv",)
+    )
+
+
+def check_complete(program: Program) -> None:
+    """Every stage runs every microbatch exactly once forward, and once backward as B or as I then W.
+
+    Raises ConfigError with the action.
+    """
+    for rank in range(program.pp_size):
+        done: set[Action] = set()
+        for action in program.actions(rank):
+            kind, stage, k = action
+            if (
+                action in done
+                or (kind in "IW" and Action("B", stage, k) in done)
+                or (kind == "B" and Action("I", stage, k) in done)
+            ):
+                raise ConfigError(f"{program.schedule}: {action} repeats work on rank {rank}")
+            needs = {"F": None, "I": "F", "B": "F", "W": "I"}[kind]
+            if needs and Action(needs, stage, k) not in done:
+                raise ConfigError(f"{program.schedule}: {action} runs before {Action(needs, stage, k)} on rank {rank}")
+            done.add(action)
+        for stage in (s for s, owner in enumerate(program.owner) if owner == rank):
+            for k in range(program.num_microbatches):
+                if Action("F", stage, k) not in done:
+                    raise ConfigError(f"{program.schedule}: {Action('F', stage, k)} is missing on rank {rank}")
+                if Action("B", stage, k) not in done and Action("W", stage, k) not in done:
+                    raise ConfigError(f"{program.schedule}: the backward of microbatch {k} is missing on stage {stage}")

@@ -1,0 +1,78 @@
+"""From a schedule to its program.
+
+Torch's multi-stage schedules are read off torch's own objects, the only reason to import torch here; GPipe, 1F1B,
+grouped interleaving, ZB-H1 and ZB-H2 are generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.pipelining.schedule.orders import compute_order
+from automodel_cli.pipelining.schedule.owners import stage_owners
+from automodel_cli.pipelining.schedule.program import Action, Program, Step
+from automodel_cli.pipelining.schedule.schedules import Schedule, check_schedule, find_schedule
+
+
+def build_program(
+    schedule: Schedule | str,
+    pp_size: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    *,
+    group_size: int | None = None,
+    extra_warmup: int = 0,
+) -> Program:
+    """The program of a schedule. Raises ConfigError for what `check_schedule` refuses.
+
+    `group_size` (Interleaved1F1B): microbatches per chunk and round; None is torch's grouping, m // max(1, m // p).
+    `extra_warmup` 1 (with `group_size`) runs one more forward before the first backward, as the overlapped expert
+    all-to-all does.
+    """
+    schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
+    p, m, v = pp_size, num_microbatches, num_chunks
+    check_schedule(schedule, p, m, v, group_size)
+    if extra_warmup and group_size is None:
+        raise ConfigError("extra_warmup needs Interleaved1F1B with microbatch_group_size")
+    ranks: Iterable[tuple[Step, ...]]
+    if schedule.name == "GPipe":
+        ranks = [_gpipe(rank, m) for rank in range(p)]
+    elif schedule.name == "1F1B":
+        ranks = [_from_megatron(compute_order(m, p, rank), p, rank) for rank in range(p)]
+    elif schedule.name == "ZB-H1":
+        ranks = [_zero_bubble(rank, m, warmup=p - 1 - rank, delay=rank) for rank in range(p)]
+    elif schedule.name == "ZB-H2":
+        ranks = [_zero_bubble(rank, m, warmup=2 * (p - 1 - rank), delay=2 * rank) for rank in range(p)]
+    elif group_size is not None:
+        orders = [compute_order(m, p, rank, v, group_size, extra_warmup=extra_warmup) for rank in range(p)]
+        ranks = [_from_megatron(order, p, rank) for rank, order in enumerate(orders)]
+    else:
+        from automodel_cli.pipelining.torch_runtime.actions import rank_programs
+
+        assert schedule.torch_class is not None, f"no generator for {schedule.name}"
+        ranks = rank_programs(schedule.torch_class, p, m, v)
+    return Program(schedule.name, m, stage_owners(p, p * v, schedule.style), tuple(ranks))
+
+
+def _gpipe(stage: int, m: int) -> tuple[Step, ...]:
+    return tuple(Action(kind, stage, k) for kind in "FB" for k in range(m))
+
+
+def _from_megatron(order: Sequence[tuple[str, int, int]], p: int, rank: int) -> tuple[Step, ...]:
+    return tuple(Action(kind, chunk * p + rank, microbatch) for kind, microbatch, chunk in order)
+
+
+def _zero_bubble(stage: int, m: int, *, warmup: int, delay: int) -> tuple[Step, ...]:
+    """1F1B with split backwards: a weight gradient runs once more than `delay` of them wait (2401.10241)."""
+    steps = [Action("F", stage, k) for k in range(min(warmup, m))]
+    forwards, weights = len(steps), 0
+    for k in range(m):
+        if forwards < m:
+            steps.append(Action("F", stage, forwards))
+            forwards += 1
+        steps.append(Action("I", stage, k))
+        if k + 1 - weights > delay:
+            steps.append(Action("W", stage, weights))
+            weights += 1
+    return tuple(steps + [Action("W", stage, k) for k in range(weights, m)])

@@ -1,0 +1,226 @@
+"""The schedules by name, and the rules that refuse a combination before anything is launched. Torch-free.
+
+Sources: GPipe 1811.06965; 1F1B and interleaving 2104.04473; breadth-first 2211.05953; zero bubble (ZB-H1, ZB-H2, ZBV)
+2401.10241; DualPipe 2412.19437. What runs is torch's own schedule where there is one (`torch_class`), else our program
+on torch's runtime.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.pipelining.schedule.owners import ScheduleKind, Style
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One schedule.
+
+    `name` is torch's where torch has it, `option` the name of the config group; names compare without case. `kind`
+    single: one stage per rank; multi: several (exactly two where `style` is "v"). `splits_backward`: input and weight
+    gradients are separate actions, which fills the bubble and forbids what hooks the end of a backward.
+    """
+
+    name: str
+    option: str
+    kind: ScheduleKind
+    style: Style
+    splits_backward: bool
+    torch_class: str | None
+    summary: str
+
+
+SCHEDULES = (
+    Schedule("GPipe", "gpipe", "single", "loop", False, "GPipe", "all forwards, then all backwards"),
+    Schedule("1F1B", "1f1b", "single", "loop", False, "1F1B", "one forward, one backward after the warm-up"),
+    Schedule(
+        "Interleaved1F1B",
+        "interleaved_1f1b",
+        "multi",
+        "loop",
+        False,
+        "Interleaved1F1B",
+        "1F1B over several chunks per rank, depth first",
+    ),
+    Schedule(
+        "LoopedBFS",
+        "looped_bfs",
+        "multi",
+        "loop",
+        False,
+        "LoopedBFS",
+        "GPipe over several chunks per rank, breadth first",
+    ),
+    Schedule(
+        "ZB-H1",
+        "zb_h1",
+        "single",
+        "loop",
+        True,
+        None,
+        "1F1B with weight gradients in the bubble, 1F1B's peak on every rank",
+    ),
+    Schedule(
+        "ZB-H2",
+        "zb_h2",
+        "single",
+        "loop",
+        True,
+        None,
+        "ZB-H1 with twice the warm-up: no bubble inside a rank, twice the peak",
+    ),
+    Schedule(
+        "InterleavedZeroBubble",
+        "interleaved_zb",
+        "multi",
+        "loop",
+        True,
+        "InterleavedZeroBubble",
+        "ZB-H1 over several chunks per rank",
+    ),
+    Schedule(
+        "ZBVZeroBubble",
+        "zbv",
+        "multi",
+        "v",
+        True,
+        "ZBVZeroBubble",
+        "zero bubble on a V: two chunks per rank, 1F1B's peak",
+    ),
+    Schedule(
+        "DualPipeV",
+        "dualpipev",
+        "multi",
+        "v",
+        True,
+        "DualPipeV",
+        "forward and backward of two microbatches paired on a V",
+    ),
+)
+_BY_NAME = {key.lower(): s for s in SCHEDULES for key in (s.name, s.option)}
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of a torch or config-group name, any case.
+
+    Raises ConfigError with the valid names and the nearest one.
+    """
+    found = _BY_NAME.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"schedule={name!r} is no schedule; known are {', '.join(s.name for s in SCHEDULES)}",
+            keys=("schedule",),
+            fix=f"schedule={_BY_NAME[near[0]].name}" if near else None,
+        )
+    return found
+
+
+def check_schedule(
+    schedule: Schedule, pp_size: int, num_microbatches: int, num_chunks: int, group_size: int | None = None
+) -> None:
+    """Refuse what the schedule cannot run, with the rule in numbers and a fix.
+
+    `num_chunks` stages per rank; `group_size` microbatches per chunk and round, Interleaved1F1B only (None: torch's own
+    grouping).
+    """
+    name, p, m, v = schedule.name, pp_size, num_microbatches, num_chunks
+    if p < 1 or m < 1 or v < 1:
+        raise ConfigError(f"{name}: pp_size={p}, num_microbatches={m} and stages per rank {v} must be at least 1")
+    if schedule.kind == "single" and v != 1:
+        raise ConfigError(
+            f"{name} runs exactly 1 stage per rank, not {v}",
+            keys=("schedule",),
+            fix="schedule=Interleaved1F1B, or fewer stages",
+        )
+    if schedule.style == "v" and v != 2:
+        raise ConfigError(
+            f"{name} places stages on a V: it needs exactly 2 stages per rank, not {v}",
+            keys=("schedule",),
+            fix=f"schedule=Interleaved1F1B, or {2 * p} stages",
+        )
+    if group_size is not None:
+        _check_group(schedule, p, m, group_size)
+    elif name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        rounds = max(1, m // p)
+        if m % rounds:
+            near = [k for k in (m - m % p, m + p - m % p) if k > 0]
+            raise _microbatches(
+                f"{name} runs m microbatches in max(1, m // pp_size) equal rounds: "
+                f"{m} % {rounds} = {m % rounds} with pp_size={p}",
+                near[0],
+            )
+    if name == "1F1B" and m < p:
+        raise _microbatches(
+            f"1F1B needs at least as many microbatches as stages: {m} < {p}", p, " (GPipe and ZB-H1 run with fewer)"
+        )
+    if name == "DualPipeV" and m < 2 * p:
+        raise _microbatches(
+            f"DualPipeV needs at least 2 * pp_size microbatches: {m} < {2 * p}",
+            2 * p,
+            " (ZBVZeroBubble runs with fewer)",
+        )
+
+
+def _microbatches(text: str, wish: int, other: str = "") -> ConfigError:
+    fix = f"{wish} microbatches per step (train.global_batch_size and train.microbatch_size){other}"
+    return ConfigError(text, keys=("train.global_batch_size", "train.microbatch_size"), fix=fix)
+
+
+def _check_group(schedule: Schedule, p: int, m: int, g: int) -> None:
+    if schedule.name != "Interleaved1F1B":
+        raise ConfigError(
+            f"microbatch_group_size={g} is an option of Interleaved1F1B, not of {schedule.name}",
+            keys=("microbatch_group_size",),
+            fix="microbatch_group_size=null",
+        )
+    if not p <= g <= m:
+        raise ConfigError(
+            f"microbatch_group_size={g} must be at least pp_size={p} and at most the {m} microbatches of a step",
+            keys=("microbatch_group_size",),
+            fix=f"microbatch_group_size={p}" if m >= p else f"microbatch_group_size=null, or at least {p} microbatches",
+        )
+    if 0 < m % g < p:
+        legal = [k for k in range(p, m + 1) if m % k == 0 or m % k >= p]
+        raise ConfigError(
+            f"{m} microbatches in groups of microbatch_group_size={g} leave a last group of {m % g}, "
+            f"fewer than pp_size={p}",
+            keys=("microbatch_group_size",),
+            fix=f"microbatch_group_size={min(legal, key=lambda k: (abs(k - g), k))}",
+        )
+
+
+def check_composition(
+    schedule: Schedule,
+    *,
+    reshard_after_forward: bool = False,
+    ddp_wrapper: bool = False,
+    compiled_wrapper: bool = False,
+    checkpoint_partial: bool = False,
+) -> None:
+    """Refuse neighbours of a split backward that lose gradients silently (2e-2 to 3e-2) or cannot run at all."""
+    if not schedule.splits_backward:
+        return
+    wrong: list[tuple[bool, str, str]] = [
+        (
+            reshard_after_forward,
+            "reshard_after_forward=true frees parameters before the weight gradients, which come out wrong",
+            "fully_shard(..., reshard_after_forward=False) in parallelize_fn",
+        ),
+        (
+            ddp_wrapper,
+            "the DDP wrapper reduces before the weight gradients exist, and gradients come out wrong",
+            "replicate, which reduces once after the step",
+        ),
+        (compiled_wrapper, "it does not take a torch.compile wrapper", "module.compile() in place, per layer"),
+        (
+            checkpoint_partial,
+            "outputs cannot be released, and activations not partly recomputed, between input and weight gradients",
+            "schedule=1F1B, or Interleaved1F1B",
+        ),
+    ]
+    for used, text, fix in wrong:
+        if used:
+            raise ConfigError(f"{schedule.name} splits the backward: {text}", keys=("schedule",), fix=fix)

@@ -1,0 +1,362 @@
+"""A model cut over the ranks of a pipeline, as `Stages`: any Hugging Face causal LM, unmodified, any schedule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import Batch
+from automodel_cli.models.part import ModelPart
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.cut.probe import check_split
+from automodel_cli.pipelining.cut.stage_part import StagePart, cut_stage
+from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
+from automodel_cli.pipelining.listing import PipelineInfo
+from automodel_cli.pipelining.megatron_core.runtime import EagerConnections, EagerRuntime
+from automodel_cli.pipelining.mesh_axes import Axes, default_device
+from automodel_cli.pipelining.schedule.schedules import check_composition
+from automodel_cli.pipelining.spelling import as_yaml
+from automodel_cli.pipelining.torch_runtime import compat as torch_compat
+from automodel_cli.pipelining.torch_runtime import contributions
+from automodel_cli.pipelining.torch_runtime.compat import Runtime, Stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+LossFn = Callable[[Tensor, Batch], Tensor]
+AnyRuntime = Runtime | EagerRuntime
+
+
+class PipelineStages:
+    """Cuts a model into stages, wires them, and runs steps of microbatches through them.
+
+    Every gradient is a plain sum over microbatches and data-parallel ranks: nothing is averaged or rescaled.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        axes: Axes,
+        *,
+        num_microbatches: int,
+        device: torch.device | None = None,
+        defer_sync: bool = True,
+        defer_nested: bool = False,
+        spelling: Callable[[], AbstractContextManager[None]] = as_yaml,
+    ):
+        """`num_microbatches` is what `build` checks against the schedule and what `info.schedule` is made for. A step
+        may bring another number: it is checked when it comes.
+
+        defer_sync, defer_nested: FSDP, and modules that it wraps inside a part which it does not wrap, reduce once per
+            step. `spelling` is what the keys of refusals are called by who reads them.
+        """
+        self._config, self._axes, self._num_microbatches = config, axes, num_microbatches
+        self.device = device or default_device()
+        self._dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
+        self._defer_sync, self._defer_nested, self._spelling = defer_sync, defer_nested, spelling
+        self._plan: StagePlan | None = None
+        self._eager: EagerConnections | None = None
+        self._loss_fn: LossFn | None = None
+        self._runtimes: dict[tuple[int, bool], AnyRuntime] = {}
+        self._info = PipelineInfo(False, None, False, False, None, None)
+
+    # Building
+
+    def build(
+        self,
+        model: ModelPart | PreTrainedModel,
+        loss_fn: LossFn | None = None,
+        parallelize_fn: Callable[..., nn.Module | None] | None = None,
+    ) -> Self:
+        """Cut `model` (left as it is; best on the meta device) and set up this rank's stages. Collective over the
+        pipeline.
+
+        `loss_fn(logprobs_BT, batch)` is what `forward_backward` uses when it is given none. `parallelize_fn(part,
+        world_mesh=, moe_mesh=, dp_axis_names=, ...)` is applied to each local part, in place. Raises ConfigError: a
+        wrong model or loss, a model whose split is not exact (with the layer that differs), stages that do not fit
+        ranks or schedule, wrappers that would lose gradients.
+        """
+        part = _as_part(model)
+        if loss_fn is not None and not callable(loss_fn):
+            raise ConfigError(f"loss_fn must be callable as loss_fn(logprobs_BT, batch), not {type(loss_fn).__name__}")
+        with self._spelling():
+            return self._build(part, loss_fn, parallelize_fn)
+
+    def _build(
+        self, part: ModelPart, loss_fn: LossFn | None, parallelize_fn: Callable[..., nn.Module | None] | None
+    ) -> Self:
+        if self._axes.group.size() == 1:
+            raise ConfigError(
+                f"mesh axis {self._axes.pp_axis_name!r} has 1 rank: there is nothing to cut",
+                keys=("mesh.pp_size",),
+                fix="mesh.pp_size=2",
+            )
+        anatomy = check_split(part.model)
+        plan = plan_stages(self._config, part, anatomy, self._axes.group.size())
+        plan.check(self._num_microbatches)  # refused here rather than at the first step
+        rank = self._axes.group.rank()
+        parts: list[nn.Module] = []
+        for s in plan.of_rank(rank):
+            cut = cut_stage(part, anatomy, layers=plan.layers[s], is_first=s == 0, is_last=s == plan.num_stages - 1)
+            parts.append(self._parallelize(cut, parallelize_fn, plan))
+        self._plan, self._loss_fn, self._runtimes = plan, loss_fn, {}
+        stages = self._make_stages(part, parts, plan)
+        self._eager = EagerConnections(stages, self._config) if self._config.runtime == "eager" else None
+        first, last = plan.owner[0] == rank, plan.owner[-1] == rank
+        self._info = PipelineInfo(True, None, first, last, parts, stages)
+        self._info.schedule = self._runtime(self._num_microbatches, train=True)
+        self._info.schedule.warm_up()
+        return self
+
+    def _parallelize(
+        self, part: StagePart, parallelize_fn: Callable[..., nn.Module | None] | None, plan: StagePlan
+    ) -> nn.Module:
+        if not any(p.is_meta for p in part.parameters()):
+            part.to(self.device)
+        result = parallelize_fn and parallelize_fn(part, **self._axes.keywords())
+        if isinstance(result, DistributedDataParallel):
+            raise ConfigError(
+                "parallelize_fn returned a DDP wrapper, whose reducer does not know when the last backward is over",
+                keys=("parallelizer",),
+                fix="leave the part unwrapped: AutoPipeline sums plain gradients over dp_axis_names once per step",
+            )
+        assert result is None or result is part, "parallelize_fn must work in place"
+        resharding = any(torch_compat.reshards_after_forward(m) for m in part.modules() if isinstance(m, FSDPModule))
+        nested_sync = (
+            not isinstance(part, FSDPModule) and bool(torch_compat.fsdp_roots(part)) and not self._defer_nested
+        )
+        if plan.splits_backward and (not self._defer_sync or nested_sync):
+            switch = "patch_stage_backward_maybe_with_nosync" if nested_sync else "defer_fsdp_grad_sync"
+            raise ConfigError(
+                f"{self._config.csv or self._config.schedule} splits the backward: FSDP must reduce after a step's "
+                "last weight gradient",
+                keys=(switch,),
+                fix=f"{switch}=true",
+            )
+        if self._config.named_schedule is not None:
+            check_composition(self._config.named_schedule, reshard_after_forward=resharding)
+        elif plan.splits_backward and resharding:
+            raise ConfigError(
+                "a CSV with I and W actions needs reshard_after_forward=false",
+                keys=("csv",),
+                fix="fully_shard(..., reshard_after_forward=False) in parallelize_fn",
+            )
+        return part
+
+    def _make_stages(self, whole: ModelPart, parts: list[nn.Module], plan: StagePlan) -> list[Stage]:
+        hidden_size = getattr(whole.model.config.get_text_config(), "hidden_size", None)
+        if hidden_size is None:
+            raise ConfigError(
+                f"the config of {type(whole.model).__name__} has no hidden_size, so the width between stages is unknown"
+            )
+        compute_dtype = self._agreed_dtype(whole, parts)
+        if self._dtype not in (None, compute_dtype):
+            logger.warning(
+                "stages compute in %s but send %s: activations and gradients are rounded at every boundary",
+                compute_dtype,
+                self._dtype,
+            )
+        return [
+            Stage(
+                part,
+                index,
+                plan.num_stages,
+                self.device,
+                self._axes.group,
+                hidden_size=hidden_size,
+                boundary_dtype=self._dtype or compute_dtype,
+                compute_dtype=compute_dtype,
+                defer_nested_sync=self._defer_nested,
+            )
+            for index, part in zip(plan.of_rank(self._axes.group.rank()), parts, strict=True)
+        ]
+
+    def _agreed_dtype(self, whole: ModelPart, parts: Sequence[nn.Module]) -> torch.dtype:
+        """What the residual stream is computed in, as the rank of the first stage knows it: an empty stage has nothing
+        to tell."""
+        first = next(whole.parameters(), None)
+        own = next(
+            (d for part in parts if (d := torch_compat.fsdp_dtype(part))),
+            first.dtype if first is not None else torch.bfloat16,
+        )
+        agreed = [own]
+        dist.broadcast_object_list(
+            agreed, src=dist.get_global_rank(self._axes.group, 0), group=self._axes.group, device=self.device
+        )
+        return agreed[0]
+
+    # Running: the `Stages` protocol
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules of this rank, in pipeline order."""
+        return self._built().model_parts or []
+
+    def forward_backward(self, batches: Sequence[Batch], loss: LossFn | None = None) -> Tensor:
+        """See `Stages.forward_backward`. Microbatches may have different lengths, and other ones in the next step."""
+        info, loss = self._built(), loss or self._loss_fn
+        if loss is None:
+            raise ConfigError("no loss: build(model, loss_fn) or forward_backward(batches, loss)")
+        with self._spelling():
+            runtime = self._runtime(len(batches), train=True)
+        plain, tied = self._plain_parameters(), self._tied_copies()
+        with contributions.only_this_step([*plain, *tied]):
+            results = self._run(runtime, batches, loss)
+            contributions.sum_over_groups(plain, self._axes.sum_groups())
+            if tied:
+                contributions.sum_tied(tied, self._tied_peer(), self._axes.group)
+        total = torch.zeros((), device=self.device)
+        return torch.stack([results[i].detach() for i in range(len(batches))]).sum() if info.has_last_stage else total
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch], reduce: LossFn) -> list[Tensor]:
+        """See `Stages.forward`: reduced where the last stage is, then sent to every rank of the pipeline. Gradients
+        stay untouched."""
+        self._built()
+        with self._evaluation_mode():
+            results = self._run(self._runtime(len(batches), train=False), batches, reduce)
+        return self._share([results[i] for i in sorted(results)])
+
+    def _run(self, runtime: AnyRuntime, batches: Sequence[Batch], on_last: LossFn) -> dict[int, Tensor]:
+        keywords = [{"labels": batch.labels_BT, **batch.model_inputs()} for batch in batches]
+        shapes = [self._boundary_shape(*batch.shape) for batch in batches]
+        return runtime.run(shapes, keywords, lambda logprobs_BT, index: on_last(logprobs_BT, batches[index]))
+
+    def _runtime(self, num_microbatches: int, train: bool) -> AnyRuntime:
+        """The runtime for this many microbatches; made once."""
+        info, plan, key = self._built(), self._plan, (num_microbatches, train)
+        assert plan is not None and info.stages is not None
+        if key not in self._runtimes:
+            every = not self._defer_sync
+            program = plan.program(num_microbatches) if train else plan.forward_program(num_microbatches)
+            if self._eager is not None:
+                group = self._config.group_size(plan.pp_size, num_microbatches) if train else None
+                self._runtimes[key] = EagerRuntime(
+                    info.stages,
+                    program,
+                    self._eager,
+                    train=train,
+                    group_size=group,
+                    reduce_every_microbatch=every,
+                )
+            else:
+                self._runtimes[key] = Runtime(info.stages, program, train=train, reduce_every_microbatch=every)
+        return self._runtimes[key]
+
+    def _share(self, values: list[Tensor]) -> list[Tensor]:
+        """The last stage's tensors on every rank of the pipeline, shapes and dtypes first."""
+        assert self._plan is not None
+        source = dist.get_global_rank(self._axes.group, self._plan.owner[-1])
+        described: list[Any] = [[(tuple(v.shape), v.dtype) for v in values]]
+        dist.broadcast_object_list(described, src=source, group=self._axes.group, device=self.device)
+        if not self._info.has_last_stage:
+            values = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in described[0]]
+        for value in values:
+            dist.broadcast(value, src=source, group=self._axes.group)
+        return values
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        modes = {module: module.training for part in self.parts for module in part.modules()}
+        for part in self.parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    @property
+    def info(self) -> PipelineInfo:
+        """What this rank runs; `enabled` is False before `build`."""
+        return self._info
+
+    def _built(self) -> PipelineInfo:
+        if self._info.stages is None:
+            raise RuntimeError("the pipeline is not built yet: call build(model) first")
+        return self._info
+
+    # The other questions of `Stages`
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self._axes.group
+
+    @property
+    def stage_owners(self) -> tuple[int, ...]:
+        return self._planned().owner
+
+    @property
+    def boundary_dtype(self) -> torch.dtype:
+        stages = self._built().stages
+        assert stages
+        return stages[0].boundary_dtype
+
+    def takes(self, num_microbatches: int) -> bool:
+        plan = self._planned()
+        try:
+            plan.check(num_microbatches)
+        except ConfigError:
+            return False
+        return num_microbatches % plan.pp_size == 0
+
+    def forward_size(self, num_microbatches: int) -> int:
+        return num_microbatches
+
+    def _planned(self) -> StagePlan:
+        self._built()
+        assert self._plan is not None
+        return self._plan
+
+    def _boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:
+        """Of the hidden states between stages, the same for all of them."""
+        part = self.parts[0]
+        assert isinstance(part, StagePart)
+        return part.boundary_shape(rows, tokens)
+
+    # Gradients that no wrapper sums
+
+    def _plain_parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters that no FSDP shards; every data-parallel rank has them whole."""
+        if not self._axes.sum_groups():
+            return []
+        return [p for part in self.parts for p in part.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+
+    def _tied_copies(self) -> list[nn.Parameter]:
+        """This rank's copies of a table that embeds on the first stage and projects on the last."""
+        copies: list[nn.Parameter] = []
+        for part in self.parts:
+            assert isinstance(part, StagePart)
+            copies += [p for name, p in part.named_parameters() if name in part.shared and p.requires_grad]
+        return copies
+
+    def _tied_peer(self) -> int | None:
+        assert self._plan is not None
+        ends = {self._plan.owner[0], self._plan.owner[-1]} - {self._axes.group.rank()}
+        return ends.pop() if ends else None
+
+
+def _as_part(model: Any) -> ModelPart:
+    from transformers import PreTrainedModel
+
+    if isinstance(model, ModelPart):
+        return model
+    if isinstance(model, PreTrainedModel):
+        from automodel_cli.models.head import detect_head
+
+        return ModelPart(model, detect_head(model.config))
+    raise ConfigError(
+        f"build(model) takes a ModelPart or a Hugging Face model, not {type(model).__name__}", keys=("model",)
+    )

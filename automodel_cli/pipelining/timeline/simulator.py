@@ -1,0 +1,204 @@
+"""What a schedule costs: a timeline of every rank from its program and its stages' costs, idle time, memory peaks.
+
+Event-driven and exact: an action starts when its rank is free and what it needs has arrived, `start = max(rank free,
+end of the dependency + hop if it crosses ranks)`. Nothing else delays it: sends cost the sender nothing, links do not
+queue. Torch-free but for programs that torch generates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.pipelining.schedule.program import Action, Overlap, Program, Step
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time per microbatch of forward, input gradients and weight gradients of every stage, and of one hop.
+
+    `overlap` is for paired actions (DualPipeV): None runs them one after the other, as torch does; x runs them as one
+    block of x * (F + B) that ends together.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    hop: float = 0.0
+    overlap: float | None = None
+
+    def of(self, action: Action) -> float:
+        """Duration of one action."""
+        i, w = self.backward_input[action.stage], self.backward_weight[action.stage]
+        return {"F": self.forward[action.stage], "I": i, "W": w, "B": i + w}[action.kind]
+
+    def of_rank(self, program: Program, rank: int) -> float:
+        """Work of a rank in one step."""
+        return sum(self.of(action) for action in program.actions(rank))
+
+
+def even_costs(
+    program: Program,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+    *,
+    hop: float = 0.0,
+    overlap: float | None = None,
+    first_stage_needs_no_input_gradient: bool = False,
+) -> Costs:
+    """Costs of equal stages.
+
+    The three times are for one microbatch through all layers of one *rank*; a stage costs that over v.
+    `first_stage_needs_no_input_gradient`: stage 0 computes all of its backward in W (what torch does with token
+    inputs).
+    """
+    stages, v = program.num_stages, program.num_chunks
+    f, i, w = ([x / v] * stages for x in (forward, backward_input, backward_weight))
+    if first_stage_needs_no_input_gradient:
+        i[0], w[0] = 0.0, i[0] + w[0]
+    return Costs(tuple(f), tuple(i), tuple(w), hop, overlap)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action on the time axis."""
+
+    action: Action
+    start: float
+    end: float
+    paired: bool = False
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything runs, and what follows from it. Times in the unit of the costs."""
+
+    program: Program
+    costs: Costs
+    spans: tuple[tuple[Span, ...], ...]
+    busy: tuple[float, ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the first action to the end of the last one on any rank."""
+        return max((span.end for rank in self.spans for span in rank), default=0.0)
+
+    @property
+    def idle_per_rank(self) -> tuple[float, ...]:
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def idle(self) -> float:
+        """Largest idle time of a rank."""
+        return max(self.idle_per_rank)
+
+    @property
+    def idle_fraction(self) -> float:
+        """Mean over the ranks of idle / makespan."""
+        return sum(self.idle_per_rank) / len(self.busy) / self.makespan
+
+    @property
+    def lower_bound(self) -> float | None:
+        """No order of the same work can be faster: a rank cannot start before its first stage's input exists.
+
+        None with overlap. With equal stages: m (F + I + W) + (p - 1)(F / v + hop).
+        """
+        return None if self.costs.overlap is not None else _lower_bound(self.program, self.costs)
+
+    @property
+    def efficiency(self) -> float | None:
+        """lower_bound / makespan."""
+        return None if self.lower_bound is None else self.lower_bound / self.makespan
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """Per rank, in microbatches through all of the rank's layers; see `peak_activations`."""
+        return peak_activations(self.program)
+
+
+def _lower_bound(program: Program, costs: Costs) -> float:
+    first = [min(s for s, owner in enumerate(program.owner) if owner == rank) for rank in range(program.pp_size)]
+    bounds = []
+    for rank, stage in enumerate(first):
+        hops = sum(program.owner[s] != program.owner[s + 1] for s in range(stage))
+        bounds.append(sum(costs.forward[:stage]) + hops * costs.hop + costs.of_rank(program, rank))
+    return max(bounds)
+
+
+def peak_activations(program: Program, per_stage: Sequence[float] | None = None) -> tuple[float, ...]:
+    """Largest amount of live activations per rank: a forward adds its stage's amount, the end of B or W takes it away.
+
+    `per_stage` is the amount of one microbatch on each stage (bytes, say); by default 1 / v. It depends only on the
+    order of actions.
+    """
+    amounts = per_stage or [1 / program.num_chunks] * program.num_stages
+    change = {"F": 1, "I": 0, "W": -1, "B": -1}
+    return tuple(
+        max(accumulate((change[a.kind] * amounts[a.stage] for a in program.actions(rank)), initial=0.0))
+        for rank in range(program.pp_size)
+    )
+
+
+def simulate(program: Program, costs: Costs) -> Timeline:
+    """Run the program on paper. Raises ConfigError when ranks wait for each other, with what each one waits for."""
+    ends: dict[tuple[str, int, int], float] = {}
+    spans: list[list[Span]] = [[] for _ in program.ranks]
+    queue: list[list[Step]] = [list(steps) for steps in program.ranks]
+    if costs.overlap is None:
+        queue = [list(program.actions(rank)) for rank in range(program.pp_size)]
+    at, free, busy = [0] * program.pp_size, [0.0] * program.pp_size, [0.0] * program.pp_size
+    progress = True
+    while progress:
+        progress = False
+        for rank, steps in enumerate(queue):
+            while at[rank] < len(steps):
+                block = _block(steps[at[rank]], rank, program, costs, ends)
+                if block is None:
+                    break
+                ready, duration, actions = block
+                start = max(free[rank], ready)
+                free[rank] = start + duration
+                busy[rank] += duration
+                for action in actions:
+                    ends[_result(action)] = free[rank]
+                    spans[rank].append(Span(action, start, free[rank], paired=len(actions) > 1))
+                at[rank] += 1
+                progress = True
+    stuck = [f"rank {r} at {queue[r][at[r]]}" for r in range(program.pp_size) if at[r] < len(queue[r])]
+    if stuck:
+        raise ConfigError(f"{program.schedule} deadlocks: {'; '.join(stuck)} wait for work that never runs")
+    return Timeline(program, costs, tuple(tuple(s) for s in spans), tuple(busy))
+
+
+def _block(
+    step: Step, rank: int, program: Program, costs: Costs, ends: dict[tuple[str, int, int], float]
+) -> tuple[float, float, tuple[Action, ...]] | None:
+    """(when its inputs are there, duration, actions) of a step, or None while an input does not exist yet."""
+    actions = tuple(step) if isinstance(step, Overlap) else (step,)
+    ready = 0.0
+    for action in actions:
+        for key in _inputs(action, program.num_stages):
+            if key not in ends:
+                return None
+            ready = max(ready, ends[key] + (costs.hop if program.owner[key[1]] != rank else 0.0))
+    duration = sum(costs.of(action) for action in actions)
+    if len(actions) > 1 and costs.overlap is not None:
+        duration *= costs.overlap
+    return ready, duration, actions
+
+
+def _result(action: Action) -> tuple[str, int, int]:
+    """What an action produces: activations F, gradients of the stage's input G (by I or B), weight gradients W."""
+    return ({"F": "F", "I": "G", "B": "G", "W": "W"}[action.kind], action.stage, action.microbatch)
+
+
+def _inputs(action: Action, num_stages: int) -> list[tuple[str, int, int]]:
+    kind, stage, k = action
+    if kind == "F":
+        return [("F", stage - 1, k)] if stage else []
+    if kind == "W":
+        return [("G", stage, k)]
+    return [("F", stage, k)] + ([("G", stage + 1, k)] if stage + 1 < num_stages else [])

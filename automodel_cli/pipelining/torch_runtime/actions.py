@@ -1,0 +1,76 @@
+"""The one module that touches private names of `torch.distributed.pipelining`'s schedules (torch 2.11 to 2.13).
+
+Schedule objects are built here without a process group, on stand-ins for stages, only to read the order of actions they
+will execute. So what the simulator times and the drawing shows is what runs.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from automodel_cli.pipelining.schedule.program import Action, Overlap, Step
+
+_KINDS = {
+    torch_schedules.FORWARD: "F",
+    torch_schedules.BACKWARD_INPUT: "I",
+    torch_schedules.BACKWARD_WEIGHT: "W",
+    torch_schedules.FULL_BACKWARD: "B",
+}
+_TORCH_KINDS = {kind: torch_kind for torch_kind, kind in _KINDS.items()}
+
+
+def rank_programs(torch_class: str, pp_size: int, num_microbatches: int, num_chunks: int) -> list[tuple[Step, ...]]:
+    """The compute actions of every rank, in the order torch's runtime executes them. Multi-stage schedules only.
+
+    (torch's single-stage schedules are loops in code; their published order is wrong on 1F1B's last rank.)
+    """
+    num_stages = pp_size * num_chunks
+    stages = [
+        SimpleNamespace(
+            stage_index=chunk,
+            num_stages=num_stages,
+            group_size=pp_size,
+            group_rank=0,
+            is_first=chunk == 0,
+            is_last=chunk == num_stages - 1,
+            submod=None,
+        )
+        for chunk in range(num_chunks)
+    ]
+    schedule_class: Any = torch_schedules.get_schedule_class(torch_class)
+    # The constructor also adds sends and receives, 80% of its time for large programs and of no interest here.
+    order_only = type(schedule_class.__name__, (schedule_class,), {"_prepare_schedule_with_comms": _no_lowering})
+    schedule = order_only(stages, num_microbatches, loss_fn=None, scale_grads=False)
+    return [from_torch(schedule.pipeline_order[rank]) for rank in range(pp_size)]
+
+
+def _no_lowering(self: Any, actions: Any) -> None:
+    pass
+
+
+def from_torch(actions: list[Any]) -> tuple[Step, ...]:
+    """torch's compute actions as ours; idle slots (None) are only decoration and disappear."""
+    return tuple(_step(action) for action in actions if action is not None)
+
+
+def _step(action: Any) -> Step:
+    if action.computation_type == torch_schedules.OVERLAP_F_B:
+        first, second = (_step(sub) for sub in action.sub_actions)
+        assert isinstance(first, Action) and isinstance(second, Action), f"nested pair {action}"
+        return Overlap(first, second)
+    return Action(_KINDS[action.computation_type], action.stage_index, action.microbatch_index)
+
+
+def to_torch(steps: tuple[Step, ...]) -> list[Any]:
+    """Our steps as torch's compute actions, for programs torch has no class for."""
+    return [_torch_action(step) for step in steps]
+
+
+def _torch_action(step: Step) -> Any:
+    if isinstance(step, Overlap):
+        pair = (_torch_action(step.forward), _torch_action(step.backward))
+        return torch_schedules._Action(-1, torch_schedules.OVERLAP_F_B, None, pair)
+    return torch_schedules._Action(step.stage, _TORCH_KINDS[step.kind], step.microbatch)

@@ -1,0 +1,265 @@
+"""What the Linux kernel can do against a process that is not trusted: namespaces, an empty root, seccomp, Landlock.
+
+Each function takes something away from the calling process and says whether it did. Standard library only: this runs in
+the sandbox's own processes, before they become the foreign code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+from collections.abc import Iterator
+
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+_CLONE_NEWPID, _CLONE_NEWNET, _CLONE_THREAD = 0x20000000, 0x40000000, 0x00010000
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 1 << 18
+_MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 2, -100, 0x8000, 1
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+_NUM_CAPABILITIES = 64  # more than there are; the kernel ignores the others
+_EPERM, _EAGAIN, _ENOSYS, _SIGKILL = 1, 11, 38, 9
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def leave_namespaces() -> set[str]:
+    """Leave the machine's network, processes and mounts, as far as it lets us."""
+    uid, gid = os.getuid(), os.getgid()
+    if uid != 0:
+        if libc.unshare(_CLONE_NEWUSER) != 0:
+            return set()
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    flags = {"netns": _CLONE_NEWNET, "pidns": _CLONE_NEWPID, "mountns": _CLONE_NEWNS, "ipcns": _CLONE_NEWIPC}
+    return {name for name, flag in flags.items() if libc.unshare(flag) == 0}
+
+
+def empty_root(folder: str, visible: list[str], num_bytes: int) -> bool:
+    """Make a new root of which only the `visible` paths of the machine are part, read-only, and a writable `/work` of
+    `num_bytes` in memory. Needs a mount namespace. No /proc, no /sys, no /tmp, no socket of the machine."""
+    if _mount(None, "/", None, _MS_REC | _MS_PRIVATE) or _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV):
+        return False
+    for path in visible:
+        inside = folder + path
+        os.makedirs(os.path.dirname(inside), 0o755, exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), inside)
+        else:
+            os.mkdir(inside, 0o755) if os.path.isdir(path) else open(inside, "x").close()
+            if _mount(path, inside, None, _MS_BIND | _MS_REC):
+                return False
+    os.mkdir(f"{folder}/work", 0o755)
+    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    where = (_AT_FDCWD, folder.encode(), _AT_RECURSIVE, ctypes.byref(attributes), size)
+    if libc.syscall(_number("mount_setattr"), *where) != 0:
+        return False
+    if _mount("tmpfs", f"{folder}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={num_bytes},mode=0777"):
+        return False
+    os.chdir(folder)
+    if libc.syscall(_number("pivot_root"), b".", b".") != 0 or libc.umount2(b".", _MNT_DETACH) != 0:
+        return False
+    os.chdir("/work")
+    return True
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> bool:
+    """Whether it failed."""
+    words = [word.encode() if word is not None else None for word in (source, target, kind)]
+    return bool(libc.mount(*words, flags, options.encode() if options else None) != 0)
+
+
+def end_with_parent() -> None:
+    """Be killed when the parent ends."""
+    libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+
+
+def drop_rights() -> None:
+    """No capability by any later program, no setuid program, and the end of the parent is ours."""
+    for capability in range(_NUM_CAPABILITIES):
+        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    end_with_parent()  # again: setuid takes it back
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+_MACHINE = platform.machine()
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# name: (x86_64, aarch64); None where the architecture has no such call
+_CALLS: dict[str, tuple[int | None, int | None]] = {
+    "mount_setattr": (442, 442),
+    "pivot_root": (155, 41),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "kill": (62, 129),
+    "tgkill": (234, 131),
+    "socketpair": (53, 199),
+}
+# what no code needs that computes: sockets, other processes, kernel objects that live outside the memory limit, mounts,
+# and calls that have often been the way out of a sandbox
+_REFUSED: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "fanotify_init": (300, 262),
+    "reboot": (169, 142),
+    "personality": (135, 92),
+}
+# Landlock does not know these: they change files by path without opening them
+_REFUSED_WITHOUT_A_ROOT: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+}
+
+
+def _number(name: str) -> int | None:
+    return (_CALLS.get(name) or _REFUSED[name])[_MACHINE == "aarch64"]
+
+
+def filter_calls(*, own_root: bool, own_processes: bool) -> bool:
+    """Refuse system calls from here on (seccomp): no socket but pairs, one process (threads may be), no look into
+    another. Without a process namespace no signal to others; without a root of our own no change of attributes."""
+    if _MACHINE not in _AUDIT_ARCH:
+        return False
+    program = b"".join(_program(own_root, own_processes))
+    buffer = ctypes.create_string_buffer(program)
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return bool(libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0) == 0)
+
+
+def _program(own_root: bool, own_processes: bool) -> Iterator[bytes]:
+    """Classic BPF over `struct seccomp_data`: number at 0, architecture at 4, arguments (low words) at 16, 24, ..."""
+    load, equal, greater, both, back = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, kill = 0x7FFF0000, 0x00050000, 0x80000000
+
+    def step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+        return struct.pack("HBBI", code, yes, no, value)
+
+    def when(name: str, *then: bytes) -> Iterator[bytes]:
+        number = _number(name)
+        if number is not None:
+            yield step(equal, number, 0, len(then))
+            yield from then
+
+    yield from (step(load, 4), step(equal, _AUDIT_ARCH[_MACHINE], 1), step(back, kill), step(load, 0))
+    if _MACHINE == "x86_64":
+        yield from (step(greater, 0x40000000, 0, 1), step(back, kill))  # the x32 calls have other numbers
+    refused = {**_REFUSED, **({} if own_root else _REFUSED_WITHOUT_A_ROOT)}
+    for number in sorted({found for pair in refused.values() if (found := pair[_MACHINE == "aarch64"]) is not None}):
+        yield from (step(equal, number, 0, 1), step(back, refuse | _EPERM))
+    for name in ("fork", "vfork"):
+        yield from when(name, step(back, refuse | _EAGAIN))
+    yield from when("clone3", step(back, refuse | _ENOSYS))  # its flags lie in memory: libraries fall back to clone
+    again = step(back, refuse | _EAGAIN)
+    yield from when("clone", step(load, 16), step(both, _CLONE_THREAD, 1), again, step(back, allow))
+    stream = (step(load, 24), step(0x54, 0xF), step(equal, 1, 1), step(back, refuse | _EPERM), step(back, allow))
+    yield from when("socketpair", *stream)  # SOCK_STREAM: a datagram socket could send to a path
+    if not own_processes:
+        for name in ("kill", "tgkill"):
+            own = (step(load, 16), step(equal, os.getpid(), 1), step(back, refuse | _EPERM), step(back, allow))
+            yield from when(name, *own)
+    yield step(back, allow)
+
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on all architectures
+_FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # ABI -> number of rights; 16 from 5 on
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1, 2, 4, 8, 1 << 14
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+
+
+def landlock(readable: list[str], writable: list[str]) -> bool:
+    """Reach no file but those: for machines that give no mount namespace. Also closes other processes to ptrace."""
+    version = libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
+    if version < 3:  # before it, files can be emptied by truncate()
+        return False
+    rights = (1 << _FS_RIGHTS.get(version, 16)) - 1
+    content = struct.pack("QQQ", rights, 0, 3 if version >= 6 else 0)[: 24 if version >= 6 else 8]
+    ruleset = libc.syscall(_LANDLOCK_CREATE, content, ctypes.c_size_t(len(content)), 0)
+    if ruleset < 0:
+        return False
+    for paths, directory, file in (
+        (readable, _EXECUTE | _READ_FILE | _READ_DIR, _EXECUTE | _READ_FILE),
+        (writable, rights, rights & _FILE_RIGHTS),
+    ):
+        for path in filter(os.path.exists, paths):
+            descriptor = os.open(path, os.O_PATH)
+            allowed = directory if os.path.isdir(path) else file
+            rule = struct.pack("=Qi", allowed, descriptor)
+            if libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0) != 0:
+                return False
+            os.close(descriptor)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return bool(libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0) == 0)

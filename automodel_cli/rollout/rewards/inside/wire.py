@@ -1,0 +1,137 @@
+"""Values and questions between the judge's process and the completion's: JSON lines, and nothing is ever unpickled.
+
+Plain data (numbers, texts, lists, dicts, sets, dates, ...) crosses by value, as its base type: a subclass of `int` that
+says it equals everything arrives as an `int`. Anything else stays where it is, and the other side has its number.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+_MAX_BYTES = 16 * 2**20
+_SAFE_INT = 2**63
+
+
+class Gone(Exception):
+    """The other process has ended, or does not speak this language."""
+
+
+class Peer:
+    """One end of the link. A subclass answers questions (`answer`) and knows what to do with objects that do not cross
+    by value (`hold`, `load`)."""
+
+    def __init__(self, descriptor: int):
+        self._in = os.fdopen(descriptor, "rb")
+        self._descriptor = descriptor
+
+    def ask(self, op: str, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+        """The other side's reply. Questions that it asks first are answered meanwhile."""
+        self.send({"op": op, "args": [self.encode(a) for a in arguments], "kwargs": self.encode(keywords)})
+        while "op" in (message := self.receive()):
+            self.send(self.answer(message))
+        return message
+
+    def serve(self) -> None:
+        """Answer questions until the other side is gone."""
+        while True:
+            self.send(self.answer(self.receive()))
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def hold(self, value: object) -> dict[str, Any]:
+        """What stands for an object that stays here. Raises TypeError for one that must not be handed out."""
+        raise NotImplementedError
+
+    def load(self, kind: str, number: int) -> Any:
+        """What a `hold` of the other side is here."""
+        raise NotImplementedError
+
+    def send(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            raise Gone from error
+
+    def receive(self) -> dict[str, Any]:
+        try:
+            line = self._in.readline(_MAX_BYTES)
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (OSError, ValueError, RecursionError) as error:
+            raise Gone from error
+        if not isinstance(message, dict):
+            raise Gone
+        return message
+
+    def encode(self, value: object) -> Any:
+        """JSON of a value. Raises RecursionError for one that contains itself."""
+        if value is None or isinstance(value, (bool, float, str)):
+            return value
+        if isinstance(value, int):
+            return value if -_SAFE_INT < value < _SAFE_INT else {"k": "int", "v": hex(value)}
+        for kind, (types, parts, _) in _KINDS.items():
+            if isinstance(value, types):
+                found = parts(value)
+                return {"k": kind, "v": [self.encode(part) for part in found]}
+        return self.hold(value)
+
+    def decode(self, data: Any) -> Any:
+        """The value again. Raises Gone for what `encode` cannot have written."""
+        try:
+            if isinstance(data, dict):
+                kind, content = data["k"], data["v"]
+                if kind == "int":
+                    return int(content, 16)
+                if kind in _KINDS:
+                    return _KINDS[kind][2]([self.decode(part) for part in content])
+                return self.load(str(kind), int(content))
+            if data is None or isinstance(data, (bool, int, float, str)):
+                return data
+        except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise Gone from error
+        raise Gone
+
+
+_Parts = Callable[[Any], Any]
+_Make = Callable[[list[Any]], Any]
+
+_KINDS: dict[str, tuple[Any, _Parts, _Make]] = {
+    "list": (list, list.copy, list),
+    "tuple": (tuple, tuple.__iter__, tuple),
+    "dict": (dict, dict.items, dict),
+    "set": (set, set.__iter__, set),
+    "frozenset": (frozenset, frozenset.__iter__, frozenset),
+    "bytes": (bytes, lambda v: [bytes.hex(v)], lambda p: bytes.fromhex(p[0])),
+    "bytearray": (bytearray, lambda v: [bytearray.hex(v)], lambda p: bytearray.fromhex(p[0])),
+    "complex": (complex, lambda v: [v.real, v.imag], lambda p: complex(*p)),
+    "range": (range, lambda v: [v.start, v.stop, v.step], lambda p: range(*p)),
+    "deque": (
+        collections.deque,
+        lambda v: [v.maxlen, list(collections.deque.__iter__(v))],
+        lambda p: collections.deque(p[1], p[0]),
+    ),
+    "decimal": (decimal.Decimal, lambda v: [decimal.Decimal.__str__(v)], lambda p: decimal.Decimal(p[0])),
+    "fraction": (fractions.Fraction, lambda v: [v.numerator, v.denominator], lambda p: fractions.Fraction(*p)),
+    "datetime": (
+        datetime.datetime,
+        lambda v: [datetime.datetime.isoformat(v)],
+        lambda p: datetime.datetime.fromisoformat(p[0]),
+    ),
+    "date": (datetime.date, lambda v: [datetime.date.isoformat(v)], lambda p: datetime.date.fromisoformat(p[0])),
+    "time": (datetime.time, lambda v: [datetime.time.isoformat(v)], lambda p: datetime.time.fromisoformat(p[0])),
+    "timedelta": (
+        datetime.timedelta,
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda p: datetime.timedelta(*p),
+    ),
+}
+"""Kind -> types, parts of a value (themselves encoded), and the value of those parts."""

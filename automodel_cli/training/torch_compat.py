@@ -1,0 +1,128 @@
+"""The one place that touches names of `torch.distributed.checkpoint` which are not its public API. torch 2.11 to 2.13.
+
+Relied on: what `.metadata` is a pickle of, and that `FileSystemReader` finds, reads and hands it on by
+`_get_metadata_path`, `fs.create_stream` and `read_metadata`. tests/unit/test_training_torch_compat.py reads a real
+checkpoint through it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from automodel_cli.config.errors import RunError
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts)  # where the checkpoint was written: only told
+
+
+_CLASSES = (
+    _MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+_NAMES: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): {str(torch.strided): torch.strided}.__getitem__,
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib", "WindowsPath"): _path,
+    ("pathlib._local", "PosixPath"): _path,  # Python 3.13
+}
+"""Everything that the metadata of tensors consists of; dtypes are known by their names. Torch's own reader would import
+and call whatever the file names."""
+
+
+class CheckpointReader(dcp.FileSystemReader):
+    """torch's reader of a checkpoint's folder, for files that anybody may have written: nothing in them is executed.
+
+    `.metadata` may name the classes that describe tensors and nothing else. Tensors are read with `weights_only`, by
+    torch itself; entries that are no tensors, which torch would unpickle without it, are refused.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises RunError for metadata that is damaged or names anything else."""
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        before = [dict(vars(kind)) for kind in _CLASSES]
+        with self.fs.create_stream(path, "rb") as file:
+            try:
+                metadata = _Unpickler(file).load()
+            except RunError:
+                raise
+            except Exception as error:  # a damaged pickle fails in any way
+                raise _refused(path, f"cannot be read: {type(error).__name__}: {error}") from error
+            finally:
+                changed = [_restored(kind, content) for kind, content in zip(_CLASSES, before, strict=True)]
+        if any(changed):  # a pickle may set attributes of whatever it names
+            raise _refused(path, "changes the classes that it names")
+        _check(metadata, path)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _NAMES:
+            return _NAMES[module, name]
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        raise RunError(
+            f"the checkpoint's metadata names {module}.{name}, which describes no tensor: it was not loaded, "
+            "and reading it as torch does could have run a program",
+            keys=("checkpoint.resume",),
+            fix="checkpoint.resume=null, and ask whoever gave you the checkpoint what it is",
+        )
+
+
+def _restored(kind: type, before: dict[str, Any]) -> bool:
+    """Whether attributes of the class had changed; they are as before now."""
+    now = dict(vars(kind))
+    changed = [name for name in {*now, *before} if now.get(name) is not before.get(name)]
+    for name in changed:
+        if name in before:
+            setattr(kind, name, before[name])
+        else:
+            delattr(kind, name)
+    return bool(changed)
+
+
+def _check(metadata: object, path: Path) -> None:
+    """What a later reader takes on trust: only tensors, in files of this folder."""
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise _refused(path, "describes no tensors")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise _refused(path, f"has an entry {name!r} that is no tensor")
+    for index, place in (metadata.storage_data or {}).items():
+        if not isinstance(place, _StorageInfo) or Path(place.relative_path).name != place.relative_path:
+            raise _refused(path, f"places {index} outside the checkpoint's folder")
+
+
+def _refused(path: Path, what: str) -> RunError:
+    return RunError(
+        f"{path} {what}: this is no checkpoint that automodel wrote",
+        keys=("checkpoint.resume",),
+        fix="checkpoint.resume=an earlier step-NNNNNN of the run",
+    )

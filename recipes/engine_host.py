@@ -1,0 +1,66 @@
+"""What a run offers to the engine of its `rollout` section: its own model, sharded or copied, its ranks, its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.rollout.engine import Engine
+from automodel_cli.rollout.hf import HFEngine
+from recipes.engines import (
+    FirstRankEngine,
+    build_replica,
+    build_sampler,
+    check_decoding,
+    check_lengths,
+    stop_token_ids,
+)
+from recipes.server_process import ServerProcess
+from recipes.slots import num_slots as slots_for
+
+if TYPE_CHECKING:
+    import torch
+
+    from automodel_cli.rollout.http import Server
+    from recipes.session import Session
+
+
+class EngineHost:
+    """See `automodel_cli.rollout.engine.Host`. Raises ConfigError for a model that no engine generates for exactly."""
+
+    def __init__(self, session: Session):
+        self._session, self.tokenizer = session, session.tokenizer
+        self._source_config = session.model.parts[0].source_config
+        self.stop_token_ids = stop_token_ids(session.tokenizer, session.model.parts[0].model.config)
+        check_lengths(self._source_config, session.recipe.data.seq_len)
+
+    @property
+    def device(self) -> torch.device:
+        return self._session.mesh.device
+
+    def sampler(self, *, num_slots: int | None, prefill_tokens: int, refill_share: float) -> Engine:
+        """See `Host`. Raises ConfigError for a family that cannot be decoded through the sampler's cache."""
+        recipe, mesh = self._session.recipe, self._session.mesh
+        check_decoding(self._source_config, trust_remote_code=recipe.model.trust_remote_code)
+        return build_sampler(
+            self._session.model.stages,
+            mesh,
+            stop_token_ids=self.stop_token_ids,
+            num_slots=num_slots or slots_for(self._source_config, recipe.data.seq_len, mesh),
+            prefill_tokens=prefill_tokens,
+            refill_share=refill_share,
+        )
+
+    def replica(self, **options: Any) -> HFEngine:
+        """See `Host`."""
+        return build_replica(self._session, self.stop_token_ids, **options)
+
+    def on_first_rank(self, make: Callable[[], Engine]) -> Engine:
+        """See `Host`."""
+        return FirstRankEngine(make() if self._session.is_main else None)
+
+    def start_server(self, command: Sequence[str], server: Server, *, timeout: float) -> None:
+        """See `Host`. Its output goes to `logs/rollout_server.log` of the run."""
+        log = self._session.run_dir / "logs" / "rollout_server.log"
+        process = ServerProcess(command, server, log, timeout=timeout)
+        self._session.at_exit.callback(process.close)

@@ -1,0 +1,17 @@
+"""What holds for every test: a fix that is offered for pasting works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.pasted import watch
+
+
+@pytest.fixture(autouse=True)
+def every_fix_works_when_pasted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test whose errors offer a fix that does not parse, names no key, or does not help."""
+    with watch() as found:
+        yield
+    assert not found.complaints, "\n".join(found.complaints)

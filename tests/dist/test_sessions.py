@@ -1,0 +1,91 @@
+"""What a run keeps between its starts: the reference's log-probs, and the validation that a notice to stop put off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from automodel_cli.models.tokenizer import ByteTokenizer
+from tests import tiny
+from tests.dist.harness import launch
+from tests.dist.sessions import session
+from tests.e2e.command import TINY, metrics
+from tests.e2e.test_dpo import PAIRS
+
+SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
+DPO = PAIRS.format(family="llama").replace("num_train: 200, num_validation: 16", "num_train: 24, num_validation: 4")
+FEW = ("train.max_steps=4", "logging.report=false", "logging.display=plain", "checkpoint.every=null")
+
+
+def _train(rank, world, folder, *overrides, stop_at=0, run=None):
+    """Train; at step `stop_at` a notice comes. Returns nothing: the run folder holds what is asked."""
+    with session(folder, SFT, *FEW, *overrides, run=run) as opened:
+        for step, batches in opened.steps():
+            opened.train(step, batches)
+            if step == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stopped_at(rank, world, folder, step, *overrides):
+    _train(rank, world, folder, *overrides, stop_at=step)
+
+
+def _resumed(rank, world, folder, run, *overrides):
+    _train(rank, world, folder, *overrides, run=run)
+
+
+@pytest.mark.parametrize("step", [2, 4], ids=["in the middle", "at the end"])
+def test_a_validation_that_a_notice_put_off_comes_first_in_the_continued_run(tmp_path: Path, step: int) -> None:
+    launch(_train, 1, tmp_path, "run_name=whole", "validation.every=2", process_group=False)
+    launch(_stopped_at, 1, tmp_path, step, "run_name=halves", "validation.every=2", process_group=False)
+    stopped = metrics(tmp_path / "runs/halves")
+    assert "val_loss" not in stopped[-1] and stopped[-1]["step"] == step
+    for _ in range(2):  # the second one finds it measured
+        launch(_resumed, 1, tmp_path, "halves", "validation.every=2", process_group=False)
+    whole, halves = ([_timeless(row) for row in metrics(tmp_path / "runs" / run)] for run in ("whole", "halves"))
+    assert halves == whole and sum("val_loss" in row for row in halves) == 2
+    best = [os.readlink(tmp_path / "runs" / run / "checkpoints" / "best") for run in ("whole", "halves")]
+    assert best[0] == best[1] == "step-000004"
+    meta = json.loads((tmp_path / f"runs/halves/checkpoints/step-{step:06d}/meta.json").read_text())
+    assert meta["metrics"]["val_loss"] == next(r for r in whole if r["step"] == step and "val_loss" in r)["val_loss"]
+
+
+def _timeless(row: dict) -> dict:
+    return {key: value for key, value in row.items() if key not in ("tokens_per_second", "step_seconds", "memory_gib")}
+
+
+def _reference(rank, world, folder, *overrides):
+    """Every token's cached value."""
+    with session(folder, DPO, *FEW, "data.seq_len=96", *overrides) as opened:
+        return np.array(opened.data.train._columns["ref_logprobs_BT"])
+
+
+def test_other_weights_at_the_same_path_get_another_reference(tmp_path: Path) -> None:
+    """Close ones too: comparing a few log-probs with a tolerance for rounding would take them for the same."""
+    folder = tmp_path / "model"
+    tiny.build_hf("llama", vocab_size=len(ByteTokenizer().build())).save_pretrained(folder)
+    model = ("model.config=null", f"model.pretrained={folder}")
+    first = launch(_reference, 1, tmp_path, *model, process_group=False)
+    notes = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "reference").iterdir()}
+    again = launch(_reference, 1, tmp_path, *model, process_group=False)
+    found = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "reference").iterdir()}
+    assert found == notes, "nothing was measured again"
+    np.testing.assert_array_equal(again, first)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * (1 + 1e-4)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    changed = launch(_reference, 1, tmp_path, *model, process_group=False)
+    fresh = launch(_reference, 1, tmp_path, *model, f"data.cache_dir={tmp_path / 'other'}", process_group=False)
+    assert 0 < np.abs(changed - first).max() < 1e-3
+    np.testing.assert_array_equal(changed, fresh)
+    for path in (tmp_path / "cache" / "reference").glob("*.npy"):  # a damaged file is measured again
+        values = bytearray(path.read_bytes())
+        values[-3] ^= 64
+        path.write_bytes(values)
+    np.testing.assert_array_equal(launch(_reference, 1, tmp_path, *model, process_group=False), fresh)

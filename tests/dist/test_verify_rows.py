@@ -1,0 +1,63 @@
+"""The rows of `automodel verify` for settings beyond the layout: adapters by closed form, lower precision by its units in
+the last place, compiled layers, stages as described."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.models import lora
+from automodel_cli.models.config import LoRAConfig
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.compare import Errors, run_rows
+from automodel_cli.parity.reference import Original
+from automodel_cli.parity.rows import FP32, Row
+from automodel_cli.pipelining.config import PipelineConfig
+from tests import tiny
+from tests.dist.harness import launch
+
+DP, PP = MeshConfig(dp_size=2), MeshConfig(dp_size=1, pp_size=2)
+ADAPTERS = LoRAConfig(rank=4, alpha=12.0)
+ROWS = [
+    Row(DP, lora=ADAPTERS),
+    Row(PP, pipeline=PipelineConfig(layout="Ettt|tL"), lora=LoRAConfig(rank=4, use_rslora=True)),
+    Row(DP, FSDP2Config(), compute_dtype="bfloat16"),
+    Row(DP, FSDP2Config(mp_policy=FP32, enable_compile=True, compile_backend="aot_eager")),
+]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
+    return Original.write(tmp_path_factory.mktemp("original") / "model", tiny.build_hf("llama"), SFT())
+
+
+def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(original: Original):
+    for row, outcome in zip(ROWS, launch(run_rows, 2, original, ROWS), strict=True):
+        assert isinstance(outcome, Errors) and outcome.within(*row.bounds(3e-6)), f"{row}: {outcome}"
+        if row.lora is not None:
+            assert "lora_" in outcome.name
+
+
+def _scale_of_adapters_lost(batches: list[Batch]) -> list[Batch]:
+    lora.scale = lambda layer: 1.0  # what the reference is told; the layers go on with theirs
+    return batches
+
+
+def _labels_of_another_token(batches: list[Batch]) -> list[Batch]:
+    for batch in batches:
+        batch.labels_BT[batch.labels_BT >= 0] = 5
+    return batches
+
+
+@pytest.mark.parametrize(("row", "mistake"), [(0, _scale_of_adapters_lost), (2, _labels_of_another_token)])
+def test_a_mistake_is_not_within_the_bounds(original: Original, row: int, mistake):
+    (outcome,) = launch(run_rows, 2, original, [ROWS[row]], mistake)
+    assert isinstance(outcome, Errors) and not outcome.within(*ROWS[row].bounds(1e-5)), outcome
+
+
+def test_a_references_own_rounding_is_measured(original: Original):
+    assert 1e-8 < original.rounding(SFT(), packed=True) < 3e-6

@@ -1,0 +1,253 @@
+"""The table of docs/reliability.md: what a run says when something around it breaks, and what is kept.
+
+Faults of single parts are tested with those parts: checkpoints (unit/test_checkpoint_damage, test_training_checkpoint),
+the data cache (unit/test_data_prepare), killed ranks (unit/test_launch_local), servers (unit/test_rollout_servers).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.models.export import discard_staged, publish, staging
+from recipes.run_lock import hold
+from tests import tiny
+from tests.dist.harness import RankFailure, launch, launch_all
+from tests.dist.sessions import session
+from tests.e2e.command import TINY, automodel, metrics, start, write_config
+
+SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
+FEW = ("train.max_steps=4", "logging.report=false", "logging.display=plain", "checkpoint.every=null")
+Mount = Callable[[str], Path]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """A small file system of its own: `mount("size=1m")`."""
+    made: list[Path] = []
+
+    def make(options: str) -> Path:
+        folder = tmp_path / f"disk-{len(made)}"
+        folder.mkdir()
+        if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder]).returncode:
+            pytest.skip("this machine does not allow mounts")
+        made.append(folder)
+        return folder
+
+    yield make
+    for folder in made:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _train(rank, world, folder, *overrides, then=None, run=None):
+    """Train in this rank; `then(step, run_dir)` is called after every step. The error that ends it, as text."""
+    try:
+        with session(folder, SFT, *FEW, *overrides, run=run) as opened:
+            for step, batches in opened.steps():
+                opened.train(step, batches)
+                if then is not None:
+                    then(step, opened)
+    except RunError as error:
+        return str(error)
+    return None
+
+
+def _fill(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            pass
+    os.truncate(disk / "filler", (disk / "filler").stat().st_size // 4096 * 4096)
+
+
+def _until_the_disk_is_full(rank, world, folder, disk):
+    def then(step, opened):
+        if step == 2:
+            opened.save(step)
+            _fill(disk)
+            size = os.statvfs(disk).f_frsize
+            opened.meter._file.write("\n" * size)  # to the end of the block that the file has already
+
+    return _train(rank, world, folder, f"output_dir={disk}", "train.max_steps=400", then=then)
+
+
+def test_a_disk_that_fills_up_under_the_metrics(tmp_path: Path, mount: Mount) -> None:
+    disk = mount("size=80m")
+    said = launch(_until_the_disk_is_full, 1, tmp_path, disk, process_group=False)
+    assert "metrics.jsonl could not be written: No space left on device; checkpoints in place are whole" in said
+    assert f"then automodel resume {disk / 'config'}" in said
+    (disk / "filler").unlink()
+    assert launch(_train, 1, tmp_path, f"output_dir={disk}", "checkpoint.resume=auto", process_group=False) is None
+    assert [row["step"] for row in metrics(disk / "config") if "loss" in row] == [1, 2, 3, 4]
+
+
+def _export_to(rank, world, folder, disk):
+    from recipes.quiz import Quiz
+    from recipes.results import finish
+
+    with session(folder, SFT, *FEW, "train.max_steps=1") as opened:
+        for step, batches in opened.steps():
+            opened.train(step, batches)
+        (opened.run_dir / "export").symlink_to(disk / "export")
+        try:
+            finish(opened, Quiz())
+        except RunError as error:
+            return str(error)
+    return None
+
+
+def test_a_disk_that_is_too_small_for_the_export(tmp_path: Path, mount: Mount) -> None:
+    disk = mount("size=100k")
+    said = launch(_export_to, 1, tmp_path, disk, process_group=False)
+    assert f"the export {disk / 'export'} could not be written: " in said and "No space left on device" in said
+    assert "the checkpoint is whole" in said and not list(disk.iterdir()), "half an export is removed"
+    assert (tmp_path / "runs/config/checkpoints/step-000001").is_dir()
+
+
+def _whole_export(folder: Path, value: float) -> None:
+    model = tiny.build_hf("llama")
+    torch.nn.init.constant_(model.model.norm.weight, value)
+    model.save_pretrained(folder)
+
+
+def _exported(folder: Path) -> float:
+    return AutoModelForCausalLM.from_pretrained(folder).model.norm.weight[0].item()
+
+
+def test_a_kill_during_an_export_leaves_the_older_one(tmp_path: Path) -> None:
+    """Killed while it writes, and in the middle of putting it in place: the older one, or none that would load."""
+    folder = tmp_path / "export"
+    for value in (1.0, 2.0):
+        written = staging(folder)
+        _whole_export(written, value)
+        publish(written, folder)
+        assert _exported(folder) == value and [p.name for p in tmp_path.iterdir()] == ["export"]
+    (folder / "notes.txt").write_text("mine")
+    _whole_export(staging(folder), 3.0)
+    assert _exported(folder) == 2.0
+    written = staging(folder)  # removes what was left
+    _whole_export(written, 4.0)
+    (written / "model.safetensors").chmod(0o600)
+    real, Path.replace = Path.replace, lambda self, target: (_ for _ in ()).throw(KeyboardInterrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            publish(written, folder)
+    finally:
+        Path.replace = real
+    with pytest.raises((OSError, ValueError)):
+        _exported(folder)
+    written = staging(folder)
+    _whole_export(written, 5.0)
+    publish(written, folder)
+    assert _exported(folder) == 5.0 and (folder / "notes.txt").read_text() == "mine"
+    discard_staged(folder)
+
+
+def test_a_read_only_run_folder(tmp_path: Path, mount: Mount) -> None:
+    disk = mount("size=80m")
+    assert launch(_train, 1, tmp_path, f"output_dir={disk}", process_group=False) is None
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    for overrides, what in ((("checkpoint.resume=auto",), "written"), ((), "made")):
+        said = launch(_train, 1, tmp_path, f"output_dir={disk}", *overrides, process_group=False)
+        assert f"cannot be {what}: Read-only file system" in said and "output_dir=a folder" in said
+    assert len(metrics(disk / "config")) == 5
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    assert launch(_train, 1, tmp_path, "train.max_steps=1", process_group=False) is None
+    run = tmp_path / "runs/config"
+    config = (run / "config.yaml").read_text()
+    release = hold(run)
+    said = launch(_train, 1, tmp_path, "train.max_steps=2", "checkpoint.resume=auto", process_group=False)
+    assert said.startswith(f"runs/config is in use: process {os.getpid()} on ") and "run_name=another-name" in said
+    assert (run / "config.yaml").read_text() == config, "the running one keeps its config"
+    release()
+    more = ("train.max_steps=2", "checkpoint.resume=auto")
+    assert launch(_train, 1, tmp_path, *more, process_group=False) is None
+
+
+def _nan_on_rank_1(rank, world, folder):
+    def then(step, opened):
+        if step == 2 and rank == 1:
+            parameter = next(opened.model.parts[0].parameters())
+            parameter.data.to_local().fill_(float("nan"))
+
+    return _train(rank, world, folder, "mesh.dp_size=2", then=then)
+
+
+def test_a_rank_whose_numbers_are_not_finite(tmp_path: Path) -> None:
+    """All ranks stop before the optimizer moves, and name the rows; rows 1 and 2 are written."""
+    for said in launch_all(_nan_on_rank_1, 2, tmp_path, process_group=False):
+        assert said.startswith("step 3: the loss is nan; stopped before the optimizer step: ChatTasks/train:"), said
+    assert [row["step"] for row in metrics(tmp_path / "runs/config")] == [1, 2]
+
+
+def _raise_on_rank_1(rank, world, folder):
+    def then(step, opened):
+        if step == 2 and rank == 1:
+            raise ValueError("a bug on one rank")
+
+    return _train(rank, world, folder, "mesh.dp_size=2", then=then)
+
+
+def test_a_rank_that_raises(tmp_path: Path) -> None:
+    """Its traceback stands in its own log; the other one notices at its next collective."""
+    with pytest.raises(RankFailure, match=r"Connection (closed|reset) by peer"):
+        launch_all(_raise_on_rank_1, 2, tmp_path, process_group=False)
+    assert "ValueError: a bug on one rank" in (tmp_path / "runs/config/logs/rank-1.log").read_text()
+
+
+def test_a_damaged_checkpoint_through_the_command_line(tmp_path: Path) -> None:
+    """`doctor RUN` names the file, `resume` goes back behind it aloud and trains the lost steps again."""
+    write_config(tmp_path)
+    done = automodel(tmp_path, "tiny.yaml", *FEW[1:3], "train.max_steps=4", "checkpoint.every=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs/tiny"
+    before = [row["loss"] for row in metrics(run) if "loss" in row]
+    healthy = automodel(tmp_path, "doctor", "runs/tiny")
+    assert healthy.returncode == 0 and healthy.stdout.count("every byte as written") == 2, healthy.stdout
+    shard = run / "checkpoints/step-000004/__0_0.distcp"
+    with shard.open("r+b") as file:
+        file.seek(shard.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 16]))
+    os.truncate(run / "export/model.safetensors", 1000)
+    sick = automodel(tmp_path, "doctor", "tiny")
+    assert sick.returncode == 1 and "__0_0.distcp holds other bytes than were written" in sick.stdout
+    assert "model.safetensors is cut short" in sick.stdout
+    done = automodel(tmp_path, "resume", "tiny")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step-000004 is damaged: __0_0.distcp holds other bytes" in done.stderr and "from step 2" in done.stdout
+    assert [row["loss"] for row in metrics(run) if "loss" in row] == before
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on_with_it(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    process = start(tmp_path, "tiny.yaml", "mesh.dp_size=2", "train.max_steps=30", "data.num_workers=1")
+    rows = tmp_path / "runs/tiny/metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (rows.exists() and rows.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    stopped = next(int(pid) for pid in children if "RANK=1" in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(8)
+    os.kill(stopped, signal.SIGCONT)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert f"rank 1 (process {stopped}) is stopped, and the others wait for it; go on with: kill -CONT" in output
+    assert len([row for row in metrics(tmp_path / "runs/tiny") if "loss" in row]) == 30

@@ -1,0 +1,87 @@
+"""YAML that refers to itself, nests without end or multiplies itself: one sentence with its line, within a second."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.config.compose import compose
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.limits import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES, too_large
+
+BEGIN = "defaults: [sft, _self_]\n"
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+TEXTS = "a0: xxxxxxxxxx\n" + "".join(f"a{i}: '{f'${{a{i - 1}}}' * 10}'\n" for i in range(1, 20))
+SECTIONS = (
+    "s: {a0: {x: 1}" + "".join(f", a{i}: {{x: '${{..a{i - 1}}}', y: '${{s.a{i - 1}}}'}}" for i in range(1, 40)) + "}"
+)
+HOSTILE = {
+    "recursive mapping": ("data: &a {path: x, more: *a}", r"\*a stands inside of &a: it would never end", 2),
+    "recursive merge": ("data: &a\n  <<: *a\n", r"\*a stands inside of &a", 3),
+    "recursive list": ("x: &a [1, [2, *a]]", r"\*a stands inside of &a", 2),
+    "deep flow": (f"data: {'[' * 20_000}{']' * 20_000}", f"nests more than {MAX_DEPTH} levels", 2),
+    "deep block": ("".join(f"{' ' * i}a:\n" for i in range(600)), f"nests more than {MAX_DEPTH} levels", 41),
+    "unclosed": (f"data: {'[' * 200_000}", f"nests more than {MAX_DEPTH} levels", 2),
+    "aliases": (ALIASES, f"holds more than {MAX_NODES:,} values, with each alias", 6),
+    "texts": (TEXTS, f"the interpolations of a5 expand to more than {MAX_CHARACTERS:,}", 7),
+    "sections": (SECTIONS, f"the interpolations of s expand to more than {MAX_CHARACTERS:,}", 2),
+    "long": (f"x: [{'1, ' * 400_000}]", "has 1,200,", 1),
+    "a control character": ("x: \0", r"holds a character that YAML does not allow: '\\x00'", 2),
+}
+
+
+def refused(path: Path, *overrides: str) -> ConfigError:
+    began = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        compose(path, overrides)
+    assert time.process_time() - began < 1
+    return caught.value
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("where", ["the file", "a file that it names"])
+def test_hostile_yaml_is_named_with_its_line(tmp_path: Path, name: str, where: str) -> None:
+    text, said, line = HOSTILE[name]
+    path = tmp_path / "mine.yaml"
+    if where == "the file":
+        path.write_text(BEGIN + text)
+    else:
+        (tmp_path / "part.yaml").write_text("\n" + text)
+        path.write_text("defaults: [part, _self_]\n")
+    error = refused(path)
+    assert re.search(said, error.message), error.message
+    hidden = "part" if where != "the file" else "mine"
+    assert f"{hidden}.yaml:{line}" in error.origin
+
+
+def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(BEGIN.encode() + b"run_name: caf\xe9\n")
+    error = refused(path)
+    assert error.message.endswith("mine.yaml is not text in UTF-8") and error.origin.endswith("mine.yaml:2")
+    assert error.fix.startswith("iconv -f latin1 -t utf-8 ")
+
+
+def test_a_command_line_value_that_nests_without_end_is_refused() -> None:
+    assert "nests 3000 levels" in refused("quickstart", f"data={'[' * 3000}{']' * 3000}").message
+
+
+def test_ordinary_interpolations_are_counted_as_what_they_expand_to() -> None:
+    """Relative ones, lists, words that only look like keys, and circles, which the resolution names by itself."""
+    tree = {"a": {"b": "x" * 600_000, "c": ["${..b}", "${.0}"]}, "again": "a ${a.c[1]} b"}
+    assert too_large(tree) == "a", "three times 600,000"
+    tree["a"]["c"] = []
+    assert too_large(tree) is None
+    assert too_large({"x": "${y}", "y": "${x}", "z": "${oc.env:HOME}"}) is None
+
+
+def test_every_bundled_config_is_far_below() -> None:
+    from automodel_cli.config import bundled
+
+    largest = max(len(path.read_bytes()) for path in bundled.conf_dir().rglob("*.yaml"))
+    assert largest * 50 < 1 << 20
