@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.objectives.base import PreferenceObjective
-from recipes.base import Recipe
+from automodel_cli.objectives.base import PreferenceObjective, ReferenceSource
+from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from recipes.reference import Columns
-    from recipes.session import Session
-
-Choice = Literal["auto", "precomputed", "adapters_off", "frozen_copy"]
+    from automodel_cli.run.reference import Columns
+    from automodel_cli.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPORecipe(Recipe):
     """The whole story: prepare, measure the reference, train, export.
 
-    `reference`: where the reference's log-probs come from, see `recipes/reference.py`: `precomputed`, `adapters_off`,
-    `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing for objectives without a reference
-    (simpo, orpo).
+    `reference`: where the reference's log-probs come from, see `automodel_cli/run/reference.py`: `precomputed`,
+    `adapters_off`, `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing for objectives
+    without a reference (simpo, orpo).
     """
 
     objective: PreferenceObjective
-    reference: Choice = "auto"
+    reference: ReferenceSource = "auto"
 
     kind: ClassVar[str] = "dpo"
     preferences: ClassVar[bool] = True
@@ -48,8 +46,7 @@ class DPORecipe(Recipe):
             )
 
     def run(self, source: Composed) -> int:
-        from recipes.quiz import Quiz
-        from recipes.session import open_session
+        from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
             session.header()
@@ -61,13 +58,13 @@ class DPORecipe(Recipe):
                 return session.exit_code()
             _tell(session, "after", session.num_steps)
 
-            from recipes.results import finish  # later: the first step should not wait for the last page
+            from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
 
-            return finish(session, Quiz())
+            return finish(session)
 
     def batch_columns(self, session: Session) -> Columns:
         """Log-probs of the reference, and for KTO the reference point of the step. Collective."""
-        from recipes.reference import reference_columns, reference_point
+        from automodel_cli.run.reference import reference_columns, reference_point
 
         needed = self.objective.columns
         wanted = "judged" if "desirable_S" in needed else "pairs"

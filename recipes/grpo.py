@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.rewards.base import Reward
+from automodel_cli.rollout.rules import check_environment, check_prompt_data
 from automodel_cli.rollout.settings import RolloutConfig
-from recipes.base import Recipe
-from recipes.rules import check_environment, check_exported, check_prompt_data
+from automodel_cli.run.recipe import Recipe
+from automodel_cli.run.rules import check_exported
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.run.session import Session
     from automodel_cli.training.callback import Callback
-    from recipes.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +118,11 @@ class GRPORecipe(Recipe):
 
     def run(self, source: Composed) -> int:
         check_exported(self.model)
-        from recipes.rollouts import Rollouts
-        from recipes.session import open_session
+        from automodel_cli.rollout.rollouts import Rollouts
+        from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
-            rollouts = Rollouts(session, self)
+            rollouts = Rollouts(session, self.rollout, self.rewards, self.objective)
             session.callbacks.add(rollouts)
             session.header()
             rollouts.tell("before")
@@ -135,6 +136,6 @@ class GRPORecipe(Recipe):
                 return session.exit_code()
             rollouts.tell("after")
 
-            from recipes.results import finish  # later: the first step should not wait for the last page
+            from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
 
-            return finish(session, rollouts.quiz)
+            return finish(session, rollouts.accuracy)

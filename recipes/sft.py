@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from recipes.base import Recipe
+from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -18,20 +18,20 @@ class SFTRecipe(Recipe):
     kind: ClassVar[str] = "sft"
 
     def run(self, source: Composed) -> int:
-        from recipes.quiz import Quiz
-        from recipes.session import open_session
+        from automodel_cli.rollout.held_out_questions import HeldOutQuestions
+        from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
             session.header()
-            quiz = Quiz()
-            quiz.ask(session, "before")
+            questions = HeldOutQuestions()
+            questions.ask(session, "before")
             session.validate_if_due(session.first_step)
             for step, batches in session.steps():
                 session.train(step, batches)
             if session.stopped_by:
                 return session.exit_code()
-            quiz.ask(session, "after")
+            questions.ask(session, "after")
 
-            from recipes.results import finish  # later: the first step should not wait for the last page
+            from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
 
-            return finish(session, quiz)
+            return finish(session, questions.accuracy)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from automodel_cli.data.batch import Batch
 
 KLType = Literal["k1", "k2", "k3"]
+ReferenceSource = Literal["auto", "precomputed", "adapters_off", "frozen_copy"]
+"""Where the log-probs of the reference model come from: see `automodel_cli/run/reference.py`."""
 
 
 class Objective(Protocol):

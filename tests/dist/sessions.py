@@ -23,7 +23,7 @@ def session(
 
     Call it in a function for `launch(..., process_group=False)`.
     """
-    from recipes.session import open_session
+    from automodel_cli.run.session import open_session
 
     os.chdir(folder)
     os.environ["AUTOMODEL_CACHE"] = str(folder / "cache")

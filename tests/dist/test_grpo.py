@@ -24,11 +24,11 @@ from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.rewards.combine import Score
-from automodel_cli.rollout.sampling import Shaping
+from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.training.step import train_step
-from recipes import experience
-from recipes.engines import FirstRankEngine, build_sampler
-from recipes.experience import RowPlan, Sample, Update, kl_sums, plan_updates
+from automodel_cli.rollout import experience
+from automodel_cli.rollout.engines import FirstRankEngine, build_sampler
+from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
 from tests import tiny
 from tests.dist.harness import launch, launch_all
 
@@ -213,7 +213,7 @@ def on_policy(rank: int, world: int, folder: Path, family: str, which: Row) -> d
     samples = [drawn_sample(i, prompts[i], completion) for i, completion in zip(mine, drawn, strict=True)]
     samples = everyones(samples, mesh)
     for part in stages.parts:
-        part.head.shaping = Shaping.of(PARAMS)  # type: ignore[union-attr]
+        part.head.shaping = shaping_of(PARAMS)  # type: ignore[union-attr]
     (update,) = updates_of(samples, True, mesh.dp_rank, mesh.dp_size)
     old = stages.forward(update.batches, lambda logprobs_BT, _: logprobs_BT)
     update = update.with_column("old_logprobs_BT", old).with_values("advantages_BT", ADVANTAGES, samples)

@@ -15,8 +15,8 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, sample_seed
 from automodel_cli.rollout.hf import HFEngine
-from recipes.ahead import Ahead, Asked
-from recipes.engines import FirstRankEngine
+from automodel_cli.rollout.ahead import Ahead, Asked
+from automodel_cli.rollout.engines import FirstRankEngine
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 

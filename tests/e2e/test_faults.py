@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.export import discard_staged, publish, staging
-from recipes.run_lock import hold
+from automodel_cli.run.run_lock import hold
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.sessions import session
@@ -93,15 +93,14 @@ def test_a_disk_that_fills_up_under_the_metrics(tmp_path: Path, mount: Mount) ->
 
 
 def _export_to(rank, world, folder, disk):
-    from recipes.quiz import Quiz
-    from recipes.results import finish
+    from automodel_cli.run.results import finish
 
     with session(folder, SFT, *FEW, "train.max_steps=1") as opened:
         for step, batches in opened.steps():
             opened.train(step, batches)
         (opened.run_dir / "export").symlink_to(disk / "export")
         try:
-            finish(opened, Quiz())
+            finish(opened)
         except RunError as error:
             return str(error)
     return None

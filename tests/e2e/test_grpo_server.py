@@ -14,7 +14,7 @@ import pytest
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.rollout.http import Server
-from recipes.server_process import ServerProcess
+from automodel_cli.rollout.server_process import ServerProcess
 from tests.e2e.command import automodel
 from tests.e2e.test_grpo import write_config
 from tests.unit.test_rollout_servers import free_port

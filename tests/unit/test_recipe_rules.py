@@ -12,7 +12,7 @@ from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSD
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models import compat
 from automodel_cli.models.config import LoRAConfig, ModelConfig, TransformerEngineConfig
-from recipes.rules import check_4bit_base, check_packed_probe, check_transformer_engine
+from automodel_cli.run.rules import check_4bit_base, check_packed_probe, check_transformer_engine
 from tests import tiny
 
 PATCH = FSDP2Config(patch_is_packed_sequence=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipes import slots
-from recipes.scoring import draws_while_training
+from automodel_cli.rollout import slots
+from automodel_cli.run.scoring import draws_while_training
 from tests import tiny
 
 

@@ -73,7 +73,7 @@ def test_a_local_folder_says_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_dense_is_said_of_dense_families_only(family: str) -> None:
     """Against the library's own config object: does its class know a number of experts?"""
-    from recipes import sizes
+    from automodel_cli.run import sizes
 
     config = tiny.tiny_config(family).to_dict()
     has_experts = any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -242,7 +242,7 @@ def test_accuracy_counts_exact_and_finished_answers():
     parrot = Parrot(tokenizer, [("2", "stop"), ("4", "length"), ("AB", "stop"), ("66", "stop")])
     accuracy = measure_accuracy(parrot, tokenizer, rows, lambda reply, answer: reply == answer)
     assert parrot.prompts[0] == "<|user|>1 + 1<|end|><|assistant|>"
-    assert [s.correct for s in accuracy.samples] == [True, False, True, False]
+    assert [s.correct for s in accuracy.answers] == [True, False, True, False]
     assert (accuracy.num_correct, accuracy.share) == (2, 0.5)
     assert accuracy.by_kind() == {"add": pytest.approx(1 / 3), "repeat": 1.0}
     assert [s.question for s in accuracy.examples(3)] == ["1 + 1", "Repeat AB.", "2 + 2"]

@@ -13,12 +13,13 @@ from automodel_cli.data.batch import one_document
 from automodel_cli.models.attention import packed_attention, register
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
+from automodel_cli.models.shaping import Shaping
 from automodel_cli.rollout.decoder import Decoder
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.engines import check_decoding
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.sampler import Sampler
-from automodel_cli.rollout.sampling import Shaping, choose, draw, uniforms
-from recipes.engines import check_decoding
+from automodel_cli.rollout.sampling import choose, draw, shaping_of, uniforms
 from tests import tiny
 
 STOP = [2, 5, 9]
@@ -75,7 +76,7 @@ def trainer_logprobs(part: ModelPart, prompt, tokens, shaping):
 )
 def test_logprobs_are_the_trainers(part, prompts, params):
     for prompt, completion in zip(prompts, make_sampler(part).generate(prompts, params), strict=True):
-        expected = trainer_logprobs(part, prompt, completion.tokens, Shaping.of(params))
+        expected = trainer_logprobs(part, prompt, completion.tokens, shaping_of(params))
         assert len(completion.tokens) == len(completion.logprobs)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected.detach(), atol=1e-5, rtol=0)
 

@@ -14,7 +14,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.remembered import FILE, recall, remember
 from automodel_cli.config.trust import COMMAND, NOTHING, REMOTE_CODE, Need, Trust
 from automodel_cli.rollout.config import words_of
-from recipes.rules import check_run_name
+from automodel_cli.run.rules import check_run_name
 
 HOSTILE = """
 defaults: [grpo, override /rollout: vllm, _self_]

@@ -19,17 +19,17 @@ from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.run.rules import check_4bit_base, check_packed_probe, check_run_name, check_transformer_engine
+from automodel_cli.run.sizes import check_sizes
 from automodel_cli.training.callback import Callback
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
-from recipes.rules import check_4bit_base, check_packed_probe, check_run_name, check_transformer_engine
-from recipes.sizes import check_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from automodel_cli.config.compose import Composed
     from automodel_cli.data.batch import Batch
-    from recipes.session import Session
+    from automodel_cli.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +110,13 @@ class Recipe:
 
     def missing_files(self) -> list[ConfigError]:
         """What the config names on this disk and is not there, for `automodel check`."""
-        from recipes.files import missing_files
+        from automodel_cli.run.files import missing_files
 
         return list(missing_files(self.model, self.data))
 
     def run_folder(self, source: Composed, *, make: bool) -> Path:
         """The folder that a run begun from `source` writes into; made, with its config, if `make`."""
-        from recipes.run_folder import run_folder
+        from automodel_cli.run.run_folder import run_folder
 
         return run_folder(self, source, make=make)
 
@@ -151,7 +151,7 @@ class Recipe:
 
     def own_callbacks(self, session: Session) -> list[Callback]:
         """What a run of this recipe always does besides its steps: what a validation measures, above all."""
-        from recipes.held_out import HeldOutLoss
+        from automodel_cli.run.held_out import HeldOutLoss
 
         return [HeldOutLoss(session)]
 
@@ -165,24 +165,24 @@ class Recipe:
 
     def plan(self, source: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
         """Print stages, memory of a GPU and idle time on `num_gpus`, from the model's config alone."""
-        from recipes.plan import print_plan
+        from automodel_cli.run.plan import print_plan
 
         return print_plan(self, source, num_gpus=num_gpus, memory_gib=memory_gib, svg=svg)
 
     def verify(self, source: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
         """Compare every parallelism of this recipe with one process, on a tiny copy of its model."""
-        from recipes.verify import verify
+        from automodel_cli.run.verify import verify
 
         return verify(self, source, wanted=wanted, tolerance=tolerance, as_json=as_json)
 
     def examine(self, run_dir: Path) -> Iterable[Finding]:
         """Whether the files of a run are as they were written."""
-        from recipes.examine import examine
+        from automodel_cli.run.examine import examine
 
         return examine(run_dir)
 
     def export(self, run_dir: Path, output: Path) -> int:
         """Write the newest checkpoint of `run_dir` as a Hugging Face folder, reload it and compare."""
-        from recipes.results import export_run
+        from automodel_cli.run.results import export_run
 
         return export_run(self, run_dir, output)

@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.data.template_choice import resolve_chat_template
+from automodel_cli.rollout.ahead import Asked
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
 from automodel_cli.rollout.environment import Environment, Episode, Reply, play
+from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.rewards.base import Judged
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
-from recipes.ahead import Asked
-from recipes.experience import Sample
-from recipes.rules import ENVIRONMENT
+from automodel_cli.rollout.rules import ENVIRONMENT
 
 if TYPE_CHECKING:
     from automodel_cli.distributed.mesh import Mesh
-    from recipes.grpo import GRPORecipe
+    from automodel_cli.run.session import Session
 
 
 def speaks(mesh: Mesh) -> bool:
@@ -30,17 +30,15 @@ def speaks(mesh: Mesh) -> bool:
 
 
 def play_episodes(
-    recipe: GRPORecipe,
-    mesh: Mesh,
+    session: Session,
+    environment: Environment,
     engine: Engine,
-    tokenizer: Any,
     asked: Sequence[Asked],
     params: SamplingParams,
     seeds: Sequence[int] | None,
 ) -> list[Episode]:
     """Episodes on the prompts of this rank. Collective over all ranks, which take every turn together."""
-    environment = recipe.rollout.environment
-    assert environment is not None
+    data, tokenizer = session.recipe.data, session.tokenizer
     of_sample = [None] * len(asked) if seeds is None else seeds
     episodes = [
         Episode(_name(index, prompt), prompt.tokens, prompt.messages, prompt.row, seed)
@@ -52,9 +50,9 @@ def play_episodes(
         environment,
         episodes,
         params,
-        seq_len=recipe.data.seq_len,
-        chat_template=resolve_chat_template(recipe.data.chat_template, tokenizer),
-        exchange=lambda ask: exchange_replies(mesh, ask),
+        seq_len=data.seq_len,
+        chat_template=resolve_chat_template(data.chat_template, tokenizer),
+        exchange=lambda ask: exchange_replies(session.mesh, ask),
     )
     return episodes
 

@@ -19,23 +19,25 @@ from automodel_cli.data.config import AnswerChecker
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
+from automodel_cli.objectives.base import PolicyObjective
+from automodel_cli.rollout.ahead import Ahead, Asked, Drawn
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
+from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environment import Episode
+from automodel_cli.rollout.episodes import play_episodes, scored_samples, speaks
+from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
+from automodel_cli.rollout.rewards.base import Reward
 from automodel_cli.rollout.rewards.combine import RewardSum
-from automodel_cli.rollout.sampling import Shaping
+from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
+from automodel_cli.rollout.sampling import shaping_of
+from automodel_cli.rollout.settings import RolloutConfig
+from automodel_cli.run.answers import Accuracy
+from automodel_cli.run.scoring import ReferenceModel, draws_while_training, logprobs_of, shaped
 from automodel_cli.training.callback import Callback, Run
 from automodel_cli.training.stages import Stages
-from recipes.ahead import Ahead, Asked, Drawn
-from recipes.engine_host import EngineHost
-from recipes.episodes import play_episodes, scored_samples, speaks
-from recipes.experience import RowPlan, Sample, Update, kl_sums, plan_updates
-from recipes.quiz import Quiz
-from recipes.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
-from recipes.scoring import ReferenceModel, draws_while_training, logprobs_of, shaped
 
 if TYPE_CHECKING:
-    from recipes.grpo import GRPORecipe
-    from recipes.session import Session
+    from automodel_cli.run.session import Session
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,13 @@ class Rollouts(Callback):
     run's callbacks the one that measures held-out prompts, and that keeps what was drawn ahead. Collective to build.
     """
 
-    def __init__(self, session: Session, recipe: GRPORecipe):
-        self.session, self.recipe, self.config = session, recipe, recipe.rollout
+    def __init__(
+        self, session: Session, config: RolloutConfig, rewards: Mapping[str, Reward], objective: PolicyObjective
+    ):
+        self.session, self.recipe, self.config = session, session.recipe, config
+        self.objective = objective
         self.mesh, self.model = session.mesh, session.model
-        self.rewards = RewardSum(recipe.rewards)
+        self.rewards = RewardSum(rewards)
         self.engine = self.config.engine.build(EngineHost(session))
         capabilities = self.engine.capabilities
         if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
@@ -123,14 +128,14 @@ class Rollouts(Callback):
         self._reference = self._build_reference()
         self._draws_while_training = draws_while_training(self.model)
         self._plan = RowPlan(
-            seq_len=recipe.data.seq_len,
-            packed=recipe.data.packing != "none",
-            pad_multiple=recipe.data.pad_multiple,
-            microbatch_size=recipe.train.microbatch_size,
+            seq_len=self.recipe.data.seq_len,
+            packed=self.recipe.data.packing != "none",
+            pad_multiple=self.recipe.data.pad_multiple,
+            microbatch_size=self.recipe.train.microbatch_size,
             pad_id=_pad_id(session.tokenizer),
             fits=session.model.stages.takes,
         )
-        self.quiz = Quiz()
+        self.accuracy: dict[str, Accuracy] = {}
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
         self.sync(session.first_step)
@@ -226,7 +231,7 @@ class Rollouts(Callback):
     ) -> Sequence[Completion | Episode]:
         if self.config.environment is None:
             return self.engine.generate([prompt.tokens for _, _, prompt in asked], params, seeds)
-        return play_episodes(self.recipe, self.mesh, self.engine, self.session.tokenizer, asked, params, seeds)
+        return play_episodes(self.session, self.config.environment, self.engine, asked, params, seeds)
 
     def _judged(self, asked: Sequence[Asked], answers: Sequence[Completion | Episode]) -> list[Sample]:
         """Responses with their rewards, of all ranks, by place and index."""
@@ -271,7 +276,7 @@ class Rollouts(Callback):
         updates = self._measured(updates)
         rewards = [overlong.shaped(s.score.total, s.num_generated, s.truncated, limit) for s in samples]
         rewards_N = torch.tensor(rewards, dtype=torch.float64)
-        if (kl := self.recipe.objective.reward_kl) is not None:
+        if (kl := self.objective.reward_kl) is not None:
             rewards_N -= kl.coef * mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl.kl_type)).cpu()
         advantages_N = self._advantages(samples, rewards_N).advantages_N
         updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
@@ -280,7 +285,7 @@ class Rollouts(Callback):
 
     def _measured(self, updates: list[Update]) -> list[Update]:
         """With the log-probs before the first update. Those of an only update are its own: no pass is needed."""
-        objective = self.recipe.objective
+        objective = self.objective
         several = len(updates) * self.config.passes > 1 or self._draws_while_training
         if ("old_logprobs_BT" in objective.columns and several) or objective.reward_kl is not None:
             with self.scoring():
@@ -299,7 +304,7 @@ class Rollouts(Callback):
         return Ahead(self.engine, self.mesh.device)
 
     def _build_reference(self) -> ReferenceModel | None:
-        objective = self.recipe.objective
+        objective = self.objective
         if "ref_logprobs_BT" not in objective.columns and objective.reward_kl is None:
             return None
         lora = self.recipe.model.lora is not None
@@ -308,7 +313,7 @@ class Rollouts(Callback):
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """Inside, the trainer's log-probs are those of the distribution that is sampled from."""
-        with shaped(self.model, Shaping.of(self.config.params())):
+        with shaped(self.model, shaping_of(self.config.params())):
             yield
 
     # -- weights, and how good they are
@@ -338,7 +343,7 @@ class Rollouts(Callback):
             session.validate(step)
         session.meter.print(reward_line(self._answers, when))
         if isinstance(task, AnswerChecker) and all("answer" in sample.prompt.row for sample in self._answers):
-            self.quiz.scores[when] = accuracy_of(self._answers, task.check_answer)
+            self.accuracy[when] = accuracy_of(self._answers, task.check_answer)
 
     def record(self, step: int, rollout: Rollout, measured: Mapping[str, Tensor]) -> None:
         """Every sample into rollouts.jsonl; a table now and then; a warning where sampler and trainer disagree."""

@@ -1,4 +1,4 @@
-"""Generation engines on a run's own model: what the recipes hand to `rollout`, which knows no model and no mesh."""
+"""Generation engines on a run's own model, and which models they generate for exactly."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from automodel_cli.distributed.mesh import Mesh
+    from automodel_cli.run.session import Session
     from automodel_cli.training.stages import Stages
-    from recipes.session import Session
 
 _PROMPTS, _NEW_TOKENS = (13, 5), 9  # longer than every window of a shrunken config
 _LONGEST = max(_PROMPTS) + _NEW_TOKENS  # that rotary tables switch in between is refused by what is longer

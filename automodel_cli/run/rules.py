@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
@@ -11,12 +10,6 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.rollout.settings import RolloutConfig
-
-ENVIRONMENT = "environment"
-"""What the environment's reward is called among those of a sample."""
-
-_PROMPT_FIELDS = ("messages", "prompt", "system", "tools")
 
 
 def check_run_name(name: str | None) -> None:
@@ -112,61 +105,3 @@ def check_exported(model: ModelConfig) -> None:
         keys=("model.pretrained",),
         fix=f"automodel finetune llm -c {path.parent.name}   (from the same folder)",
     )
-
-
-def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Collection[str]) -> None:
-    """What several turns cannot be combined with. Raises ConfigError."""
-    if rollout.environment is None:
-        return
-    if data.chat_template == "none":
-        raise ConfigError(
-            "data.chat_template=none: what an environment says is rendered by a chat template",
-            keys=("data.chat_template", "rollout.environment"),
-            fix="data.chat_template=auto",
-        )
-    if rollout.max_staleness:
-        raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness}: only single responses are drawn while a step trains",
-            keys=("rollout.max_staleness", "rollout.environment"),
-            fix="rollout.max_staleness=0",
-        )
-    if ENVIRONMENT in reward_names:
-        raise ConfigError(
-            f"rewards.{ENVIRONMENT} is what the environment's own reward is called",
-            keys=(f"rewards.{ENVIRONMENT}",),
-            fix=f"another name for rewards.{ENVIRONMENT}",
-        )
-
-
-def check_prompt_data(data: DataConfig) -> None:
-    """Refuse settings of the data section that have no meaning for prompts. Raises ConfigError."""
-    if data.mask != "assistant":
-        raise ConfigError(
-            f"data.mask={data.mask}: prompts have no answer to learn from; what the model says is trained",
-            keys=("data.mask",),
-            fix="data.mask=assistant",
-        )
-    if data.packing == "wrapped" or data.long_documents in ("split", "truncate"):
-        raise ConfigError(
-            f"packing={data.packing} with long_documents={data.long_documents} cuts prompts and responses",
-            keys=("data.packing", "data.long_documents"),
-            fix="data.packing=best_fit data.long_documents=drop",
-        )
-    formats = [data.format, *(source.format for source in data.sources or ())]
-    for fmt in formats:
-        if fmt not in ("auto", "messages", "sharegpt", "prompt_completion"):
-            raise ConfigError(
-                f"data.format={fmt} holds no prompts",
-                keys=("data.format",),
-                fix="data.format=auto, with a prompt column",
-            )
-    maps = [data.columns, *(source.columns for source in data.sources or ())]
-    for columns in maps:
-        for field in columns:
-            if field not in _PROMPT_FIELDS:
-                raise ConfigError(
-                    f"data.columns.{field} is not read from prompts, only {', '.join(_PROMPT_FIELDS)}; rewards name "
-                    "the columns that they read",
-                    keys=("data.columns",),
-                    fix="data.columns='{prompt: question}' rewards.<name>.column=<the answer's column>",
-                )

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.rollout.engine import Engine
-from automodel_cli.rollout.hf import HFEngine
-from recipes.engines import (
+from automodel_cli.rollout.engines import (
     FirstRankEngine,
     build_replica,
     build_sampler,
@@ -15,14 +14,15 @@ from recipes.engines import (
     check_lengths,
     stop_token_ids,
 )
-from recipes.server_process import ServerProcess
-from recipes.slots import num_slots as slots_for
+from automodel_cli.rollout.hf import HFEngine
+from automodel_cli.rollout.server_process import ServerProcess
+from automodel_cli.rollout.slots import num_slots as slots_for
 
 if TYPE_CHECKING:
     import torch
 
     from automodel_cli.rollout.http import Server
-    from recipes.session import Session
+    from automodel_cli.run.session import Session
 
 
 class EngineHost:

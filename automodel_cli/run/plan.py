@@ -12,7 +12,7 @@ from automodel_cli.launch.startup import collect_again, hold_garbage
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from recipes.base import Recipe
+    from automodel_cli.run.recipe import Recipe
 
 
 def print_plan(recipe: Recipe, source: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:

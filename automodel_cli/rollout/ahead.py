@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
-from recipes.engines import FirstRankEngine
+from automodel_cli.rollout.engines import FirstRankEngine
 
 Asked = tuple[int, int, Prompt]
 """Place of the prompt, index of the sample in its group, prompt."""

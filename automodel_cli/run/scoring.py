@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.models.lora import adapters_off
-from automodel_cli.rollout.sampling import Shaping
+from automodel_cli.models.shaping import Shaping
+from automodel_cli.run.model import Model
 from automodel_cli.training.stages import Stages
-from recipes.model import Model
 
 if TYPE_CHECKING:
-    from recipes.session import Session
+    from automodel_cli.run.session import Session
 
 
 class ReferenceModel:

@@ -31,15 +31,15 @@ from automodel_cli.data.cache import cache_root, cache_unwritable, file_hash
 from automodel_cli.data.checksums import content_hash
 from automodel_cli.data.dataset import DUMMY_ROW, PackedDataset
 from automodel_cli.models.source import model_files
+from automodel_cli.objectives.base import ReferenceSource
 from automodel_cli.objectives.kto import reference_point_sums
+from automodel_cli.run.results import compute_dtype
+from automodel_cli.run.scoring import ReferenceModel, logprobs_of
 from automodel_cli.training.memory import max_over_ranks
-from recipes.results import compute_dtype
-from recipes.scoring import ReferenceModel, logprobs_of
 
 if TYPE_CHECKING:
-    from recipes.base import Recipe
-    from recipes.dpo import Choice
-    from recipes.session import Session
+    from automodel_cli.run.recipe import Recipe
+    from automodel_cli.run.session import Session
 
 Columns = Callable[[list[Batch]], list[Batch]]
 """Batches with more columns in `extra`. Collective; every rank brings equally many."""
@@ -50,7 +50,7 @@ _BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 """A file's id on the hub: of git for small files, SHA-256 for large ones."""
 
 
-def reference_columns(session: Session, choice: Choice) -> Columns:
+def reference_columns(session: Session, choice: ReferenceSource) -> Columns:
     """`ref_logprobs_BT` for the batches of this run. Call it while the model is still as loaded. Collective."""
     if choice == "auto":
         choice = "adapters_off" if session.recipe.model.lora is not None else "precomputed"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from automodel_cli.config.compose import Composed
     from automodel_cli.parity.reference import Original
-    from recipes.base import Recipe
+    from automodel_cli.run.recipe import Recipe
 
 _SECONDS_PER_ROW = 300.0
 _MAY_BE_ROUNDING = 1e-3  # mistakes cost more

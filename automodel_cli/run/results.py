@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +20,15 @@ from automodel_cli.models.lora import save_adapters
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.report.environment import environment
 from automodel_cli.report.html import Sample, write_report
-from automodel_cli.rollout.accuracy import Sample as AnsweredSample
+from automodel_cli.run.answers import Accuracy, Answer, before_and_after
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from automodel_cli.data.dataset import PackedDataset
-    from recipes.base import Recipe
-    from recipes.model import Model
-    from recipes.quiz import Quiz
-    from recipes.session import Session
+    from automodel_cli.run.model import Model
+    from automodel_cli.run.recipe import Recipe
+    from automodel_cli.run.session import Session
 
 # max |log-prob difference| between the trained model and its export under stock transformers. In fp32 what remains is
 # the noise of another attention implementation; in bf16 every product rounds, and single tokens differ by tenths.
@@ -35,8 +36,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 _NUM_PROMPTS, _PROMPT_TOKENS = 8, 128
 
 
-def finish(session: Session, quiz: Quiz) -> int:
-    """Export and check, write the report, and say what to do next. Returns the exit code of the run."""
+def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType({})) -> int:
+    """Export and check, write the report, and say what to do next. `accuracy`: on held-out questions, `before` and
+    `after`. Returns the exit code of the run.
+    """
     session.checkpointer.wait()
     folder = session.run_dir / "export"
     with session.meter.pause():
@@ -45,16 +48,16 @@ def finish(session: Session, quiz: Quiz) -> int:
         )
     footer = [("export", f"{folder}   reloaded with transformers, max |log-prob difference| {gap:.1e}")]
     if session.is_main and session.recipe.logging.report:
-        footer.append(("report", str(_write_report(session, quiz))))
-    footer += [("answer", _shown(after, before)) for after, before in quiz.samples(3)]
-    footer.append(("next", _next_commands(session, quiz)))
+        footer.append(("report", str(_write_report(session, accuracy))))
+    footer += [("answer", _shown(after, before)) for after, before in before_and_after(accuracy, 3)]
+    footer.append(("next", _next_commands(session, accuracy)))
     session.meter.footer(footer)
     return 0
 
 
 def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
     """What `automodel export RUN` does, in one process: the newest checkpoint as a Hugging Face folder, checked."""
-    from recipes.model import Model
+    from automodel_cli.run.model import Model
 
     whole = dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None)
     tokenizer = load_tokenizer(recipe.model)
@@ -146,14 +149,14 @@ def _card(session: Session) -> str:
     return "\n".join(lines)
 
 
-def _write_report(session: Session, quiz: Quiz) -> Path:
+def _write_report(session: Session, accuracy: Mapping[str, Accuracy]) -> Path:
     rows = read_metrics(session.run_dir / "metrics.jsonl")
     numbers = {key: f"{value:.4g}" for key, value in session.meter.summary().items() if value is not None}
-    for when, score in quiz.scores.items():
-        numbers[f"accuracy {when}"] = f"{score.share:.1%}"
+    for when, found in accuracy.items():
+        numbers[f"accuracy {when}"] = f"{found.share:.1%}"
     samples = [
         Sample(after.question, after.completion, before.completion if before else None, after.answer)
-        for after, before in quiz.samples(3)
+        for after, before in before_and_after(accuracy, 3)
     ]
     device = session.mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -167,14 +170,15 @@ def _write_report(session: Session, quiz: Quiz) -> Path:
     )
 
 
-def _shown(after: AnsweredSample, before: AnsweredSample | None) -> str:
+def _shown(after: Answer, before: Answer | None) -> str:
     mark = "right" if after.correct else f"wrong, it is {after.answer!r}"
     said = f"   (before training: {before.completion[:24]!r})" if before else ""
     return f"{after.question!r} -> {after.completion!r} {mark}{said}"
 
 
-def _next_commands(session: Session, quiz: Quiz) -> str:
-    question = quiz.samples(1)[0][0].question if quiz.samples(1) else "Hello!"
+def _next_commands(session: Session, accuracy: Mapping[str, Accuracy]) -> str:
+    asked = before_and_after(accuracy, 1)
+    question = asked[0][0].question if asked else "Hello!"
     ask = f"pipeline('text-generation', '{session.run_dir / 'export'}')([dict(role='user', content={question!r})])"
     return "\n".join(
         [

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.remembered import remember
-from recipes.run_lock import hold
+from automodel_cli.run.run_lock import hold
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from recipes.base import Recipe
+    from automodel_cli.run.recipe import Recipe
 
 
 def run_folder(recipe: Recipe, source: Composed, *, make: bool = True, held: ExitStack | None = None) -> Path:

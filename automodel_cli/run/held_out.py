@@ -10,7 +10,7 @@ from automodel_cli.training.callback import Callback, Run
 from automodel_cli.training.evaluate import evaluate
 
 if TYPE_CHECKING:
-    from recipes.session import Session
+    from automodel_cli.run.session import Session
 
 
 class HeldOutLoss(Callback):

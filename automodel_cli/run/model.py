@@ -27,7 +27,7 @@ from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepHook
 
 if TYPE_CHECKING:
-    from recipes.base import Recipe
+    from automodel_cli.run.recipe import Recipe
 
 
 @dataclass(frozen=True)

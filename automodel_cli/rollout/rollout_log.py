@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_cli.rollout.accuracy import Accuracy
-from automodel_cli.rollout.accuracy import Sample as Answered
+from automodel_cli.rollout.experience import Sample
+from automodel_cli.run.answers import Accuracy, Answer
 from automodel_cli.training.metrics import keep_rows_until
-from recipes.experience import Sample
 
 if TYPE_CHECKING:
-    from recipes.rollouts import Rollout
+    from automodel_cli.rollout.rollouts import Rollout
 
 _WIDTH, _MOST = 118, 60
 
@@ -132,7 +131,7 @@ def accuracy_of(samples: Sequence[Sample], check_answer: Callable[[str, str], bo
     """The same responses as right and wrong answers, for the report."""
     return Accuracy(
         tuple(
-            Answered(
+            Answer(
                 question=str(sample.prompt.messages[-1]["content"]),
                 completion=sample.text,
                 answer=str(sample.prompt.row["answer"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.models.config import ModelConfig
-from recipes.rules import check_exported
+from automodel_cli.run.rules import check_exported
 
 
 def missing_files(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]:

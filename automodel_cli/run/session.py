@@ -28,6 +28,8 @@ from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import MeasuredObjective
+from automodel_cli.run.model import Model
+from automodel_cli.run.run_folder import run_folder
 from automodel_cli.training import rng
 from automodel_cli.training.callback import Callbacks
 from automodel_cli.training.checkpoint import Checkpointer
@@ -41,12 +43,10 @@ from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.profiling import StepProfiler
 from automodel_cli.training.step import NonFiniteError, StepResult, train_step
 from automodel_cli.training.tally import shown_metrics
-from recipes.model import Model
-from recipes.run_folder import run_folder
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from recipes.base import Recipe
+    from automodel_cli.run.recipe import Recipe
 
 
 class Session:

@@ -1,0 +1,1 @@
+"""One run on one rank: its recipe, session, model, folder and results."""

@@ -1,0 +1,57 @@
+"""What a model answered to held-out questions, before and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question, what the model said (without special tokens), what was right, and whether that is the same."""
+
+    question: str
+    completion: str
+    answer: str
+    correct: bool
+    kind: str
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Every answer of one measurement, in the order of the rows."""
+
+    answers: tuple[Answer, ...]
+
+    @property
+    def num_correct(self) -> int:
+        return sum(answer.correct for answer in self.answers)
+
+    @property
+    def share(self) -> float:
+        """Of all questions, in 0..1."""
+        return self.num_correct / len(self.answers)
+
+    def by_kind(self) -> dict[str, float]:
+        """The share within each kind of question, kinds in alphabetical order."""
+        marks: dict[str, list[bool]] = {}
+        for answer in sorted(self.answers, key=lambda answer: answer.kind):
+            marks.setdefault(answer.kind, []).append(answer.correct)
+        return {kind: sum(correct) / len(correct) for kind, correct in marks.items()}
+
+    def examples(self, count: int) -> list[Answer]:
+        """`count` answers to show: one of each kind first, in the order of the rows; wrong answers are not hidden."""
+        firsts: dict[str, Answer] = {}
+        for answer in self.answers:
+            firsts.setdefault(answer.kind, answer)
+        others = [answer for answer in self.answers if firsts[answer.kind] is not answer]
+        return [*firsts.values(), *others][:count]
+
+
+def before_and_after(accuracy: Mapping[str, Accuracy], count: int) -> list[tuple[Answer, Answer | None]]:
+    """Questions with the answer after training and, where it was asked then, before. `accuracy` is by `before` and
+    `after`; nothing to show where the run asked nothing."""
+    if "after" not in accuracy:
+        return []
+    earlier = {answer.question: answer for answer in accuracy["before"].answers} if "before" in accuracy else {}
+    return [(answer, earlier.get(answer.question)) for answer in accuracy["after"].examples(count)]
