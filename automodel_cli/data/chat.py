@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from automodel_cli.data.config import Mask, Turns
+from automodel_cli.data.documents import Conversation
 from automodel_cli.data.encoded import TOKENIZER_OPTIONS, Encoded, Unrolled, as_ids, encode_texts
-from automodel_cli.data.formats import Conversation
 from automodel_cli.data.prefixes import PrefixEncoder
 from automodel_cli.data.rendered import RenderedCheck
-from automodel_cli.data.rows import RowError
+from automodel_cli.data.rows import RowError, attempt
 from automodel_cli.data.stop_tokens import TurnEnds, kind_of
 from automodel_cli.data.tool_calls import ArgumentForm
 from automodel_cli.data.turns import STAND_IN, TurnTexts, continuation, reasoning_key, turn_document, with_key
@@ -76,7 +76,7 @@ class ChatEncoder:
     def _whole(self, chats: Sequence[Conversation]) -> list[Encoded | RowError]:
         """Each conversation as one document."""
         texts = self._render([(chat, len(chat.messages), False) for chat in chats])
-        checked = [_attempt(self._check, chat, text) for chat, text in zip(chats, texts, strict=True)]
+        checked = [attempt(self._check, chat, text) for chat, text in zip(chats, texts, strict=True)]
         if self.own_template is not None:
             checked = self._like_the_tokenizers(chats, checked)
         good = [i for i, result in enumerate(checked) if not isinstance(result, RowError)]
@@ -86,14 +86,23 @@ class ChatEncoder:
             checked[i] = result
         return checked
 
-    def prompt_ids(self, chat: Conversation) -> np.ndarray:
-        """Token ids, int32, up to where the model begins to speak. Raises RowError when the text leaves out a part."""
-        chat = self._formed(chat)
-        (text,) = self._render([(chat, len(chat.messages), True)])
+    def prompt_ids(self, chats: Sequence[Conversation]) -> list[np.ndarray | RowError]:
+        """Token ids, int32, of each conversation up to where the model begins to speak, or the part that the text
+        leaves out.
+        """
+        chats = [self._formed(chat) for chat in chats]
+        texts = self._render([(chat, len(chat.messages), True) for chat in chats])
+        out: list[Any] = [attempt(self._whole_prompt, chat, text) for chat, text in zip(chats, texts, strict=True)]
+        good = [i for i, text in enumerate(out) if not isinstance(text, RowError)]
+        for i, ids in zip(good, encode_texts(self.tokenizer, [out[i] for i in good]), strict=True):
+            out[i] = ids
+        return out
+
+    def _whole_prompt(self, chat: Conversation, text: str | RowError) -> str:
         if isinstance(text, RowError):
             raise text
         self.rendered.check(chat, text, (), self._render_text)
-        return encode_texts(self.tokenizer, [text])[0]
+        return text
 
     def with_tokenizer(self, tokenizer: Any) -> ChatEncoder:
         """The same encoder with another tokenizer."""
@@ -143,7 +152,7 @@ class ChatEncoder:
             pass
         for i, (messages, tools) in enumerate(asked):
             if out[i] is None:
-                results = _attempt(self._apply, [messages], tools, **options)
+                results = attempt(self._apply, [messages], tools, **options)
                 out[i] = results if isinstance(results, RowError) else results[0]
         return out
 
@@ -203,7 +212,7 @@ class ChatEncoder:
         asked = [(chat.messages, chat.tools) for chat in chats]
         options = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenizer_kwargs": TOKENIZER_OPTIONS}
         pairs = self._apply_many(asked, **options)
-        out = [_attempt(self._select_runs, chat, pair) for chat, pair in zip(chats, pairs, strict=True)]
+        out = [attempt(self._select_runs, chat, pair) for chat, pair in zip(chats, pairs, strict=True)]
         if self.turns == "auto":
             # the tags of a template that rewrites earlier turns mark what the model never said
             several = [i for i, chat in enumerate(chats) if len(_assistant_turns(chat)) > 1]
@@ -239,7 +248,7 @@ class ChatEncoder:
         out: list[Any] = self._edges_of(chats, texts)
         good = [i for i, row in enumerate(out) if not isinstance(row, RowError)]
         for i, pieces in zip(good, self.prefixes.encode([out[i] for i in good]), strict=True):
-            out[i] = _attempt(self._between, chats[i], pieces)
+            out[i] = attempt(self._between, chats[i], pieces)
         return out
 
     def _edges_of(self, chats: Sequence[Conversation], texts: Sequence[str]) -> list[list[str] | RowError]:
@@ -257,7 +266,7 @@ class ChatEncoder:
             prefixes: list[str | RowError] = []
             for turn in located:
                 prefixes += [next(rendered), next(rendered) if turn + 1 < len(chat.messages) else text]
-            out.append(_attempt(_edges, text, located, prefixes, self.tokenizer.eos_token))
+            out.append(attempt(_edges, text, located, prefixes, self.tokenizer.eos_token))
         return out
 
     def _between(self, chat: Conversation, pieces: Sequence[np.ndarray]) -> Encoded:
@@ -318,7 +327,7 @@ class ChatEncoder:
 
     def _unroll(self, chats: Sequence[Conversation]) -> list[Encoded | Unrolled | RowError]:
         """Each conversation as one document per trained turn; see `data/turns.py`."""
-        turns: list[Any] = [_attempt(self._turns, chat) for chat in chats]
+        turns: list[Any] = [attempt(self._turns, chat) for chat in chats]
         asked = [(i, turn) for i, located in enumerate(turns) if not isinstance(located, RowError) for turn in located]
         prompts = self._render([(chats[i], turn, True) for i, turn in asked])
         said = self._said([(chats[i], turn) for i, turn in asked], prompts)
@@ -334,7 +343,7 @@ class ChatEncoder:
                 turns[i] = text
                 continue
             pieces = (next(ids), next(ids), next(ids))
-            document = _attempt(turn_document, self.tokenizer, self.ends, pieces, kind_of(chats[i].messages[turn]))
+            document = attempt(turn_document, self.tokenizer, self.ends, pieces, kind_of(chats[i].messages[turn]))
             if isinstance(document, RowError):
                 turns[i] = document
             else:
@@ -351,7 +360,7 @@ class ChatEncoder:
         upto = self._render([(chat, turn + 1, False) for chat, turn in asked])
         out: list[Any] = []
         for (chat, turn), prompt, text in zip(asked, prompts, upto, strict=True):
-            out.append(_attempt(self._said_once, chat, turn, prompt, text))
+            out.append(attempt(self._said_once, chat, turn, prompt, text))
         return out
 
     def _said_once(self, chat: Conversation, turn: int, prompt: str | RowError, upto: str | RowError) -> str:
@@ -396,14 +405,6 @@ def _unlike(ours: Any, own: Any) -> RowError:
         "chosen by its renderings of other conversations",
         fix="data.turns=unroll, or data.chat_template=tokenizer",
     )
-
-
-def _attempt(function: Any, *args: Any, **options: Any) -> Any:
-    """The result, or the row's error as a value, so that the other rows of the batch go on."""
-    try:
-        return function(*args, **options)
-    except RowError as error:
-        return error
 
 
 def _assistant_turns(chat: Conversation) -> list[int]:

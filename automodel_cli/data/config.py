@@ -5,11 +5,16 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.format import DOCUMENTS, PREFERENCES, Format
+from automodel_cli.data.formats import FORMATS, format_name, named
 
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "judged"]
+if TYPE_CHECKING:
+    FormatName = str
+else:
+    FormatName = Literal["auto", *FORMATS]  # so that a new format is named in one place
 TxtRows = Literal["file", "paragraph", "line"]
 Packing = Literal["best_fit", "wrapped", "none"]
 LongDocuments = Literal["split", "truncate", "drop", "fail"]
@@ -17,21 +22,6 @@ LongChoice = Literal["auto", "split", "truncate", "drop", "fail"]
 Mask = Literal["assistant", "last_turn", "all"]
 Turns = Literal["auto", "whole", "unroll"]
 SpecialTokensInText = Literal["auto", "as_text", "keep", "refuse"]
-
-FIELDS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "system", "tools"),
-    "sharegpt": ("messages", "system", "tools"),
-    "alpaca": ("instruction", "input", "output", "system", "history"),
-    "prompt_completion": ("prompt", "completion", "system", "tools"),
-    "text": ("text",),
-}
-"""What each format reads from a row; `columns` maps these names to the columns of the data."""
-PREFERENCE_FIELDS: dict[str, tuple[str, ...]] = {
-    "preference": ("prompt", "messages", "chosen", "rejected", "system", "tools"),
-    "judged": ("prompt", "messages", "completion", "label", "system", "tools"),
-}
-"""The same for rows with preferences, which only recipes of kind dpo read."""
-ALL_FIELDS = {**FIELDS, **PREFERENCE_FIELDS}
 
 
 @runtime_checkable
@@ -53,17 +43,25 @@ class AnswerChecker(Protocol):
         """Whether what the model said is the answer."""
 
 
-def check_columns(columns: dict[str, str], key: str) -> None:
-    """Refuse a column map that names a field no format reads."""
-    known = sorted({name for names in ALL_FIELDS.values() for name in names})
+def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
+    """Refuse a format that does not say what it makes, and a column map that names a field nothing reads."""
+    if isinstance(fmt, str):
+        known, reader = sorted({name for each in FORMATS.values() for name in each.fields}), "no format reads"
+        fix = "data.columns='{prompt: question, completion: answer}'"
+    else:
+        known, reader = list(fmt.fields), f"{format_name(fmt)} does not read"
+        fix = "~data.columns"
+        if fmt.makes not in DOCUMENTS:
+            choices = ", ".join(DOCUMENTS)
+            raise ConfigError(f"{format_name(fmt)}.makes is {fmt.makes!r}, not one of {choices}", keys=("format",))
     for name in columns:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.6)
             hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
             raise ConfigError(
-                f"{key} maps {name!r}, which no format reads; {hint} (columns maps a field to its column)",
-                keys=(key,),
-                fix="data.columns='{prompt: question, completion: answer}'",
+                f"columns maps {name!r}, which {reader}; {hint} (columns maps a field to its column)",
+                keys=("columns",),
+                fix=fix,
             )
 
 
@@ -83,7 +81,8 @@ class SourceConfig:
     name: str | None = None
     revision: str | None = None
     split: str = "train"
-    format: Format = "auto"
+    format: FormatName | Format = "auto"
+    """How a row is read: by a name, found from the columns (`auto`), or by a node of your own (docs/data.md)."""
     columns: dict[str, str] = field(default_factory=dict)
     weight: float = 1.0
     txt_rows: TxtRows = "file"
@@ -95,7 +94,7 @@ class SourceConfig:
                 keys=("weight",),
                 fix="weight=1.0, or remove the source",
             )
-        check_columns(self.columns, "columns")
+        check_format(self.format, self.columns)
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,8 @@ class DataConfig:
     name: str | None = None
     revision: str | None = None
     split: str = "train"
-    format: Format = "auto"
+    format: FormatName | Format = "auto"
+    """How a row is read: by a name, found from the columns (`auto`), or by a node of your own (docs/data.md)."""
     columns: dict[str, str] = field(default_factory=dict)
     txt_rows: TxtRows = "file"
     sources: list[SourceConfig] | None = None
@@ -177,7 +177,7 @@ class DataConfig:
         self._check_validation()
         self._check_numbers()
         self._check_turns()
-        check_columns(self.columns, "columns")
+        check_format(self.format, self.columns)
 
     def _check_origin(self) -> None:
         given = [key for key in ("path", "sources", "task") if getattr(self, key) not in (None, [])]
@@ -266,12 +266,11 @@ class DataConfig:
 
     def check_kind(self, *, preferences: bool) -> None:
         """Refuse what does not fit rows with preferences, or formats of preferences where plain rows are trained."""
-        formats = [self.format, *(source.format for source in self.sources or ())]
-        for fmt in formats:
-            if fmt != "auto" and (fmt in PREFERENCE_FIELDS) != preferences:
+        for fmt in (self.format, *(source.format for source in self.sources or ())):
+            if fmt != "auto" and (named(fmt).makes in PREFERENCES) != preferences:
                 kind = "rows with preferences" if preferences else "plain rows"
                 raise ConfigError(
-                    f"format={fmt} does not hold {kind}, which this recipe trains on",
+                    f"format={format_name(named(fmt))} does not hold {kind}, which this recipe trains on",
                     keys=("data.format",),
                     fix="data.format=auto, or a recipe of the other kind",
                 )

@@ -23,9 +23,10 @@ from automodel_cli.data.columns import Unseen, check_mapped
 from automodel_cli.data.config import DataConfig, LongDocuments, SourceConfig
 from automodel_cli.data.dataset import PackedDataset, shuffled
 from automodel_cli.data.encoded import Encoded, Unrolled, documents_of
-from automodel_cli.data.formats import detect_format
+from automodel_cli.data.format import PREFERENCES
+from automodel_cli.data.formats import FORMATS, detect_format, format_name, named
+from automodel_cli.data.own_code import fingerprint
 from automodel_cli.data.packing import Pieces, cut_long, pack
-from automodel_cli.data.preferences import detect_preferences
 from automodel_cli.data.report import (
     KEEP_MOST,
     DataReport,
@@ -185,13 +186,13 @@ class _Builder:
         held_out = config.validation_source()
         extra = [] if held_out is None else [held_out]
         return [self._tokens(open_source(s, self.root), s) for s in sources], [
-            self._tokens(open_source(s, self.root), s) for s in extra
+            self._tokens(open_source(s, self.root, whole=config.validation_path is not None), s) for s in extra
         ]
 
     def _tokens(self, source: Source, config: SourceConfig) -> _Part:
         ingredients = {
             **source.ingredients(),
-            "format": config.format,
+            "format": config.format if isinstance(config.format, str) else fingerprint(config.format),
             "columns": config.columns,
             "template": self.template.text,
             "own_template": self.template.own,
@@ -208,13 +209,14 @@ class _Builder:
         return _Part(source, config.weight, TokenStore.open(folder), key, built)
 
     def _write_tokens(self, folder: Path, source: Source, config: SourceConfig) -> None:
-        fmt: str = config.format
         examples = first_rows(source)
         check_mapped(examples, config.columns, source.name)
-        if fmt == "auto":
-            # with no readable row at all any format will do: every row is refused by its own error
-            detect, any_format = (detect_preferences, "judged") if self.preferences else (detect_format, "text")
-            fmt = detect(examples, config.columns, source.name) if examples else any_format
+        if config.format != "auto":
+            fmt = named(config.format)
+        elif examples:
+            fmt = detect_format(examples, config.columns, source.name, preferences=self.preferences)
+        else:  # no readable row at all: any format will do, since every row is refused by its own error
+            fmt = FORMATS["judged" if self.preferences else "text"]
         template, data = self.template, self.config
         spec = EncodeSpec(
             fmt,
@@ -239,10 +241,10 @@ class _Builder:
             meta={
                 "files": source.files,
                 "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
-                "kind": {"preference": "pairs", "judged": "judged"}.get(fmt, "documents"),
-                "is_text": fmt == "text",
-                "format": fmt + (", detected" if config.format == "auto" else ""),
-                "masked_by": self._masked_by(fmt),
+                "kind": fmt.makes if fmt.makes in PREFERENCES else "documents",
+                "is_text": fmt.makes == "texts",
+                "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
+                "masked_by": self._masked_by(fmt.makes),
                 "special_choice": spec.special_choice,
                 "unused": unused_columns(examples, encoder.reader.columns_read()),
             },
@@ -263,8 +265,8 @@ class _Builder:
                 self.progress(f"tokenising {name}: {rows:,} rows, {tokens:,} tokens")
             yield batch
 
-    def _masked_by(self, fmt: str) -> str:
-        if fmt == "text":
+    def _masked_by(self, makes: str) -> str:
+        if makes == "texts":
             return "nothing: every token is trained"
         if self.template.text is None:
             return "the end of the prompt" if self.config.mask != "all" else "nothing: every token is trained"
@@ -317,6 +319,7 @@ class _Builder:
             weight=part.weight,
             built=part.built or built,
             unrolled=UnrolledReport(**meta["unrolled"]),
+            note=part.source.note,
         )
         return store, report
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +17,21 @@ from automodel_cli.data.checksums import Checksum
 from automodel_cli.data.columns import check_mapped
 from automodel_cli.data.config import DataConfig, SourceConfig
 from automodel_cli.data.dataset import shuffled
-from automodel_cli.data.formats import LIST_COLUMNS, Conversation, RowReader
+from automodel_cli.data.documents import Conversation
+from automodel_cli.data.encoded import encode_texts
+from automodel_cli.data.formats import format_name, named, prompt_format
 from automodel_cli.data.report import MANY, SpecialReport, round_length
-from automodel_cli.data.rows import Rejected, RowError, refuse_damaged, rows_error, without_nulls
+from automodel_cli.data.row_reader import RowReader
+from automodel_cli.data.rows import Rejected, RowError, attempt, refuse_damaged, rows_error
 from automodel_cli.data.sources import Source, TaskSource, first_rows, open_source
 from automodel_cli.data.special_chats import SpecialChats
 from automodel_cli.data.special_text import SpecialText
+from automodel_cli.data.stores import Origin
 from automodel_cli.data.template_choice import resolve_chat_template
 from automodel_cli.data.unread import MEDIA, KnownKeys
 
 Message = dict[str, Any]
+BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -129,9 +135,13 @@ def prepare_prompts(config: DataConfig, tokenizer: Any, *, seed: int, max_tokens
         sources = config.train_sources()
         opened = [open_source(source, root) for source in sources]
         train = [reader.read(source, node) for source, node in zip(opened, sources, strict=True)]
-        names, weights = [source.name for source in opened], [node.weight for node in sources]
+        names, weights = _names(opened, sources), [node.weight for node in sources]
         node = config.validation_source()
-        held_out = [] if node is None else [reader.read(open_source(node, root), node)]
+        held_out = (
+            []
+            if node is None
+            else [reader.read(open_source(node, root, whole=config.validation_path is not None), node)]
+        )
     reader.finish()
     if config.validation_rows:
         train, held_out = _hold_out(train, config.validation_rows, seed)
@@ -160,6 +170,13 @@ def _prepared(
         reader.special_report(),
     )
     return PreparedPrompts(dataset, validation, report)
+
+
+def _names(opened: Sequence[Source], sources: Sequence[SourceConfig]) -> list[str]:
+    """Each source with the format that reads it, where the config names one."""
+    chosen = ["" if node.format == "auto" else f" ({format_name(named(node.format))})" for node in sources]
+    notes = [f" ({source.note})" if source.note else "" for source in opened]
+    return [f"{source.name}{fmt}{note}" for source, fmt, note in zip(opened, chosen, notes, strict=True)]
 
 
 def _hold_out(train: list[list[Prompt]], wanted: float, seed: int) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
@@ -196,19 +213,33 @@ class _Reader:
 
     def read(self, source: Source, node: SourceConfig) -> list[Prompt]:
         """Every usable prompt of a source."""
-        prompts = []
         check_mapped(first_rows(source), node.columns, source.name)
-        for origin in source.rows():
-            self.num_rows += 1
+        fmt = prompt_format(node.format)
+        refused = (*MEDIA, "functions")  # what else is there may be for rewards
+        reader = RowReader(fmt, node.columns, chat=True, keys=self.keys, refused=refused)
+        prompts: list[Prompt] = []
+        rows = source.rows()
+        while batch := list(itertools.islice(rows, BATCH_ROWS)):
+            prompts += self._kept(batch, source, reader)
+        return prompts
+
+    def _kept(self, batch: Sequence[Origin], source: Source, reader: RowReader) -> Iterator[Prompt]:
+        """The prompts of these rows that can be used; the others are counted."""
+        self.num_rows += len(batch)
+        read = [attempt(_asked, reader, origin.row) for origin in batch]
+        good = [chat for chat in read if not isinstance(chat, RowError)]
+        tokens = iter(self._tokens(good))
+        for origin, chat in zip(batch, read, strict=True):
+            ids = chat if isinstance(chat, RowError) else next(tokens)
             name = source.files[origin.file]
-            try:
-                prompt = self._prompt(origin.row, node.columns, f"{name}:{origin.line}")
-            except RowError as error:
-                row = error.raw if error.raw is not None else origin.row
-                self._rejected.append(Rejected(name, origin.line, error.code, error.message, row, error.fix))
+            if isinstance(ids, RowError):
+                row = ids.raw if ids.raw is not None else origin.row
+                self._rejected.append(Rejected(name, origin.line, ids.code, ids.message, row, ids.fix))
                 continue
+            number, self._number = self._number, self._number + 1
+            prompt = Prompt(number, [int(i) for i in ids], chat.messages, origin.row, f"{name}:{origin.line}")
             if len(prompt.tokens) <= self.max_tokens:
-                prompts.append(prompt)
+                yield prompt
             elif self.config.long_documents != "fail":
                 self.num_dropped += 1
                 self.longest_dropped = max(self.longest_dropped, len(prompt.tokens))
@@ -219,7 +250,6 @@ class _Reader:
                     keys=("data.seq_len", "rollout.max_new_tokens"),
                     fix="data.long_documents=drop, or a larger data.seq_len",
                 )
-        return prompts
 
     def special_report(self) -> SpecialReport:
         """Special tokens in the text of prompts so far."""
@@ -232,42 +262,44 @@ class _Reader:
         if len(self._rejected) > allowed:
             raise rows_error(self._rejected, self.num_rows, fix="correct the rows, or data.on_bad_row=drop")
 
-    def _prompt(self, row: Any, columns: Mapping[str, str], origin: str) -> Prompt:
-        if isinstance(row, RowError):
-            raise row
-        chat = self._conversation(row, columns)
-        messages = list(chat.messages)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages:
-            raise RowError("no_prompt", "no message comes before the answer")
-        tokens = self._tokens(messages, chat.tools)
-        self._number += 1
-        return Prompt(self._number - 1, tokens, messages, row, origin)
-
-    def _conversation(self, row: Mapping[str, Any], columns: Mapping[str, str]) -> Conversation:
-        row = without_nulls(row)
-        self.keys.refuse(row, columns.values(), "a prompt", (*MEDIA, "functions"))
-        listed = columns.get("messages") or next((name for name in LIST_COLUMNS if name in row), None)
-        if "prompt" not in columns and listed is not None and listed in row:
-            return RowReader("sharegpt", {**columns, "messages": listed}, chat=True, keys=self.keys).read_prompt(row)
-        if columns.get("prompt", "prompt") not in row:
-            raise RowError(
-                "missing_column",
-                f"no column {columns.get('prompt', 'prompt')!r} with the prompt (the row has: {', '.join(row)})",
-                fix="data.columns='{prompt: <column>}'",
-            )
-        return RowReader("prompt_completion", columns, chat=True, keys=self.keys).read_prompt(row)
-
-    def _tokens(self, messages: list[Message], tools: Any) -> list[int]:
+    def _tokens(self, chats: Sequence[Conversation]) -> list[np.ndarray | RowError]:
+        """Token ids of each conversation, up to where the model begins to speak."""
         if self.chats is not None:
-            ids, count = self.chats.prompt_ids(Conversation(messages, [False] * len(messages), tools))
-        elif len(messages) != 1:
-            raise RowError("no_template", "several messages need a chat template")
+            encoded = self.chats.prompt_ids(chats)
         else:
-            text = messages[0]["content"]
-            ids, count = self.tokenizer(text)["input_ids"], self.special.count(text)
+            encoded = self._encode_texts([attempt(_only_text, chat) for chat in chats])
+        self._special_counts += [count for ids, count in encoded if not isinstance(ids, RowError)]
+        return [ids for ids, _ in encoded]
+
+    def _encode_texts(self, texts: Sequence[str | RowError]) -> list[tuple[np.ndarray | RowError, int]]:
+        plain = [text for text in texts if not isinstance(text, RowError)]
+        encoded = iter(encode_texts(self.tokenizer, plain, add_special_tokens=True))
+        out: list[tuple[np.ndarray | RowError, int]] = []
+        for text in texts:
+            if isinstance(text, RowError):
+                out.append((text, 0))
+                continue
+            ids, count = next(encoded), self.special.count(text)
             if count and self.special.choice != "keep":
-                ids = self.special.encode_text(text, True)
-        self._special_counts.append(count)
-        return [int(number) for number in ids]
+                ids = attempt(self.special.encode_text, text, True)
+            out.append((ids, count))
+        return out
+
+
+def _asked(reader: RowReader, row: Any) -> Conversation:
+    """What the model is shown of a row: its messages without the answer at their end."""
+    if isinstance(row, RowError):
+        raise row
+    chat = reader.read(row)
+    messages = list(chat.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise RowError("no_prompt", "no message comes before the answer")
+    return Conversation(messages, [False] * len(messages), chat.tools)
+
+
+def _only_text(chat: Conversation) -> str:
+    if len(chat.messages) != 1:
+        raise RowError("no_template", "several messages need a chat template")
+    return str(chat.messages[0]["content"])

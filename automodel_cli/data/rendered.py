@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_cli.data.formats import REASONING_KEYS, Conversation
+from automodel_cli.data.documents import Conversation
+from automodel_cli.data.messages import REASONING_KEYS
 from automodel_cli.data.rows import RowError
 
 Path = tuple[Any, ...]

@@ -117,12 +117,15 @@ class SourceReport:
     weight: float
     built: bool
     unrolled: UnrolledReport = field(default_factory=UnrolledReport)
+    note: str = ""
 
     def lines(self) -> Iterable[str]:
         """Rows, tokens and packing; one line each, and a warning of its own for each thing that deserves one."""
         times = "" if self.weight == 1 else f", each seen {self.weight:g} times per epoch"
         refused = f", {self.num_rejected:,} rejected -> {self.rejected_path}" if self.num_rejected else ""
         yield f"{self.name}: {self.num_rows:,} rows ({self.fmt}){refused}{times}"
+        if self.note:
+            yield f"  {self.note}"
         if self.unused:
             yield f"  columns without effect: {', '.join(self.unused)}"
         yield from self.special.lines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ class RowError(Exception):
 
 def _row_error(code: str, message: str, fix: str | None, raw: str | None) -> RowError:
     return RowError(code, message, fix=fix, raw=raw)
+
+
+def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The result, or the row's error as a value, so that the other rows of a batch go on."""
+    try:
+        return function(*args, **options)
+    except RowError as error:
+        return error
 
 
 class TableRow(dict[str, Any]):

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.cache import file_hash
 from automodel_cli.data.config import SourceConfig, TaskNode
-from automodel_cli.data.locate import local_files
+from automodel_cli.data.locate import left_out, local_files
 from automodel_cli.data.readers import load_hub, read_file, read_hub
 from automodel_cli.data.rows import RowError
 from automodel_cli.data.stores import Origin
@@ -23,6 +23,8 @@ class Source(Protocol):
     name: str
     files: list[str]
     num_bytes: int
+    note: str
+    """What else the report says of it; "" for nothing."""
 
     def ingredients(self) -> dict[str, Any]:
         """What identifies the content, for the cache key."""
@@ -31,9 +33,11 @@ class Source(Protocol):
         """Every row in order; `Origin.row` is a RowError where it could not be parsed."""
 
 
-def open_source(config: SourceConfig, root: Path) -> Source:
-    """The local files or the hub dataset that `config.path` names. Raises DataError when there is neither."""
-    paths = local_files(config.path, config.split)
+def open_source(config: SourceConfig, root: Path, *, whole: bool = False) -> Source:
+    """The local files or the hub dataset that `config.path` names. `whole`: see `local_files`. Raises DataError when
+    there is neither.
+    """
+    paths = local_files(config.path, config.split, whole=whole)
     if paths is None:
         return HubSource(config)
     stray = next((key for key in ("name", "revision") if getattr(config, key) is not None), None)
@@ -57,6 +61,8 @@ class FileSource:
         self.name = paths[0].name if len(paths) == 1 and paths[0].name == Path(config.path).name else config.path
         self.files = [path.name for path in paths]
         self.num_bytes = sum(path.stat().st_size for path in paths)
+        others = left_out(config.path, paths)
+        self.note = f"split {config.split}: {', '.join(self.files)}; left out: {', '.join(others)}" if others else ""
 
     def ingredients(self) -> dict[str, Any]:
         """Names too: they stand in messages about rows."""
@@ -79,6 +85,7 @@ class HubSource:
         self.name = f"{config.path}/{config.split}"
         self.files = [self.name]
         self.num_bytes = int(self.dataset.data.nbytes)
+        self.note = ""
 
     def ingredients(self) -> dict[str, Any]:
         """Cached files rather than the hub's answer, so that a node without network gives the same key.
@@ -105,6 +112,7 @@ class TaskSource:
         self.name = f"{type(self.task).__name__}/{self.split}"
         self.files = [self.name]
         self.num_bytes = 0
+        self.note = ""
 
     def ingredients(self) -> dict[str, Any]:
         """The node's own key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from automodel_cli.data.chat import ChatEncoder
+from automodel_cli.data.documents import Conversation
 from automodel_cli.data.encoded import Encoded, Unrolled
-from automodel_cli.data.formats import Conversation
-from automodel_cli.data.rows import RowError
+from automodel_cli.data.rows import RowError, attempt
 from automodel_cli.data.special_text import KEEP_FIX, SpecialText
+
+Encode = Callable[[ChatEncoder, Sequence[Conversation]], Sequence[Any]]
 
 
 class SpecialChats:
@@ -29,27 +31,27 @@ class SpecialChats:
     def encode(self, chats: Sequence[Conversation]) -> list[Any]:
         """Tokens and mask of each conversation with the number of special tokens in its text, or why it has none."""
         counts = [self.special.count([chat.messages, chat.tools]) for chat in chats]
-        if self.special.choice == "keep" or not any(counts):
-            results: list[Any] = list(self.encoder.encode(chats))
-        else:
-            results = [self._encode_apart(chat) if n else None for chat, n in zip(chats, counts, strict=True)]
-            places = [i for i, count in enumerate(counts) if not count]
-            for place, result in zip(places, self.encoder.encode([chats[i] for i in places]), strict=True):
-                results[place] = result
+        results = self._dispatched(ChatEncoder.encode, chats, counts)
         return [_counted(result, count) for result, count in zip(results, counts, strict=True)]
 
-    def prompt_ids(self, chat: Conversation) -> tuple[np.ndarray, int]:
-        """Token ids up to where the model begins to speak, and the number of special tokens in the text."""
-        count = self.special.count([chat.messages, chat.tools])
-        if not count or self.special.choice == "keep":
-            return self.encoder.prompt_ids(chat), count
-        return self._apart.prompt_ids(self._hidden(chat)), count
+    def prompt_ids(self, chats: Sequence[Conversation]) -> list[tuple[np.ndarray | RowError, int]]:
+        """Token ids of each conversation up to where the model begins to speak, or why it has none, and the number of
+        special tokens in its text.
+        """
+        counts = [self.special.count([chat.messages, chat.tools]) for chat in chats]
+        return list(zip(self._dispatched(ChatEncoder.prompt_ids, chats, counts), counts, strict=True))
 
-    def _encode_apart(self, chat: Conversation) -> Any:
-        try:
-            return self._apart.encode([self._hidden(chat)])[0]
-        except RowError as error:
-            return error
+    def _dispatched(self, encode: Encode, chats: Sequence[Conversation], counts: Sequence[int]) -> list[Any]:
+        """What the encoder that fits says of each: all conversations without special tokens in one call."""
+        plain = [not count or self.special.choice == "keep" for count in counts]
+        together = iter(encode(self.encoder, [chat for chat, is_plain in zip(chats, plain, strict=True) if is_plain]))
+        return [
+            next(together) if is_plain else attempt(self._one_apart, encode, chat)
+            for chat, is_plain in zip(chats, plain, strict=True)
+        ]
+
+    def _one_apart(self, encode: Encode, chat: Conversation) -> Any:
+        return encode(self._apart, [self._hidden(chat)])[0]
 
     def _hidden(self, chat: Conversation) -> Conversation:
         """The conversation with its special tokens hidden, if the template renders it as it renders the row itself.

@@ -18,7 +18,7 @@ from typing import Any
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat import GENERATION_TAG, ChatEncoder
 from automodel_cli.data.config import Turns
-from automodel_cli.data.formats import Conversation
+from automodel_cli.data.documents import Conversation
 from automodel_cli.data.rows import RowError
 from automodel_cli.data.turns import reasoning_key, with_key
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
 from automodel_cli.data.chat import ChatEncoder
-from automodel_cli.data.config import PREFERENCE_FIELDS, Mask, SpecialTokensInText, Turns
+from automodel_cli.data.config import Mask, SpecialTokensInText, Turns
+from automodel_cli.data.documents import Completion, Conversation, Document, Judged, Pair, PlainText
 from automodel_cli.data.encoded import Encoded, Unrolled, encode_texts
-from automodel_cli.data.formats import Completion, Conversation, Document, PlainText, RowReader
-from automodel_cli.data.preferences import Judged, Pair, PreferenceReader
+from automodel_cli.data.format import PREFERENCES, Format
+from automodel_cli.data.preferences import judged_document
 from automodel_cli.data.readers import Row
-from automodel_cli.data.rows import RowError
+from automodel_cli.data.row_reader import RowReader
+from automodel_cli.data.rows import RowError, attempt
 from automodel_cli.data.special_chats import SpecialChats
 from automodel_cli.data.special_text import SpecialText
 from automodel_cli.data.unread import KnownKeys
@@ -35,7 +38,7 @@ class EncodeSpec:
     stands in for it; `stop_ids` are tokens at which generation stops, besides EOS.
     """
 
-    fmt: str
+    fmt: Format
     columns: dict[str, str]
     template: str | None
     mask: Mask
@@ -50,7 +53,7 @@ class EncodeSpec:
         """What is done with special tokens in the text of rows."""
         if self.special_tokens_in_text != "auto":
             return self.special_tokens_in_text
-        return "keep" if self.template is None or self.fmt == "text" else "as_text"
+        return "keep" if self.template is None or self.fmt.makes == "texts" else "as_text"
 
 
 class RowEncoder:
@@ -58,9 +61,8 @@ class RowEncoder:
 
     def __init__(self, tokenizer: Any, spec: EncodeSpec):
         self.tokenizer, self.spec = tokenizer, spec
-        reader = PreferenceReader if spec.fmt in PREFERENCE_FIELDS else RowReader
         keys = KnownKeys.of(spec.template, spec.ignore_columns)
-        self.reader = reader(spec.fmt, spec.columns, chat=spec.template is not None, keys=keys)
+        self.reader = RowReader(spec.fmt, spec.columns, chat=spec.template is not None, keys=keys)
         self.special = SpecialText(tokenizer, spec.special_choice)
         self.chat = None
         if spec.template is not None:
@@ -70,9 +72,8 @@ class RowEncoder:
 
     def encode(self, rows: Sequence[Row | RowError]) -> list[Encoded | Unrolled | RowError]:
         """One result per row, in order. A row is refused also when nothing of it would be trained."""
-        if isinstance(self.reader, PreferenceReader):
-            return self._encode_preferences(self.reader, rows)
-        return self._encode_documents([_attempt(self.reader.read, row) for row in rows])
+        read = [row if isinstance(row, RowError) else attempt(self.reader.read, row) for row in rows]
+        return (self._encode_preferences if self.spec.fmt.makes in PREFERENCES else self._encode_documents)(read)
 
     def _encode_documents(self, documents: Sequence[Document | RowError]) -> list[Encoded | Unrolled | RowError]:
         out: list[Encoded | Unrolled | RowError] = [d if isinstance(d, RowError) else _NOTHING for d in documents]
@@ -86,11 +87,10 @@ class RowEncoder:
                 out[place] = _refuse_untrained(result)
         return out
 
-    def _encode_preferences(self, reader: PreferenceReader, rows: Sequence[Row | RowError]) -> list[Any]:
+    def _encode_preferences(self, read: Sequence[Pair | Judged | RowError]) -> list[Any]:
         """Both documents of each row, one after the other: of a pair the chosen and the rejected response; of a judged
         row its own response, and for the reference point of KTO that of the next judged row.
         """
-        read: list[Pair | Judged | RowError] = [_attempt(reader.read_preference, row) for row in rows]
         judged = [row for row in read if isinstance(row, Judged)]
         next_of = {id(row): judged[(i + 1) % len(judged)] for i, row in enumerate(judged)}
         documents: list[Document | RowError] = []
@@ -98,7 +98,8 @@ class RowEncoder:
             if isinstance(row, Pair):
                 documents += [row.chosen, row.rejected]
             elif isinstance(row, Judged):
-                documents += [_attempt(reader.judged_document, row, other) for other in (row, next_of[id(row)])]
+                both = partial(judged_document, row, chat=self.spec.template is not None)
+                documents += [attempt(both, other) for other in (row, next_of[id(row)])]
             else:
                 documents += [row, row]
         encoded = self._encode_documents(documents)
@@ -132,7 +133,7 @@ class RowEncoder:
         counts = [self.special.count(text) for text in texts]
         if self.special.choice != "keep":
             for place in np.flatnonzero(counts).tolist():
-                results[place] = _attempt(self.special.encode_text, texts[place], add_special_tokens)
+                results[place] = attempt(self.special.encode_text, texts[place], add_special_tokens)
         return counts, results
 
     def _encode_completions(self, pairs: Sequence[Any]) -> list[Encoded | RowError]:
@@ -180,16 +181,6 @@ class RowEncoder:
 
 
 _NOTHING = RowError("internal", "the row was not encoded")
-
-
-def _attempt(function: Callable[..., Any], row: Any, *more: Any) -> Any:
-    """The result, or the row's error as a value, so that the other rows of the batch go on."""
-    if isinstance(row, RowError):
-        return row
-    try:
-        return function(row, *more)
-    except RowError as error:
-        return error
 
 
 def _together(row: Pair | Judged | RowError, first: Any, second: Any) -> Any:

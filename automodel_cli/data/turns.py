@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from automodel_cli.data.encoded import Encoded
-from automodel_cli.data.formats import REASONING_KEYS
+from automodel_cli.data.messages import REASONING_KEYS
 from automodel_cli.data.rows import RowError
 from automodel_cli.data.stop_tokens import TurnEnds
 

@@ -33,7 +33,7 @@ def _missing_data(section: str, name: str, path: str, split: str) -> ConfigError
     from automodel_cli.data.locate import local_files
 
     try:
-        local_files(path, split)
+        local_files(path, split, whole=name == "validation_path")
     except ConfigError as error:
         fix = error.fix and error.fix.replace("data.path=", f"{section}.{name}=").replace(
             "data.split=", f"{section}.split="

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from automodel_cli.data.chat import ChatEncoder
-from automodel_cli.data.formats import Conversation, read_messages
+from automodel_cli.data.documents import Conversation
+from automodel_cli.data.formats import FORMATS
+from automodel_cli.data.messages import read_messages
 from automodel_cli.data.rows import RowError
 from automodel_cli.data.template_choice import resolve_chat_template
 from automodel_cli.data.tokenise import EncodeSpec, RowEncoder
@@ -138,7 +140,7 @@ def test_prompt_and_completion_without_a_template(adds_bos):
     tokenizer = tiny_tokenizer(None, adds_bos=adds_bos)
     rows = [{"prompt": "a small", "completion": " text"}, {"prompt": "a sma", "completion": "ll text"}]
     for mask, expected in (("assistant", (" text<|im_end|>", "ll text<|im_end|>")), ("all", None)):
-        spec = EncodeSpec("prompt_completion", {}, None, mask)
+        spec = EncodeSpec(FORMATS["prompt_completion"], {}, None, mask)
         for row, encoded, said in zip(
             rows, RowEncoder(tokenizer, spec).encode(rows), expected or ("", ""), strict=True
         ):
@@ -152,7 +154,9 @@ def test_prompt_and_completion_without_a_template(adds_bos):
 
 def test_plain_text_is_trained_whole_with_its_end():
     tokenizer = tiny_tokenizer(None, adds_bos=True)
-    (encoded,) = RowEncoder(tokenizer, EncodeSpec("text", {}, None, "assistant")).encode([{"text": "a small text"}])
+    (encoded,) = RowEncoder(tokenizer, EncodeSpec(FORMATS["text"], {}, None, "assistant")).encode(
+        [{"text": "a small text"}]
+    )
     assert tokenizer.decode(encoded.ids) == "<s>a small text<|im_end|>" and encoded.trained.all()
 
 

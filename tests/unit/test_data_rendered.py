@@ -7,7 +7,8 @@ import json
 import pytest
 
 from automodel_cli.data.chat import ChatEncoder
-from automodel_cli.data.formats import Conversation, read_messages
+from automodel_cli.data.documents import Conversation
+from automodel_cli.data.messages import read_messages
 from automodel_cli.data.rows import RowError
 
 from . import family_templates as families

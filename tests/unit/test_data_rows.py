@@ -9,9 +9,11 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig, SourceConfig
-from automodel_cli.data.formats import Completion, Conversation, RowReader, detect_format
+from automodel_cli.data.documents import Completion, Conversation
+from automodel_cli.data.formats import FORMATS, detect_format
 from automodel_cli.data.locate import local_files
 from automodel_cli.data.readers import read_file
+from automodel_cli.data.row_reader import RowReader
 from automodel_cli.data.rows import Rejected, RowError, TableRow, rows_error
 from automodel_cli.data.unread import KnownKeys, unused_columns
 
@@ -124,7 +126,7 @@ def test_paths_are_files_folders_globs_or_hub_ids(tmp_path):
 
 
 def read(fmt, row, columns=None, chat=True):
-    return RowReader(fmt, columns or {}, chat=chat).read(row)
+    return RowReader(FORMATS[fmt], columns or {}, chat=chat).read(row)
 
 
 def said(document):
@@ -146,8 +148,10 @@ def said(document):
     ],
 )
 def test_formats_are_told_by_columns(row, columns, expected):
-    assert detect_format([row, {**row, "more": 1}], columns, "x.jsonl") == expected
-    assert detect_format([{"id": 1}, row, row], columns, "x.jsonl") == expected, "one row that lacks all is a bad row"
+    assert detect_format([row, {**row, "more": 1}], columns, "x.jsonl").name == expected
+    assert detect_format([{"id": 1}, row, row], columns, "x.jsonl").name == expected, (
+        "one row that lacks all is a bad row"
+    )
 
 
 @pytest.mark.parametrize(
@@ -372,19 +376,19 @@ PLAIN = {"messages": SAID}
 )
 def test_columns_that_mean_something_are_refused_until_they_are_ignored(fmt, row, column):
     with pytest.raises(RowError) as caught:
-        RowReader(fmt, {}, chat=True, keys=known()).read(row)
+        RowReader(FORMATS[fmt], {}, chat=True, keys=known()).read(row)
     assert caught.value.message.startswith(f"the row has the column {column!r}, which format {fmt} does not read: ")
     assert caught.value.fix == f"data.ignore_columns=[{column}] to train without it"
     without = {key: value for key, value in row.items() if key != column}
-    ignoring = RowReader(fmt, {}, chat=True, keys=known("", column)).read(row)
-    assert ignoring == RowReader(fmt, {}, chat=True).read(without)
-    empty = RowReader(fmt, {}, chat=True).read({**without, column: None})
+    ignoring = RowReader(FORMATS[fmt], {}, chat=True, keys=known("", column)).read(row)
+    assert ignoring == RowReader(FORMATS[fmt], {}, chat=True).read(without)
+    empty = RowReader(FORMATS[fmt], {}, chat=True).read({**without, column: None})
     assert empty == ignoring
 
 
 def test_columns_that_are_metadata_or_mapped_are_not_refused():
     row = {"id": 7, "source": "web", "chosen": "good", "rejected": "bad", "question": "x", "images": []}
-    reader = RowReader("prompt_completion", {"prompt": "question", "completion": "chosen"}, chat=True)
+    reader = RowReader(FORMATS["prompt_completion"], {"prompt": "question", "completion": "chosen"}, chat=True)
     assert said(reader.read(row)) == [("user", "x"), ("assistant", "good")]
     assert unused_columns([row], reader.columns_read()) == ["id", "source", "images"]
 
@@ -403,11 +407,11 @@ def test_columns_that_are_metadata_or_mapped_are_not_refused():
 def test_keys_that_nothing_reads_are_refused_until_they_are_ignored(message, where):
     row = {"messages": [{"from": "human", "value": "x"} if "value" in message else turn("user", "x"), message]}
     with pytest.raises(RowError) as caught:
-        RowReader("messages", {}, chat=True, keys=known()).read(row)
+        RowReader(FORMATS["messages"], {}, chat=True, keys=known()).read(row)
     assert caught.value.message.startswith(where)
     key = where.split("'")[1]
     assert caught.value.fix.startswith(f"data.ignore_columns=[{key}] to train without it")
-    assert said(RowReader("messages", {}, chat=True, keys=known("", key)).read(row)) == [
+    assert said(RowReader(FORMATS["messages"], {}, chat=True, keys=known("", key)).read(row)) == [
         ("user", "x"),
         ("assistant", "y"),
     ]
@@ -415,7 +419,9 @@ def test_keys_that_nothing_reads_are_refused_until_they_are_ignored(message, whe
 
 def test_keys_of_the_template_and_keys_without_a_value_pass():
     openai = turn("assistant", "y", refusal=None, annotations=[], prefix=True)
-    document = RowReader("messages", {}, chat=True, keys=known()).read({"messages": [turn("user", "x"), openai]})
+    document = RowReader(FORMATS["messages"], {}, chat=True, keys=known()).read(
+        {"messages": [turn("user", "x"), openai]}
+    )
     assert document.messages[1] == turn("assistant", "y", prefix=True)
 
 

@@ -259,6 +259,63 @@ def test_texts_beside_tables_are_no_data(tmp_path):
     assert [path.name for path in local_files(str(tmp_path))] == ["rows.jsonl"]
 
 
+HUB_NAMES = (
+    *("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"),
+    *("validation-00000-of-00001.jsonl", "test.jsonl"),
+)
+
+
+@pytest.fixture
+def hub_folder(tmp_path):
+    """A folder with the files of three splits, named as on the hub; each row says which file it is of."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for name in HUB_NAMES:
+        write_jsonl(folder / name, [chat_row(name, "yes")])
+    return folder
+
+
+def test_the_files_of_one_split_of_a_folder_are_read(hub_folder, tmp_path):
+    assert [p.name for p in local_files(str(hub_folder))] == list(HUB_NAMES[:2])
+    assert [p.name for p in local_files(str(hub_folder), "test")] == ["test.jsonl"]
+    config = DataConfig(path=str(hub_folder), validation_split="validation", cache_dir=str(tmp_path / "cache"))
+    data = prepare(config, tiny_tokenizer(), seed=0)
+    (train,), (validation,) = data.report.train, data.report.validation
+    assert (train.num_rows, validation.num_rows) == (2, 1)
+    left_out = "left out: test.jsonl, validation-00000-of-00001.jsonl"
+    assert f"  split train: {', '.join(HUB_NAMES[:2])}; {left_out}" in data.report.lines()
+
+
+def test_a_folder_of_one_split_or_of_none_is_read_whole(hub_folder, tmp_path):
+    for name in HUB_NAMES[:3]:
+        (hub_folder / name).unlink()
+    write_jsonl(hub_folder / "test-2.jsonl", [GOOD])
+    assert [p.name for p in local_files(str(hub_folder))] == ["test-2.jsonl", "test.jsonl"]
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for name in ("latest.jsonl", "contested.jsonl"):
+        write_jsonl(plain / name, [GOOD])
+    assert [p.name for p in local_files(str(plain))] == ["contested.jsonl", "latest.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "message", "fix"),
+    [
+        ("extra.jsonl", {}, "others do not: extra.jsonl (no split), test.jsonl (test)", "data.path='{}/train-0000*'"),
+        ("train_test.jsonl", {}, "train_test.jsonl (no split)", "data.path='{}/train-0000*'"),
+        (None, {"split": "dev"}, "has no files of the split 'dev'", "data.split=test"),
+        (None, {"whole": True}, "holds several splits", "data.validation_path='{}/validation-00000-of-00001.jsonl'"),
+    ],
+)
+def test_a_folder_whose_splits_are_not_plain_is_refused(hub_folder, more, options, message, fix):
+    if more:
+        write_jsonl(hub_folder / more, [GOOD])
+    with pytest.raises(DataError) as caught:
+        local_files(str(hub_folder), **{"split": "train", **options})
+    assert message in caught.value.message
+    assert caught.value.fix == fix.format(hub_folder)
+
+
 # -- names of columns
 
 QA = {"id": "7", "question": "how many", "answer": "seven"}

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.formats import FORMATS
 from automodel_cli.data.prepare import prepare
 from automodel_cli.data.prompts import prepare_prompts
 from automodel_cli.data.rows import RowError
@@ -93,7 +94,7 @@ def chatml_pieces(messages) -> list[tuple[str, bool]]:
 
 
 def encode(tokenizer, row, template=NATIVE, choice="auto", fmt="messages", mask="assistant"):
-    spec = EncodeSpec(fmt, {}, template, mask, special_tokens_in_text=choice)
+    spec = EncodeSpec(FORMATS[fmt], {}, template, mask, special_tokens_in_text=choice)
     (result,) = RowEncoder(tokenizer, spec).encode([row])
     return result
 
@@ -232,7 +233,9 @@ def test_documents_without_a_template_keep_their_tokens_unless_told(adds_bos):
 
 
 def test_workers_get_the_encoder():
-    encoder = pickle.loads(pickle.dumps(RowEncoder(tiny_tokenizer(), EncodeSpec("messages", {}, NATIVE, "assistant"))))
+    encoder = pickle.loads(
+        pickle.dumps(RowEncoder(tiny_tokenizer(), EncodeSpec(FORMATS["messages"], {}, NATIVE, "assistant")))
+    )
     (result,) = encoder.encode([attacked(ATTACKS[0])])
     assert np.array_equal(result.ids, encode(tiny_tokenizer(), attacked(ATTACKS[0])).ids)
 

@@ -14,8 +14,9 @@ from transformers import GenerationConfig
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.chat import ChatEncoder
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.documents import Conversation
 from automodel_cli.data.encoded import Unrolled, documents_of
-from automodel_cli.data.formats import Conversation, read_messages
+from automodel_cli.data.messages import read_messages
 from automodel_cli.data.prepare import prepare
 from automodel_cli.data.prompts import prepare_prompts
 from automodel_cli.data.rows import RowError

@@ -1,0 +1,57 @@
+"""What a row becomes: the documents that formats make and encoders turn into tokens. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as chat templates want them, the tools they may call, and per message whether it is trained."""
+
+    messages: list[dict[str, Any]]
+    trained: list[bool]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and its continuation without a chat template."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A document of which every token is trained."""
+
+    text: str
+
+
+Document = Conversation | Completion | PlainText
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same prompt with the better and the worse response."""
+
+    chosen: Document
+    rejected: Document
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A prompt and one response, good (`desirable`) or bad; apart, because the prompt is also scored with a response
+    that was given to another.
+    """
+
+    prompt: Messages
+    response: Messages
+    trained: list[bool]
+    system: str
+    tools: list[dict[str, Any]] | None
+    desirable: bool

@@ -1,0 +1,80 @@
+"""What a user's object depends on, for the key of what it makes: its values, and the files of its code."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import DataError
+
+
+def fingerprint(instance: Any) -> str:
+    """Hash of the class's name, the values of the instance, and every file beside the class's module that it imports,
+    directly or through others: an edit of one gives another key. Installed packages count by none.
+
+    Raises DataError for a class that lies in no file.
+    """
+    kind = type(instance)
+    module = sys.modules[kind.__module__]
+    if not str(getattr(module, "__file__", None)).endswith(".py"):
+        raise DataError(f"{kind.__qualname__} lies in no file, so nobody would notice that it has changed")
+    digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__} {_values(instance)}".encode())
+    for name, content in sorted(_sources(kind.__module__, Path(str(module.__file__))).items()):
+        digest.update(f"\0{name}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def _values(instance: Any) -> str:
+    if dataclasses.is_dataclass(instance):
+        values = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+    else:
+        values = getattr(instance, "__dict__", {})
+    return json.dumps(values, sort_keys=True, default=repr)
+
+
+def _sources(module: str, file: Path) -> dict[str, bytes]:
+    """The file's content and that of the files under the same root that it imports, by module."""
+    root = file.parents[module.count(".") + (file.name == "__init__.py")]
+    installed = {Path(path) for path in sysconfig.get_paths().values()}
+    top = module.partition(".")[0]
+    found: dict[str, bytes] = {}
+    waiting = {module: file}
+    while waiting:
+        name, path = waiting.popitem()
+        found[name] = path.read_bytes()
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for wanted in _imported(found[name], package):
+            if root in installed and wanted.partition(".")[0] != top:
+                continue  # other packages lie beside it, and are no part of it
+            for inner in _prefixes(wanted):
+                if inner not in found and (there := _file(root, inner)) is not None:
+                    waiting[inner] = there
+    return found
+
+
+def _imported(source: bytes, package: str) -> Iterator[str]:
+    """Dotted names that a module imports, at its top or inside its functions; of `from a import b` also `a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package) if node.level else str(node.module)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _file(root: Path, module: str) -> Path | None:
+    path = root.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
