@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import PolicyObjective
-from automodel_cli.rollout.rewards.base import Reward
+from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
 from automodel_cli.rollout.rules import check_environment, check_prompt_data
 from automodel_cli.rollout.settings import RolloutConfig
 from automodel_cli.run.recipe import Recipe
@@ -29,7 +29,7 @@ class GRPORecipe(Recipe):
 
     objective: PolicyObjective
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    rewards: dict[str, Reward] = field(default_factory=dict)
+    rewards: dict[str, RewardNode] = field(default_factory=dict)
 
     kind: ClassVar[str] = "grpo"
     row_name: ClassVar[str] = "prompts"
@@ -39,6 +39,8 @@ class GRPORecipe(Recipe):
         check_prompt_data(self.data)
         self._check_rollout()
         check_environment(self.rollout, self.data, self.rewards)
+        for name, reward in self.rewards.items():
+            check_on_error(reward.on_error, f"rewards.{name}.on_error")
         if not self.rewards:
             raise ConfigError(
                 "no reward says what a good response is",

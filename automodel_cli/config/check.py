@@ -143,6 +143,8 @@ class _Binder:
                 self.unknown.append((key, item))
                 node.clean = False
                 continue
+            if name in parameters and schema.holds_named_nodes(parameters[name].hint):
+                self.composed.forget_unasked(key)
             node.arguments[name] = self.value(item, parameters[name].hint if name in parameters else Any, key)
             if not self.trusted(node, name, key):
                 del node.arguments[name]
@@ -219,9 +221,14 @@ class _Binder:
         return node
 
     def check_kind(self, node: _Node, hint: Any, value: dict[str, Any]) -> None:
-        """Refuse a target that makes none of the alternatives and lacks what a protocol among them asks for."""
+        """Refuse a target that makes none of the alternatives and lacks what a protocol among them asks for; a method
+        that is only inherited as abstract is lacking."""
         protocols = schema.protocol_members(hint)
-        options = tuple(option for option in schema.members(hint) if option not in protocols)
+        options = tuple(
+            option
+            for option in schema.members(hint)
+            if option not in protocols and typing.get_origin(option) is not typing.Literal  # no target makes a text
+        )
         if not all(isinstance(option, type) and option is not Any for option in options):
             return
         made = node.target if isinstance(node.target, type) else schema.returned(node.target)
@@ -231,12 +238,11 @@ class _Binder:
             return
         message = f"expects {values.describe(schema.members(hint))}, got {value['_target_']}{_what_it_makes(node)}"
         if protocols:
-            offered = {*dir(made), *schema.signature(made).parameters}
-            lacking = {protocol: names - offered for protocol, names in protocols.items()}
+            lacking = {protocol: schema.lacks(made, names) for protocol, names in protocols.items()}
             nearest = min(lacking, key=lambda protocol: len(lacking[protocol]))
             if not lacking[nearest]:
                 return
-            message += f", which lacks {', '.join(sorted(lacking[nearest]))} of {nearest.__module__}"
+            message += f", which lacks {', '.join(lacking[nearest])} of {nearest.__module__}"
         raise values.Mismatch(message)
 
     def report_missing(self, key: str, hint: Any) -> None:

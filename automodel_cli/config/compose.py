@@ -42,6 +42,7 @@ class Composed:
     trust: Trust = field(kw_only=True, default=NOTHING)
     _config: DictConfig = field(repr=False)
     _origins: dict[str, Origin] = field(repr=False)
+    _unasked: frozenset[str] = field(repr=False)
 
     def where(self, key: str) -> Origin:
         """The origin of `key`, or "default" where nobody set it."""
@@ -77,6 +78,31 @@ class Composed:
         del OmegaConf.select(self._config, section)[name]
         del self._origins[key]
         return True
+
+    def forget_unasked(self, section: str) -> None:
+        """Drop the entries of a section of named nodes that only the group's default option brings, where the user has
+        named some of their own: who asks for `rewards.mine` has not asked for `rewards.exact` beside it.
+        """
+        if section not in self._unasked:
+            return
+        entries: dict[str, Any] = self.tree[section]
+        of_default = f"conf/{section}/"
+        dropped = [
+            name
+            for name in entries
+            if all(
+                origin.file.startswith(of_default)
+                for key, origin in self._origins.items()
+                if f"{key}.".startswith(f"{section}.{name}.")
+            )
+        ]
+        if len(dropped) == len(entries):
+            return
+        OmegaConf.set_struct(self._config, False)
+        for name in dropped:
+            del entries[name], self._config[section][name]
+            for key in [key for key in self._origins if f"{key}.".startswith(f"{section}.{name}.")]:
+                del self._origins[key]
 
     def public(self) -> dict[str, Any]:
         """The config as it may be shown to others: what an interpolation stands for (a secret of the environment, or
@@ -140,7 +166,8 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
     tree = _resolve(merged.config, origins, problems)
     name = run_dir.name if run_dir else path.stem
     files = tuple(dict.fromkeys(file for file, _ in merged.files))
-    return Composed(name, path, tuple(overrides), tree, tuple(problems), files, run_dir, merged.config, origins)
+    described = (tree, tuple(problems), files, run_dir, merged.config, origins, merged.unasked)
+    return Composed(name, path, tuple(overrides), *described)
 
 
 def locate(conf: str) -> Path:

@@ -31,10 +31,12 @@ ComposeErrors = (HydraException, OmegaConfBaseException, ValueError)
 
 @dataclass(frozen=True)
 class Merged:
-    """The composed config before value overrides, and its files in merge order with the key each was merged under."""
+    """The composed config before value overrides, and its files in merge order with the key each was merged under.
+    `unasked`: groups whose option is a default that no file and no override has chosen."""
 
     config: DictConfig
     files: list[tuple[Path, str]]
+    unasked: frozenset[str]
 
 
 def parse(override: str) -> Override:
@@ -81,7 +83,8 @@ class Loader:
 
     def merge(self, name: str, group_overrides: Sequence[Override]) -> Merged:
         """Merge the defaults list of `name`. Raises one of `ComposeErrors` or MarkedYAMLError."""
-        defaults = self._defaults(name, list(group_overrides)).defaults
+        listed = self._defaults(name, list(group_overrides))
+        defaults, overrides = listed.defaults, listed.overrides
         config = self._loader._compose_config_from_defaults_list(defaults=defaults, repo=self._repository)
         files = []
         for default in defaults:
@@ -90,7 +93,7 @@ class Loader:
             package = default.package if default.package is not None else loaded.header["package"]
             folder = loaded.path.removeprefix("file://")
             files.append((Path(folder) / f"{default.config_path.removesuffix('.yaml')}.yaml", package or ""))
-        return Merged(config, files)
+        return Merged(config, files, frozenset(set(overrides.known_choices) - set(overrides.override_choices)))
 
     def _defaults(self, name: str, overrides: list[Override]) -> Any:
         return create_defaults_list(

@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -111,6 +111,23 @@ def _protocol_names(protocol: type) -> Iterator[str]:
     for base in protocol.__mro__:
         if getattr(base, "_is_protocol", False):
             yield from (name for name in (*vars(base), *base.__annotations__) if not name.startswith("_"))
+
+
+def holds_named_nodes(hint: Any) -> bool:
+    """Whether the annotation is a dict of nodes."""
+    arguments = typing.get_args(hint)
+    return typing.get_origin(hint) is dict and bool(dataclass_members(arguments[1]) or protocol_members(arguments[1]))
+
+
+def lacks(made: type, names: Iterable[str]) -> list[str]:
+    """Which of `names` a class neither has nor takes as a keyword, or has only as its base's `@abstractmethod`."""
+    offered = signature(made).parameters
+    return [
+        name
+        for name in sorted(names)
+        if name not in offered
+        and (not hasattr(made, name) or getattr(getattr(made, name), "__isabstractmethod__", False))
+    ]
 
 
 def keys(target: Callable[..., Any], prefix: str = "") -> Iterator[str]:

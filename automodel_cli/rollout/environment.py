@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.rollout.engine import Engine, SamplingParams, sample_seed
-from automodel_cli.rollout.rewards.base import OnError
+from automodel_cli.rollout.rewards.base import OnError, check_on_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +28,6 @@ EpisodeEnd = Literal["stop", "length", "turns", "error"]
 environment would have gone on after the last turn. `error`: the environment raised."""
 
 _PLACE = "\N{INVISIBLE SEPARATOR}reply\N{INVISIBLE SEPARATOR}"  # stands for the model's text in a rendered conversation
-_ON_ERROR = ("zero", "fail", "skip")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,35 @@ class Turn:
     reward: float = 0.0
     done: bool = True
     state: Any = None
+
+
+class EnvironmentNode(Protocol):
+    """What the node of `rollout.environment` must have; `Environment` has all but `step`. Your own:
+    examples/own_environment.py."""
+
+    @property
+    @abstractmethod
+    def max_turns(self) -> int:
+        """Messages of the model after which an episode ends."""
+        ...
+
+    @property
+    @abstractmethod
+    def weight(self) -> float:
+        """What the sum of an episode's rewards is multiplied by."""
+        ...
+
+    @property
+    @abstractmethod
+    def on_error(self) -> OnError:
+        """What counts when `step` raises."""
+        ...
+
+    @abstractmethod
+    def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
+        """What follows on `messages`, whose last is the model's newest. `row` is the dataset's row, `state` what the
+        turn before has left (None at first). Any exception counts as `on_error` says."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +88,11 @@ class Environment:
     def __post_init__(self) -> None:
         if self.max_turns < 1:
             raise ConfigError(f"max_turns={self.max_turns} must be at least 1", keys=("max_turns",), fix="max_turns=4")
-        if self.on_error not in _ON_ERROR:
-            raise ConfigError(
-                f"on_error={self.on_error!r} must be one of {', '.join(_ON_ERROR)}",
-                keys=("on_error",),
-                fix="on_error=zero",
-            )
+        check_on_error(self.on_error)
 
+    @abstractmethod
     def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
-        """What follows on `messages`, whose last is the model's newest. `row` is the dataset's row, `state` what the
-        turn before has left (None at first). Any exception counts as `on_error` says."""
+        """See `EnvironmentNode.step`."""
         raise NotImplementedError
 
 
@@ -132,7 +156,7 @@ def alone(ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
 def play(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
-    environment: Environment,
+    environment: EnvironmentNode,
     episodes: Sequence[Episode],
     params: SamplingParams,
     *,
@@ -181,7 +205,7 @@ def _speak(
 
 
 def _reply(
-    environment: Environment,
+    environment: EnvironmentNode,
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None,
     episode: Episode,

@@ -13,7 +13,7 @@ from automodel_cli.data.prompts import Prompt
 from automodel_cli.data.template_choice import resolve_chat_template
 from automodel_cli.rollout.ahead import Asked
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
-from automodel_cli.rollout.environment import Environment, Episode, Reply, play
+from automodel_cli.rollout.environment import EnvironmentNode, Episode, Reply, play
 from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.rewards.base import Judged
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
@@ -31,7 +31,7 @@ def speaks(mesh: Mesh) -> bool:
 
 def play_episodes(
     session: Session,
-    environment: Environment,
+    environment: EnvironmentNode,
     engine: Engine,
     asked: Sequence[Asked],
     params: SamplingParams,
@@ -73,7 +73,7 @@ def scored_samples(
     answers: Sequence[Completion | Episode],
     tokenizer: Any,
     rewards: RewardSum,
-    environment: Environment | None,
+    environment: EnvironmentNode | None,
 ) -> list[Sample]:
     """The answers as samples, judged by the rewards and, if there is one, by their environment. The rewards read the
     model's last message, with all before it as the conversation."""
@@ -99,7 +99,7 @@ def scored_samples(
 
 
 def with_environment(
-    score: Score, environment: Environment, episode: Episode, failing: AbstractSet[str] = frozenset()
+    score: Score, environment: EnvironmentNode, episode: Episode, failing: AbstractSet[str] = frozenset()
 ) -> Score:
     """What the episode's environment adds to the score of the rewards. An error of one of the `failing` rewards has
     made the sample worth 0, and so it stays."""

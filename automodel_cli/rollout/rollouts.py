@@ -26,7 +26,7 @@ from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environment import Episode
 from automodel_cli.rollout.episodes import play_episodes, scored_samples, speaks
 from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
-from automodel_cli.rollout.rewards.base import Reward
+from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
 from automodel_cli.rollout.sampling import shaping_of
@@ -109,7 +109,7 @@ class Rollouts(Callback):
     """
 
     def __init__(
-        self, session: Session, config: RolloutConfig, rewards: Mapping[str, Reward], objective: PolicyObjective
+        self, session: Session, config: RolloutConfig, rewards: Mapping[str, RewardNode], objective: PolicyObjective
     ):
         self.session, self.recipe, self.config = session, session.recipe, config
         self.objective = objective

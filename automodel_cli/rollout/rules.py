@@ -6,18 +6,24 @@ from collections.abc import Collection
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.formats import format_name, prompt_format
+from automodel_cli.rollout.rewards.base import check_on_error
 from automodel_cli.rollout.settings import RolloutConfig
 
 ENVIRONMENT = "environment"
 """What the environment's reward is called among those of a sample."""
-
-_PROMPT_FIELDS = ("messages", "prompt", "system", "tools")
 
 
 def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Collection[str]) -> None:
     """What several turns cannot be combined with. Raises ConfigError."""
     if rollout.environment is None:
         return
+    check_on_error(rollout.environment.on_error, "rollout.environment.on_error")
+    if rollout.environment.max_turns < 1:
+        raise ConfigError(
+            f"rollout.environment.max_turns={rollout.environment.max_turns} must be at least 1",
+            keys=("rollout.environment.max_turns",),
+        )
     if data.chat_template == "none":
         raise ConfigError(
             "data.chat_template=none: what an environment says is rendered by a chat template",
@@ -52,21 +58,19 @@ def check_prompt_data(data: DataConfig) -> None:
             keys=("data.packing", "data.long_documents"),
             fix="data.packing=best_fit data.long_documents=drop",
         )
-    formats = [data.format, *(source.format for source in data.sources or ())]
-    for fmt in formats:
-        if fmt not in ("auto", "messages", "sharegpt", "prompt_completion"):
+    for node in (data, *(data.sources or ())):
+        fmt = prompt_format(node.format)
+        if fmt.makes != "conversations":
             raise ConfigError(
-                f"data.format={fmt} holds no prompts",
+                f"data.format={format_name(fmt)} holds no prompts",
                 keys=("data.format",),
                 fix="data.format=auto, with a prompt column",
             )
-    maps = [data.columns, *(source.columns for source in data.sources or ())]
-    for columns in maps:
-        for field in columns:
-            if field not in _PROMPT_FIELDS:
+        for field in node.columns:
+            if field not in fmt.fields:
                 raise ConfigError(
-                    f"data.columns.{field} is not read from prompts, only {', '.join(_PROMPT_FIELDS)}; rewards name "
-                    "the columns that they read",
+                    f"data.columns.{field} is not read from prompts, only {', '.join(fmt.fields)}; rewards name the "
+                    "columns that they read",
                     keys=("data.columns",),
                     fix="data.columns='{prompt: question}' rewards.<name>.column=<the answer's column>",
                 )

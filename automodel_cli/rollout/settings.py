@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.config import SamplerConfig
 from automodel_cli.rollout.engine import EngineConfig, SamplingParams
-from automodel_cli.rollout.environment import Environment
+from automodel_cli.rollout.environment import EnvironmentNode
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RolloutConfig:
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong = field(default_factory=Overlong)
     """What becomes of responses that ran into `max_new_tokens`."""
-    environment: Environment | None = None
+    environment: EnvironmentNode | None = None
     max_staleness: int = 0
     max_mult_prob_error: float = 1.05
     show_every: int | None = 10

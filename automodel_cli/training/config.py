@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.training.trackers import check_trackers
+from automodel_cli.training.trackers import TrackerName, TrackerNode, tracker_nodes
 
 
 def _positive(section: str, **fields: int | float | None) -> None:
@@ -182,10 +182,10 @@ class LoggingConfig:
 
     every: int = 1
     display: Literal["auto", "live", "plain"] = "auto"
-    trackers: list[Any] = field(default_factory=list)
+    trackers: list[TrackerName | TrackerNode] = field(default_factory=list)
     profile: ProfileConfig | None = None
     report: bool = True
 
     def __post_init__(self) -> None:
         _positive("logging", every=self.every)
-        check_trackers(self.trackers)
+        tracker_nodes(self.trackers)

@@ -26,7 +26,7 @@ from automodel_cli.training.display import (
 )
 from automodel_cli.training.flops import model_flops_utilisation
 from automodel_cli.training.metrics import Row, keep_rows_until, to_line
-from automodel_cli.training.trackers import Tracker, check_trackers
+from automodel_cli.training.trackers import Tracker, named, tracker_nodes
 
 Scalar = Tensor | float | int
 
@@ -78,8 +78,10 @@ class Meter:
         keep_rows_until(path, resume_step)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         self._display: Display = make_display(config.display, num_steps, resume_step)
-        nodes = check_trackers(config.trackers)
-        self._trackers = [node.start(run_dir.name, run_dir, tracked_config or {}) for node in nodes]
+        nodes = tracker_nodes(config.trackers)
+        for node in nodes:
+            with named(node, "start"):
+                self._trackers.append(node.start(run_dir.name, run_dir, tracked_config or {}))
 
     def start(self) -> None:
         """Start the clock: call right before the first step."""
@@ -208,7 +210,8 @@ class Meter:
             self._display.close()
             self._file.close()
             for tracker in self._trackers:
-                tracker.finish(succeeded)
+                with named(tracker, "finish"):
+                    tracker.finish(succeeded)
 
     def _mfu(self, rate: float | None) -> float | None:
         machine = self._machine
@@ -233,7 +236,8 @@ class Meter:
                 fix=f"free space there, then automodel resume {path.parent}",
             ) from error
         for tracker in self._trackers:
-            tracker.log(row, int(row["step"] or 0))
+            with named(tracker, "log"):
+                tracker.log(row, int(row["step"] or 0))
 
 
 def _fetch(values: Mapping[str, Scalar]) -> dict[str, float | int | None]:

@@ -5,20 +5,21 @@ Nothing is sent anywhere unless the config names a tracker; metrics.jsonl is alw
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.training.metrics import Row
 
 
 class Tracker(Protocol):
-    """A running tracker. Only rank 0 has one."""
+    """A running tracker. Only rank 0 has one. What it raises ends the run."""
 
     def log(self, row: Row, step: int) -> None:
         """Record one row; None values are left out."""
@@ -30,9 +31,13 @@ class Tracker(Protocol):
 
 
 class TrackerNode(Protocol):
-    """A config node that starts a tracker."""
+    """What a node of `logging.trackers` must have. Your own: examples/own_tracker.py."""
 
-    def start(self, run_name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker: ...
+    @abstractmethod
+    def start(self, run_name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker:
+        """Begin to record a run, or go on with it where one of this name is there already. `config` is the composed
+        config, without what its interpolations stand for."""
+        ...
 
 
 def _require(module: str, package: str) -> None:
@@ -197,33 +202,32 @@ class _TrackioRun:
         self._trackio.finish()
 
 
-BY_NAME: dict[str, type[TensorBoard] | type[WandB] | type[MLflow] | type[Trackio]] = {
+@contextmanager
+def named(tracker: object, hook: str) -> Iterator[None]:
+    """What a tracker raises in here names it. Raises RunError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        kind = f"{type(tracker).__module__}.{type(tracker).__qualname__}"
+        raise RunError(
+            f"tracker {kind} failed in {hook}: {type(error).__name__}: {error}", keys=("logging.trackers",)
+        ) from error
+
+
+BY_NAME: dict[str, Callable[[], TrackerNode]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,
     "trackio": Trackio,
 }
+if TYPE_CHECKING:
+    TrackerName = str
+else:
+    TrackerName = Literal[*BY_NAME]
 
 
-def check_trackers(trackers: Sequence[Any]) -> list[TrackerNode]:
-    """Nodes for a list of names or nodes. Raises ConfigError for an unknown name or a package that is not installed."""
-    nodes: list[TrackerNode] = []
-    for item in trackers:
-        if isinstance(item, str):
-            if item not in BY_NAME:
-                close = difflib.get_close_matches(item, BY_NAME, n=1)
-                raise ConfigError(
-                    f"unknown tracker {item!r}; known: {', '.join(BY_NAME)}",
-                    keys=("trackers",),
-                    fix=f"logging.trackers=[{close[0] if close else 'tensorboard'}]",
-                )
-            nodes.append(BY_NAME[item]())
-        elif isinstance(item, (TensorBoard, WandB, MLflow, Trackio)):
-            nodes.append(item)
-        else:
-            raise ConfigError(
-                f"trackers holds {item!r}, which is neither a tracker's name nor its node",
-                keys=("trackers",),
-                fix="logging.trackers=[tensorboard]",
-            )
-    return nodes
+def tracker_nodes(trackers: Sequence[TrackerName | TrackerNode]) -> list[TrackerNode]:
+    """The node of each name, and the nodes as they are. Raises ConfigError for a package that is not installed."""
+    return [BY_NAME[item]() if isinstance(item, str) else item for item in trackers]

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder: the examples and a small SFT config, and the run that they are compared with."""
     folder = tmp_path_factory.mktemp("examples")
-    for file in EXAMPLES.glob("*.py"):
+    for file in EXAMPLES.iterdir():
         shutil.copy(file, folder)
     config = write_config(folder)
     start, _, rest = config.read_text().partition("parallelizer:")
@@ -80,6 +80,29 @@ def test_own_dataset_optimizer_schedule_and_callback_in_one_run(folder: Path) ->
     assert curve(run, "best_loss") == [min(losses[: i + 1]) for i in range(6)]
     assert (run / "best.txt").read_text().splitlines()[-1].endswith(f" {min(losses)}")
     assert "accuracy after training" in done.stdout and f"best loss {min(losses):.4f}" in done.stdout
+
+
+def test_own_format_and_tracker_in_one_run(folder: Path) -> None:
+    trust = [f"--trust-package=own_{name}" for name in ("format", "tracker")]
+    few = ("train.max_steps=3", "logging.report=false", "logging.trackers=[{_target_: own_tracker.Spreadsheet}]")
+    done = automodel(folder, "finetune", "llm", "-c", "own_format.yaml", "run_name=threads", *few, *trust)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "threads.jsonl: 8 rows (own_format.BestAnswer)" in done.stdout
+    lines = (folder / "runs" / "threads" / "curve.csv").read_text().splitlines()
+    losses = [float(line.split(",")[2]) for line in lines if line.split(",")[1] == "loss"]
+    assert losses == curve(folder / "runs" / "threads") and lines[-1] == "end,succeeded,True"
+    shown = automodel(folder, "data", "inspect", "-c", "own_format.yaml", "--rows", "1", *trust)
+    assert "Capital of France?" in shown.stdout and "{Paris" in shown.stdout and "Lyon" not in shown.stdout
+
+
+def test_own_format_of_pairs(folder: Path) -> None:
+    own = ("~data.task", "data.path=threads.jsonl", "data.format={_target_: own_format.BestAndWorst}")
+    few = ("train.max_steps=2", "logging.report=false", "data.seq_len=128", "data.columns={body: text}")
+    (folder / "pairs.yaml").write_text(PAIRS.format(family="llama"))
+    run = ("dpo", "llm", "-c", "pairs.yaml", "run_name=threads_dpo", *few, *own, "--trust-package", "own_format")
+    done = automodel(folder, *run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert curve(folder / "runs" / "threads_dpo")[0] == pytest.approx(0.693147, abs=1e-6)
 
 
 def test_own_engine_reward_and_environment_in_one_run(folder: Path) -> None:

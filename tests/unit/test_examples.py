@@ -74,6 +74,31 @@ def test_own_schedule() -> None:
     assert rates == pytest.approx([1.0] * 4 + [0.1] * 2 + [0.01] * 2)
 
 
+def test_own_format() -> None:
+    from own_format import BestAndWorst, BestAnswer
+
+    from automodel_cli.data.row_fields import Fields
+    from automodel_cli.data.rows import RowError
+
+    row = {"title": "2 + 3?", "body": "Quick!", "answers": [{"text": "6", "score": -1}, {"text": "5", "score": 4}]}
+    said = BestAnswer().read(Fields(row, BestAnswer.fields, {}))
+    assert [m["content"] for m in said.messages] == ["2 + 3?\nQuick!", "5"] and said.trained == [False, True]
+    pair = BestAndWorst().read(Fields({**row, "body": None}, BestAndWorst.fields, {}))
+    assert [d.messages[-1]["content"] for d in (pair.chosen, pair.rejected)] == ["5", "6"]
+    assert pair.chosen.messages[0]["content"] == "2 + 3?"
+    with pytest.raises(RowError, match="no answer has a score of 5 or more"):
+        BestAnswer(least=5).read(Fields(row, BestAnswer.fields, {}))
+
+
+def test_own_tracker(tmp_path: Path) -> None:
+    from own_tracker import Spreadsheet
+
+    run = Spreadsheet("x.csv").start("run", tmp_path, {})
+    run.log({"step": 2, "loss": 0.5, "mfu": None}, 2)
+    run.finish(succeeded=True)
+    assert (tmp_path / "x.csv").read_text().splitlines() == ["2,step,2", "2,loss,0.5", "end,succeeded,True"]
+
+
 def test_own_reward_environment_and_dataset() -> None:
     from own_dataset import Backwards
     from own_environment import SayMore

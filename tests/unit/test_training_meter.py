@@ -218,19 +218,6 @@ def test_tensorboard_gets_every_number(tmp_path):
     assert flatten({"a": {"b": 1}, "c": [2]}) == {"a.b": 1, "c": [2]}
 
 
-@pytest.mark.parametrize(
-    ("trackers", "message", "fix"),
-    [
-        (["wandbb"], "unknown tracker 'wandbb'", "logging.trackers=[wandb]"),
-        ([3], "neither a tracker's name", "logging.trackers=[tensorboard]"),
-    ],
-)
-def test_unknown_trackers_are_refused(trackers, message, fix):
-    with pytest.raises(ConfigError, match=message) as caught:
-        LoggingConfig(trackers=trackers)
-    assert caught.value.fix == fix
-
-
 def test_a_tracker_that_is_not_installed_says_what_to_install(monkeypatch):
     monkeypatch.setattr(TensorBoard, "module", "no_such_module_at_all")
     with pytest.raises(ConfigError) as caught:

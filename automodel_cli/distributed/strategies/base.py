@@ -6,6 +6,7 @@ examples/own_parallelizer.py. Torch-free at import, like all nodes.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -165,6 +166,7 @@ class ParallelizerConfig:
         """For the axes that are applied before the strategy."""
         return AxisOptions()
 
+    @abstractmethod
     def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
         """Apply data parallelism, the last step of `parallelize`, and register a `sharded.Sharded` where a step must
         know of it. Gradients must become sums over `mesh.dp_cp`. Returns the module that runs. Collective."""

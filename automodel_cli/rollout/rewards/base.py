@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from automodel_cli.config.errors import ConfigError
 
 OnError = Literal["zero", "fail", "skip"]
-_ON_ERROR = ("zero", "fail", "skip")
+
+
+def check_on_error(value: str, key: str | None = None) -> None:
+    """Refuse what is no rule for errors. `key`: where it stands in a recipe; null: in the node itself."""
+    if value not in get_args(OnError):
+        raise ConfigError(
+            f"on_error={value!r} must be one of {', '.join(get_args(OnError))}",
+            keys=(key or "on_error",),
+            fix=None if key else "on_error=zero",
+        )
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,56 @@ class Judged:
         return self.row[name]
 
 
+class RewardNode(Protocol):
+    """What a node of the `rewards` section must have; `Reward` has all but `score` (examples/own_reward.py)."""
+
+    @property
+    @abstractmethod
+    def weight(self) -> float:
+        """What the score is multiplied by."""
+        ...
+
+    @property
+    @abstractmethod
+    def on_error(self) -> OnError:
+        """What counts when `score` raises, runs out of time or gives no finite number."""
+        ...
+
+    @property
+    @abstractmethod
+    def timeout(self) -> float | None:
+        """Seconds for one score, in a helper process that is killed after them; None: in this process."""
+        ...
+
+    @property
+    @abstractmethod
+    def limits_itself(self) -> bool:
+        """Whether `score` keeps to `timeout` by itself, so that no helper process is needed."""
+        ...
+
+    @property
+    @abstractmethod
+    def confined(self) -> bool:
+        """Whether the helper process, which may evaluate what the completion says, gives up writing files, sockets and
+        processes first."""
+        ...
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ConfigError for what this machine lacks (an extra, isolation). Called before the first rollout."""
+        ...
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Import what is slow to import. Called in the helper process, and counts against no timeout."""
+        ...
+
+    @abstractmethod
+    def score(self, sample: Judged) -> float:
+        """What the sample is worth before the weight; any exception counts as `on_error` says."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reward:
     """One reward. A subclass defines `score`; what it returns is multiplied by `weight` and summed with the others.
@@ -45,32 +105,24 @@ class Reward:
     """
 
     limits_itself: ClassVar[bool] = False
-    """Whether `score` keeps to `timeout` by itself, so that no helper process is needed."""
-
     confined: ClassVar[bool] = False
-    """Whether the helper process, which may evaluate what the completion says, gives up writing files, sockets and
-    processes first."""
 
     weight: float = 1.0
     on_error: OnError = "zero"
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        if self.on_error not in _ON_ERROR:
-            raise ConfigError(
-                f"on_error={self.on_error!r} must be one of {', '.join(_ON_ERROR)}",
-                keys=("on_error",),
-                fix="on_error=zero",
-            )
+        check_on_error(self.on_error)
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout} s must be above 0", keys=("timeout",), fix="timeout=5")
 
     def check(self) -> None:
-        """Raise ConfigError for what this machine lacks (an extra, isolation). Called before the first rollout."""
+        """Nothing is lacking."""
 
     def warm_up(self) -> None:
-        """Import what is slow to import. Called in the helper process, and counts against no timeout."""
+        """Nothing is slow to import."""
 
+    @abstractmethod
     def score(self, sample: Judged) -> float:
-        """What the sample is worth before the weight; any exception counts as `on_error` says."""
+        """See `RewardNode.score`."""
         raise NotImplementedError

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.base import Judged, RewardNode
 from automodel_cli.rollout.rewards.helper import Helper
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class RewardSum:
     `num_helpers` processes and as many threads compute what has a timeout. Use as a context manager, or `close` it.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], *, num_helpers: int = 2):
+    def __init__(self, rewards: Mapping[str, RewardNode], *, num_helpers: int = 2):
         if not rewards:
             raise ConfigError("there is no reward", keys=("rewards",), fix=f"rewards.exact._target_={_EXAMPLE}")
         if not any(reward.weight != 0 for reward in rewards.values()):
@@ -80,7 +80,7 @@ class RewardSum:
                 helper.close()
                 helpers.put(helper)
 
-    def _with_helper(self, reward: Reward) -> Judge:
+    def _with_helper(self, reward: RewardNode) -> Judge:
         helpers = self._helpers[reward.confined]
 
         def judge(sample: Judged) -> float:

@@ -13,7 +13,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.base import Judged, RewardNode
 from automodel_cli.rollout.rewards.inside import kernel
 
 START_SECONDS = 180.0  # to start the helper and import what the reward needs, which counts against nobody's timeout
@@ -29,7 +29,7 @@ class Helper:
         self._connection: Connection | None = None
         self._ready: set[int] = set()
 
-    def score(self, reward: Reward, sample: Judged) -> float:
+    def score(self, reward: RewardNode, sample: Judged) -> float:
         """What `reward.score(sample)` gives there. Raises RuntimeError with its error, TimeoutError after
         `reward.timeout`."""
         connection = self._connection or self._start()

@@ -1,0 +1,137 @@
+"""Classes of one's own in a config: what lacks something is refused by the name of what is missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.trust import Trust
+
+MODULE = """
+from dataclasses import dataclass
+from automodel_cli.data.format import Format
+from automodel_cli.distributed.strategies.base import ParallelizerConfig
+from automodel_cli.rollout.environment import Environment, Turn
+from automodel_cli.rollout.rewards.base import Reward
+
+@dataclass(frozen=True)
+class NoShard(ParallelizerConfig):
+    pass
+
+@dataclass(frozen=True, kw_only=True)
+class NoScore(Reward):
+    pass
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(Reward):
+    def score(self, sample):
+        return 1.0
+
+@dataclass(frozen=True, kw_only=True)
+class NoStep(Environment):
+    pass
+
+class Bare:
+    pass
+
+class NoRead(Format):
+    fields = ("q",)
+    makes = "conversations"
+
+class Free:
+    max_turns, weight, on_error = 0, 1.0, "zero"
+    def step(self, messages, row, state):
+        return Turn()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "runs/quickstart/export").mkdir(parents=True)
+    return tmp_path
+
+
+def build(conf: str, *overrides: str) -> Any:
+    return check(compose(conf, overrides), Trust(packages=("mine",)))
+
+
+@pytest.mark.parametrize(
+    ("conf", "override", "message"),
+    [
+        ("quickstart", "parallelizer={_target_: mine.NoShard}", "mine.NoShard, which lacks shard of automodel_cli."),
+        (
+            "quickstart",
+            "data.format={_target_: mine.NoRead}",
+            "mine.NoRead, which lacks read of automodel_cli.data.format",
+        ),
+        (
+            "quickstart",
+            "data.format={_target_: mine.Bare}",
+            "which lacks fields, makes, read of automodel_cli.data.format",
+        ),
+        ("quickstart", "logging.trackers=[{_target_: mine.Bare}]", "lacks start of automodel_cli.training.trackers"),
+        (
+            "quickstart_grpo",
+            "rewards.own={_target_: mine.NoScore}",
+            "mine.NoScore, which lacks score of automodel_cli.",
+        ),
+        (
+            "quickstart_grpo",
+            "rollout.environment={_target_: mine.NoStep}",
+            "mine.NoStep, which lacks step of automodel_cli.",
+        ),
+        (
+            "quickstart_grpo",
+            "rollout.environment={_target_: mine.Free}",
+            "rollout.environment.max_turns=0 must be at least 1",
+        ),
+    ],
+)
+def test_a_node_is_told_what_it_lacks(conf: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(conf, override)
+    assert message in str(caught.value)
+
+
+def test_a_tracker_that_is_none_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build("quickstart", "logging.trackers=[wandbb]")
+    assert "logging.trackers.0 expects tensorboard, wandb, mlflow, trackio or a section" in str(caught.value)
+    assert "logging.trackers.0=wandb" in str(caught.value)
+
+
+OWN = "rewards.own={_target_: mine.Scores}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ((), ["exact"]),
+        ((OWN,), ["own"]),
+        ((OWN, "rewards=exact"), ["exact", "own"]),
+        ((OWN, "rewards.exact.weight=2.0"), ["exact", "own"]),
+        (("rewards.exact.weight=2.0",), ["exact"]),
+    ],
+)
+def test_own_rewards_take_the_place_of_the_default_one(overrides: tuple[str, ...], names: list[str]) -> None:
+    assert sorted(build("quickstart_grpo", *overrides).rewards) == names
+
+
+def test_the_rewards_section_of_a_file_takes_the_place_of_the_default_one(folder: Path) -> None:
+    section = "rewards: {own: {_target_: mine.Scores}}\n"
+    (folder / "mine_only.yaml").write_text("defaults: [quickstart_grpo, _self_]\n" + section)
+    composed = compose("mine_only.yaml")
+    assert list(check(composed, Trust(packages=("mine",))).rewards) == ["own"]
+    assert "exact" not in composed.to_yaml(), "a saved config says what was trained with"
+    (folder / "both.yaml").write_text("defaults: [quickstart_grpo, override rewards: exact, _self_]\n" + section)
+    assert sorted(build("both.yaml").rewards) == ["exact", "own"]
