@@ -11,8 +11,7 @@ from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.run.reference import Columns
-    from automodel_cli.run.session import Session
+    from automodel_cli.run.session import Columns, Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +45,11 @@ class DPORecipe(Recipe):
             )
 
     def run(self, source: Composed) -> int:
+        from automodel_cli.run.held_out import HeldOutLoss
         from automodel_cli.run.session import open_session
 
-        with open_session(self, source) as session:
+        with open_session(self, source, columns=self.columns) as session:
+            session.callbacks.add(HeldOutLoss(session))
             session.header()
             if session.first_step == 0:
                 _tell(session, "before", 0)
@@ -62,7 +63,7 @@ class DPORecipe(Recipe):
 
             return finish(session)
 
-    def batch_columns(self, session: Session) -> Columns:
+    def columns(self, session: Session) -> Columns:
         """Log-probs of the reference, and for KTO the reference point of the step. Collective."""
         from automodel_cli.run.reference import reference_columns, reference_point
 

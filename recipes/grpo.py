@@ -15,8 +15,6 @@ from automodel_cli.run.rules import check_exported
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.run.session import Session
-    from automodel_cli.training.callback import Callback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +102,6 @@ class GRPORecipe(Recipe):
 
     def rows_of_a_step(self) -> dict[str, int]:
         return {"global_batch_size": self.rollout.prompts_per_step, "microbatch_size": 1}
-
-    def inspect_data(self, source: Composed, **options: Any) -> None:
-        """Print prompts as the model reads them, and the totals."""
-        from automodel_cli.data.inspect import show_prompts
-        from automodel_cli.models.tokenizer import load_tokenizer
-
-        check_exported(self.model)
-        tokenizer = load_tokenizer(self.model)
-        show_prompts(self.prepared(tokenizer), tokenizer, **options)
-
-    def own_callbacks(self, session: Session) -> list[Callback]:
-        """None yet: what measures is a part of what generates, which `run` builds."""
-        return []
 
     def run(self, source: Composed) -> int:
         check_exported(self.model)

@@ -19,9 +19,11 @@ class SFTRecipe(Recipe):
 
     def run(self, source: Composed) -> int:
         from automodel_cli.rollout.held_out_questions import HeldOutQuestions
+        from automodel_cli.run.held_out import HeldOutLoss
         from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
+            session.callbacks.add(HeldOutLoss(session))
             session.header()
             questions = HeldOutQuestions()
             questions.ask(session, "before")

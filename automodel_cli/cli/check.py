@@ -13,6 +13,7 @@ from automodel_cli.config.trust import Need, Trust
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.run.config_root import ConfigRoot
 
 
 @click.command(short_help="Check a config; nothing is run.")
@@ -45,7 +46,7 @@ def check(conf: str, overrides: tuple[str, ...], trust: Trust, resolved: bool) -
     click.echo(f"{click.style('ok'.ljust(width), fg='green', bold=True)}  {files}{more}")
 
 
-def _refuse_missing(composed: Composed, recipe: common.Recipe) -> None:
+def _refuse_missing(composed: Composed, recipe: ConfigRoot) -> None:
     """Raise one ConfigError with every file and folder that is not there."""
     problems = []
     for error in recipe.missing_files():

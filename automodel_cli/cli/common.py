@@ -4,80 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from automodel_cli.cli import complete
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.problems import Finding, show
+from automodel_cli.config.problems import show
 from automodel_cli.config.remembered import recall
 from automodel_cli.config.trust import WORDS, Need, Trust
 from automodel_cli.launch.placement import detect
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.run.config_root import ConfigRoot
+    from automodel_cli.run.recipe import Recipe
 
 _PACKAGES = "automodel.trust-package"
 F = TypeVar("F", bound=Callable[..., object])
-
-
-@runtime_checkable
-class Recipe(Protocol):
-    """What the root of a config must be. Exit codes are those of `automodel_cli.cli.main`."""
-
-    def num_ranks(self, num_gpus: int) -> int:
-        """How many ranks to start on a host with so many GPUs."""
-        ...
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Whether a run on so many ranks, of one host or several, is possible. Raises ConfigError."""
-        ...
-
-    def missing_files(self) -> Sequence[ConfigError]:
-        """What the config names on this disk and is not there; each error names its key."""
-        ...
-
-    def run_folder(self, composed: Composed, *, make: bool) -> Path:
-        """Where a run that begins later will write; with `make` the folder exists then, with its config."""
-        ...
-
-    def run(self, composed: Composed) -> int:
-        """Train, as one rank; returns the exit code. `composed.run_dir` is set when a run goes on in place."""
-        ...
-
-    def inspect_data(self, composed: Composed, *, rows: int) -> int | None:
-        """Print rows as the model will see them; returns the exit code, None for 0."""
-        ...
-
-    def plan(self, composed: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
-        """Print what a run on so many GPUs would hold, need and wait for; returns the exit code."""
-        ...
-
-    def verify(self, composed: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
-        """Compare the recipe's layouts with one process on small CPU ranks; returns 0 where all agree, else 1."""
-        ...
-
-    def examine(self, run_dir: Path) -> Iterable[Finding]:
-        """Whether the files of a run are as they were written."""
-        ...
-
-    def export(self, run_dir: Path, out_dir: Path) -> int:
-        """Write the newest checkpoint of a run for `transformers`; returns the exit code."""
-        ...
-
-
-@runtime_checkable
-class KindOfRecipe(Protocol):
-    """A recipe that says which method it trains by."""
-
-    @property
-    def kind(self) -> str:
-        """sft, dpo, ..."""
-        ...
 
 
 def trust_option(function: F) -> F:
@@ -126,11 +73,12 @@ def load(
     *,
     run_dir: Path | None = None,
     untrusted: list[Need] | None = None,
-) -> tuple[Composed, Recipe]:
+) -> tuple[Composed, ConfigRoot]:
     """Compose and check. Raises ConfigError with everything that is wrong; what the config would execute without being
     trusted is part of that, or goes to `untrusted` (see `check`). A run in `run_dir` remembers what was trusted."""
     from automodel_cli.config.check import check
     from automodel_cli.config.compose import compose
+    from automodel_cli.run.config_root import ConfigRoot
 
     try:
         composed = compose(conf, overrides, run_dir=run_dir)
@@ -141,12 +89,25 @@ def load(
             time.sleep(2)
             sys.exit(error.exit_code)
         raise
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, ConfigRoot):
         raise ConfigError(
-            f"{type(recipe).__name__} is no recipe: it lacks {', '.join(_lacking(recipe))}",
+            f"{type(recipe).__name__} is no recipe: it does not inherit from {ConfigRoot.__module__}.ConfigRoot",
             origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
         )
     return composed, recipe
+
+
+def load_recipe(*args: Any, **options: Any) -> tuple[Composed, Recipe]:
+    """`load`, for commands that read the sections of a language model's recipe. Raises ConfigError."""
+    from automodel_cli.run.recipe import Recipe
+
+    composed, found = load(*args, **options)
+    if not isinstance(found, Recipe):
+        raise ConfigError(
+            f"{type(found).__name__} has not the sections that this command reads: it is no {Recipe.__module__}.Recipe",
+            origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
+        )
+    return composed, found
 
 
 def say_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 5) -> None:
@@ -155,11 +116,6 @@ def say_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 5)
         value = show(composed.shown(need.key), 100)
         label = click.style("trust".ljust(width), fg="yellow", bold=True)
         click.echo(f"{label}  {need.key}={value} ({composed.origin(need.key)}) {need.what}: a run needs {need.option}")
-
-
-def _lacking(found: object) -> list[str]:
-    """What `Recipe` asks for and `found` does not have."""
-    return [name for name, member in vars(Recipe).items() if callable(member) and not hasattr(found, name)]
 
 
 def run_folder(name: str) -> Path:

@@ -16,7 +16,9 @@ def data() -> None:
 @data.command()
 @click.option("--rows", default=3, show_default=True, type=click.IntRange(min=1), help="How many rows to print.")
 @common.config_options
-def inspect(conf: str, overrides: tuple[str, ...], trust: Trust, rows: int) -> int:
+def inspect(conf: str, overrides: tuple[str, ...], trust: Trust, rows: int) -> None:
     """Print rows with trained tokens coloured and the totals of supervised tokens."""
-    composed, recipe = common.load(conf, overrides, trust)
-    return recipe.inspect_data(composed, rows=rows) or 0
+    _, recipe = common.load_recipe(conf, overrides, trust)
+    from automodel_cli.run.inspect_data import inspect_data
+
+    inspect_data(recipe, rows=rows)

@@ -64,9 +64,11 @@ def doctor(run: str | None, trust: Trust) -> int:
 def of_run(run: str, trust: Trust) -> Iterator[Verdict]:
     """The config and every file of a run. Nothing that the config names is executed."""
     folder = common.run_folder(run)
-    _, recipe = common.load(folder / "config.yaml", (), trust, run_dir=folder, untrusted=[])
+    from automodel_cli.run.examine import examine
+
+    common.load(folder / "config.yaml", (), trust, run_dir=folder, untrusted=[])
     yield Verdict("ok", "config", str(folder / "config.yaml"))
-    for finding in recipe.examine(folder):
+    for finding in examine(folder):
         yield Verdict(*finding)
 
 

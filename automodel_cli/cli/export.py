@@ -20,5 +20,7 @@ def export(run: str, out: Path | None, trust: Trust) -> int:
     RUN is a folder or a name below runs/.
     """
     folder = common.run_folder(run)
-    _, recipe = common.load(folder / "config.yaml", (), trust, run_dir=folder)
-    return recipe.export(folder, out or folder / "export")
+    _, recipe = common.load_recipe(folder / "config.yaml", (), trust, run_dir=folder)
+    from automodel_cli.run.results import export_run
+
+    return export_run(recipe, folder, out or folder / "export")

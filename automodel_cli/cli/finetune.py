@@ -14,6 +14,7 @@ from automodel_cli.launch import local, memory, placement, startup, stop, worker
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.run.config_root import ConfigRoot
 
 
 @click.group()
@@ -46,7 +47,7 @@ def of_kind(kind: str, what: str) -> click.Group:
     @click.pass_obj
     def llm_of_kind(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
         composed, recipe = common.load(conf, overrides, trust)
-        if not (isinstance(recipe, common.KindOfRecipe) and recipe.kind == kind):
+        if recipe.kind != kind:
             raise ConfigError(
                 f"{conf} is no {kind} recipe: it makes a {type(recipe).__name__}",
                 origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
@@ -76,7 +77,7 @@ def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: Tr
     return start(composed, recipe, arguments)
 
 
-def start(composed: Composed, recipe: common.Recipe, arguments: Sequence[str]) -> int:
+def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> int:
     """Run `recipe` as the rank that this process is, or start its ranks with the same command line."""
     num_gpus = placement.num_gpus()
     if placement.detect().kind == "local":

@@ -23,6 +23,8 @@ def plan(conf: str, overrides: tuple[str, ...], trust: Trust, gpus: int, memory_
     Memory is an estimate. Loads torch, starts no process.
     """
     untrusted: list[Need] = []
-    composed, recipe = common.load(conf, overrides, trust, untrusted=untrusted)
+    composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
     common.say_untrusted(composed, untrusted)
-    return recipe.plan(composed, num_gpus=gpus, memory_gib=memory_gib, svg=svg)
+    from automodel_cli.run.plan import print_plan
+
+    return print_plan(recipe, composed, num_gpus=gpus, memory_gib=memory_gib, svg=svg)

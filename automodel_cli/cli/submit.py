@@ -18,6 +18,7 @@ from automodel_cli.launch.local import safe_path
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.run.config_root import ConfigRoot
 
 _CPUS_PER_GPU = 4
 """Unless the user says otherwise: Slurm's own default of one starves a rank that also reads data and drives NCCL."""
@@ -64,13 +65,15 @@ def submit(conf: str, overrides: tuple[str, ...], trust: Trust, dry_run: bool, *
     of a step, the job is requeued, and the run goes on where it stopped. The run folder and this Python must be on a
     file system that all nodes see.
     """
+    from automodel_cli.run.run_folder import run_folder
+
     ranks_per_node = _ranks_per_node(options["gpus_per_node"], options.pop("ranks_per_node"))
     composed, recipe = common.load(conf, overrides, trust)
     _check_ranks(composed, recipe, options["nodes"], ranks_per_node)
     if options["cpus_per_task"] is None and options["gpus_per_node"]:
         options["cpus_per_task"] = _CPUS_PER_GPU
     job_name = options.pop("job_name")
-    folder = recipe.run_folder(composed, make=False)
+    folder = run_folder(recipe, composed, make=False)
     job = slurm.Job(
         name=job_name or folder.name,
         run_dir=folder,
@@ -87,7 +90,7 @@ def submit(conf: str, overrides: tuple[str, ...], trust: Trust, dry_run: bool, *
         return
     sbatch = slurm.find_sbatch()
     is_new = not folder.exists()
-    folder = recipe.run_folder(composed, make=True)  # another one, if somebody was quicker
+    folder = run_folder(recipe, composed, make=True)  # another one, if somebody was quicker
     _send(sbatch, replace(job, run_dir=folder, name=job_name or folder.name), remove=is_new)
 
 
@@ -121,7 +124,7 @@ def _ranks_per_node(num_gpus: int, num_ranks: int | None) -> int:
     return num_gpus or num_ranks or 1
 
 
-def _check_ranks(composed: Composed, recipe: common.Recipe, nodes: int, ranks_per_node: int) -> None:
+def _check_ranks(composed: Composed, recipe: ConfigRoot, nodes: int, ranks_per_node: int) -> None:
     """The mesh against the ranks of all nodes; the error names the options and the keys with their origins."""
     try:
         recipe.check_ranks(nodes * ranks_per_node)

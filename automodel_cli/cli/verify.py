@@ -38,5 +38,7 @@ def verify(
 
     Needs the model's config, not its weights, and no GPU. Exit code 1 if a row differs.
     """
-    composed, recipe = common.load(conf, overrides, trust)
-    return recipe.verify(composed, wanted=wanted, tolerance=tolerance, as_json=as_json)
+    composed, recipe = common.load_recipe(conf, overrides, trust)
+    from automodel_cli.run import verify as of_run
+
+    return of_run.verify(recipe, composed, wanted=wanted, tolerance=tolerance, as_json=as_json)

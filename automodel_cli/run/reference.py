@@ -15,7 +15,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,14 +35,11 @@ from automodel_cli.objectives.base import ReferenceSource
 from automodel_cli.objectives.kto import reference_point_sums
 from automodel_cli.run.results import compute_dtype
 from automodel_cli.run.scoring import ReferenceModel, logprobs_of
+from automodel_cli.run.session import Columns, Session
 from automodel_cli.training.memory import max_over_ranks
 
 if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe
-    from automodel_cli.run.session import Session
-
-Columns = Callable[[list[Batch]], list[Batch]]
-"""Batches with more columns in `extra`. Collective; every rank brings equally many."""
 
 _CHUNK = 1 << 24
 """Values summed over ranks at a time: 64 MiB of device memory."""

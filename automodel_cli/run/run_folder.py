@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.remembered import remember
+from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.run.run_lock import hold
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.run.recipe import Recipe
 
 
-def run_folder(recipe: Recipe, source: Composed, *, make: bool = True, held: ExitStack | None = None) -> Path:
+def run_folder(root: ConfigRoot, source: Composed, *, make: bool = True, held: ExitStack | None = None) -> Path:
     """The folder of a run: the one it goes on in, the earlier one of its name (`checkpoint.resume=auto`), or a new one.
 
     With `make` it exists afterwards and holds `config.yaml`, the config with its origins. With `held` no other run gets
     in until that is closed. Raises RunError.
     """
-    output_dir, name = Path(recipe.output_dir), recipe.run_name or source.name
-    earlier = runs_called(output_dir, name) if recipe.checkpoint.resume == "auto" else []
+    output_dir, name = Path(root.output_dir), root.run_name or source.name
+    earlier = runs_called(output_dir, name) if root.goes_on else []
     if source.run_dir is not None:
         folder = source.run_dir
     elif earlier:

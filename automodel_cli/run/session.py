@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import MeasuredObjective
 from automodel_cli.run.model import Model
+from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.run_folder import run_folder
 from automodel_cli.training import rng
 from automodel_cli.training.callback import Callbacks
@@ -46,13 +47,24 @@ from automodel_cli.training.tally import shown_metrics
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.run.recipe import Recipe
+
+Columns = Callable[[list[Batch]], list[Batch]]
+"""Batches with more columns in `extra`. Collective; every rank brings equally many."""
 
 
 class Session:
     """What a recipe's loop needs: the next microbatches, one step, and what is due after it. Made by `open_session`."""
 
-    def __init__(self, recipe: Recipe, source: Composed, data: Any, tokenizer: Any, mesh: Mesh, run_dir: Path):
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: Composed,
+        data: Any,
+        tokenizer: Any,
+        mesh: Mesh,
+        run_dir: Path,
+        columns: Callable[[Session], Columns] | None,
+    ):
         self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
         self.mesh, self.run_dir = mesh, run_dir
         self.is_main = dist.get_rank() == 0
@@ -66,7 +78,7 @@ class Session:
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.model = Model.build(recipe, mesh)
-        self.columns = recipe.batch_columns(self)
+        self.columns: Columns = columns(self) if columns is not None else lambda batches: batches
         self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps)
         rng.seed(recipe.seed, dist.get_rank())
@@ -276,8 +288,14 @@ class Session:
 
 
 @contextmanager
-def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
-    """Prepare the data, start the process group, build everything; take it down again whatever happens."""
+def open_session(
+    recipe: Recipe, source: Composed, *, columns: Callable[[Session], Columns] | None = None
+) -> Iterator[Session]:
+    """Prepare the data, start the process group, build everything; take it down again whatever happens.
+
+    `columns` makes what adds the columns that the objective reads besides the rows. It is called once, while the model
+    is as loaded.
+    """
     if recipe.train.deterministic:
         rng.make_deterministic()
     if recipe.train.cpu_threads is not None:
@@ -289,10 +307,10 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
         with ExitStack() as held:
             mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
             run_dir = _shared_run_folder(recipe, source, held)
-            session = Session(recipe, source, data, tokenizer, mesh, run_dir)
+            session = Session(recipe, source, data, tokenizer, mesh, run_dir, columns)
             succeeded = False
             try:
-                session.callbacks.start(recipe.own_callbacks(session), recipe.callbacks)
+                session.callbacks.start(recipe.callbacks)
                 yield session
                 succeeded = True
             finally:

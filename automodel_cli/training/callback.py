@@ -102,10 +102,8 @@ class Callbacks:
         self._own: dict[str, Callback] = {}
         self._users: dict[str, Callback] = {}
 
-    def start(self, own: Sequence[Callback], users: Sequence[Callback]) -> None:
-        """Begin with those that the recipe always has, and those of the config."""
-        for callback in own:
-            self.add(callback)
+    def start(self, users: Sequence[Callback]) -> None:
+        """Begin with those of the config."""
         for callback in users:
             name = self._free_name(callback)
             with self._named(name, "on_start"):

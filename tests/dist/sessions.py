@@ -23,7 +23,10 @@ def session(
 
     Call it in a function for `launch(..., process_group=False)`.
     """
+    from automodel_cli.run.held_out import HeldOutLoss
     from automodel_cli.run.session import open_session
+    from recipes.dpo import DPORecipe
+    from recipes.grpo import GRPORecipe
 
     os.chdir(folder)
     os.environ["AUTOMODEL_CACHE"] = str(folder / "cache")
@@ -31,5 +34,9 @@ def session(
     path.write_text(config)
     composed = compose(path, overrides, run_dir=folder / "runs" / run if run else None)
     stop.install()
-    with open_session(check(composed, Trust(packages=trust)), composed) as opened:
+    recipe = check(composed, Trust(packages=trust))
+    columns = recipe.columns if isinstance(recipe, DPORecipe) else None
+    with open_session(recipe, composed, columns=columns) as opened:
+        if not isinstance(recipe, GRPORecipe):
+            opened.callbacks.add(HeldOutLoss(opened))
         yield opened

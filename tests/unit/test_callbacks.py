@@ -37,7 +37,9 @@ def started(own: list[Callback], users: list[Callback], states: dict[str, Any] |
     printed: list[str] = []
     run = SimpleNamespace(run_dir=Path("runs/x"), print=printed.append, printed=printed)
     callbacks = Callbacks(run, states or {})  # type: ignore[arg-type]
-    callbacks.start(own, users)
+    for callback in own:
+        callbacks.add(callback)
+    callbacks.start(users)
     return callbacks
 
 

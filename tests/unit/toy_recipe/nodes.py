@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch import stop, worker
+from automodel_cli.run.config_root import ConfigRoot
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -93,7 +93,7 @@ def not_a_class() -> int:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(ConfigRoot):
     """Counts steps; each step sums ones over the ranks. `fail` makes one rank end badly."""
 
     data: Data
@@ -123,16 +123,6 @@ class Recipe:
     def check_ranks(self, num_ranks: int) -> None:
         if num_ranks != self.num_ranks(0):
             raise ConfigError(f"mesh needs {self.num_ranks(0)} ranks, but there are {num_ranks}", keys=("dp_size",))
-
-    def missing_files(self) -> list[ConfigError]:
-        return []
-
-    def run_folder(self, composed: Composed, *, make: bool) -> Path:
-        folder = composed.run_dir or Path(self.output_dir) / (self.run_name or composed.name)
-        if make:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(composed.to_yaml())
-        return folder
 
     def run(self, composed: Composed) -> int:
         rank = int(os.environ.get("RANK", "0"))
@@ -187,23 +177,3 @@ class Recipe:
         if world > 1:
             dist.destroy_process_group()
         return stop.exit_code(flag or None)
-
-    def inspect_data(self, composed: Composed, *, rows: int) -> int:
-        print(f"{rows} rows of {self.data.path}")
-        return 0
-
-    def plan(self, composed: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
-        print(f"{num_gpus} GPUs of {memory_gib:g} GiB")
-        return 0
-
-    def verify(self, composed: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
-        print(f"{tolerance:g}")
-        return 0
-
-    def examine(self, run_dir: Path) -> list[Any]:
-        return []
-
-    def export(self, run_dir: Path, out_dir: Path) -> int:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / "step").write_text(json.dumps(json.loads((run_dir / "done.json").read_text())["step"]))
-        return 0
