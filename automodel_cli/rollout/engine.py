@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from automodel_cli.rollout.hf import HFEngine
     from automodel_cli.rollout.http import Server
 
 FinishReason = Literal["stop", "length"]
@@ -132,7 +131,7 @@ class Host(Protocol):
         """Our own sampler on the weights as they are trained, under any layout. Collective."""
         ...
 
-    def replica(self, **options: Any) -> HFEngine:
+    def replica(self, **options: Any) -> Engine:
         """A copy of the model on this rank, that waits for its weights; `options` are those of `HFEngine`."""
         ...
 

@@ -6,14 +6,11 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.run.answers import Accuracy, Answer
 from automodel_cli.training.metrics import keep_rows_until
-
-if TYPE_CHECKING:
-    from automodel_cli.rollout.rollouts import Rollout
 
 _WIDTH, _MOST = 118, 60
 

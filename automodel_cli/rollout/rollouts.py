@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.data.batch import Batch
 from automodel_cli.data.config import AnswerChecker
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.weights import iter_hf_weights
@@ -28,6 +26,7 @@ from automodel_cli.rollout.episodes import play_episodes, scored_samples, speaks
 from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum
+from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.settings import RolloutConfig
@@ -38,69 +37,6 @@ from automodel_cli.training.stages import Stages
 
 if TYPE_CHECKING:
     from automodel_cli.run.session import Session
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """All samples of a step, whole groups in the order of the prompts; the same on every rank.
-
-    `trained`: numbers of the samples that are trained on. `differs_N`: of each sample, whether the rewards of its group
-    are not all the same. `num_sampled`: samples drawn, those of dropped groups too. `version`: that of the weights
-    which the step updates.
-    """
-
-    version: int
-    samples: list[Sample]
-    advantages_N: Tensor
-    differs_N: Tensor
-    trained: list[int]
-    updates: list[Update]
-    num_passes: int
-    num_sampled: int
-    seconds: float
-
-    def passes(self) -> Iterator[list[Batch]]:
-        """This rank's microbatches of each optimizer update."""
-        for _ in range(self.num_passes):
-            for update in self.updates:
-                yield update.batches
-
-    @property
-    def shown(self) -> dict[str, float]:
-        """What stands on the step line."""
-        count = len(self.samples)
-        return {
-            "reward": sum(sample.score.total for sample in self.samples) / count,
-            "response_length": sum(sample.num_generated for sample in self.samples) / count,
-        }
-
-    @property
-    def unshown(self) -> dict[str, float | int]:
-        """What only metrics.jsonl gets."""
-        samples, lengths = self.samples, [sample.num_generated for sample in self.samples]
-        names = sorted({name for sample in samples for name in sample.score.parts})
-        equal = {s.place for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if not differs}
-        return {
-            "reward_std": statistics.pstdev(sample.score.total for sample in samples),
-            **{f"reward_{name}": _mean_part(samples, name) for name in names},
-            "reward_errors": sum(bool(sample.score.errors) for sample in samples),
-            "response_length_max": max(lengths),
-            "turns": statistics.fmean(sample.num_turns for sample in samples),
-            "truncated": sum(sample.truncated for sample in samples) / len(samples),
-            "num_groups": len({sample.place for sample in samples}),
-            "num_equal_groups": len(equal),
-            "num_sampled": self.num_sampled,
-            "num_trained_samples": len(self.trained),
-            "rollout_seconds": self.seconds,
-            "rollout_tokens_per_second": sum(lengths) / max(self.seconds, 1e-9),
-            "weight_version": min(sample.weight_version for sample in samples),
-            "staleness": self.staleness,
-        }
-
-    @property
-    def staleness(self) -> int:
-        """By how many steps the oldest weights that drew a sample are behind those that it trains."""
-        return self.version - min(sample.weight_version for sample in self.samples)
 
 
 class Rollouts(Callback):
@@ -356,10 +292,6 @@ class Rollouts(Callback):
             if warning is not None:
                 behind = " (part of it is the step that the samples are behind)" if rollout.staleness else ""
                 meter.print(f"step {step}: {warning}{behind}")
-
-
-def _mean_part(samples: Sequence[Sample], name: str) -> float:
-    return statistics.fmean(sample.score.parts[name] for sample in samples if name in sample.score.parts)
 
 
 def _totals(samples: Sequence[Sample]) -> Tensor:
