@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class DPORecipe(Recipe):
     """The whole story: prepare, measure the reference, train, export.
 
-    `reference`: where the reference's log-probs come from, see `automodel_cli/run/reference.py`: `precomputed`,
-    `adapters_off`, `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing for objectives
-    without a reference (simpo, orpo).
+    `reference`: where the reference's log-probs come from, see `automodel_cli/run/reference_logprobs.py`:
+    `precomputed`, `adapters_off`, `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing
+    for objectives without a reference (simpo, orpo).
     """
 
     objective: PreferenceObjective
@@ -52,12 +52,12 @@ class DPORecipe(Recipe):
             session.callbacks.add(HeldOutLoss(session))
             session.header()
             if session.first_step == 0:
-                _tell(session, "before", 0)
+                _print_accuracy(session, "before", 0)
             for step, batches in session.steps():
                 session.train(step, batches)
             if session.stopped_by:
                 return session.exit_code()
-            _tell(session, "after", session.num_steps)
+            _print_accuracy(session, "after", session.num_steps)
 
             from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
 
@@ -65,7 +65,7 @@ class DPORecipe(Recipe):
 
     def columns(self, session: Session) -> Columns:
         """Log-probs of the reference, and for KTO the reference point of the step. Collective."""
-        from automodel_cli.run.reference import reference_columns, reference_point
+        from automodel_cli.run.reference_logprobs import reference_columns, reference_point
 
         needed = self.objective.columns
         wanted = "judged" if "desirable_S" in needed else "pairs"
@@ -88,7 +88,7 @@ _KINDS = {"pairs": "pairs of responses", "judged": "single responses judged good
 _OBJECTIVES = {"pairs": "dpo.DPO", "judged": "kto.KTO"}
 
 
-def _tell(session: Session, when: str, step: int) -> None:
+def _print_accuracy(session: Session, when: str, step: int) -> None:
     """The line about the held-out pairs, before and after training. Collective where they are not yet measured."""
     if session.last_validation[0] != step:
         session.validate(step)

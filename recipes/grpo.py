@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
+from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rules import check_environment, check_prompt_data
-from automodel_cli.rollout.settings import RolloutConfig
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.rules import check_exported
 
@@ -112,7 +112,7 @@ class GRPORecipe(Recipe):
             rollouts = Rollouts(session, self.rollout, self.rewards, self.objective)
             session.callbacks.add(rollouts)
             session.header()
-            rollouts.tell("before")
+            rollouts.print_validation("before")
             for step, prompts in session.steps():
                 rollout = rollouts.collect(step, prompts)
                 with rollouts.scoring():
@@ -121,7 +121,7 @@ class GRPORecipe(Recipe):
                 rollouts.sync(step)
             if session.stopped_by:
                 return session.exit_code()
-            rollouts.tell("after")
+            rollouts.print_validation("after")
 
             from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
 

@@ -16,9 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from automodel_cli.config import bundled, hydra_adapter
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.limits import MAX_CHARACTERS, MAX_DEPTH, check_override, too_large
-from automodel_cli.config.marks import read_marks, yaml_error
 from automodel_cli.config.problems import COMMAND_LINE, DEFAULT, Origin, Problem, as_error
 from automodel_cli.config.trust import NOTHING, Trust
+from automodel_cli.config.yaml_marks import read_marks, yaml_error
 
 MISSING = "???"
 

@@ -32,7 +32,7 @@ _OPEN = {
         f"automodel_cli.training.trackers.{name}" for name in ("TensorBoard", "WandB", "MLflow", "Trackio")
     ),
     "rollout.engine": tuple(
-        f"automodel_cli.rollout.config.{name}" for name in ("SamplerConfig", "HFConfig", "VLLMConfig")
+        f"automodel_cli.rollout.engine_configs.{name}" for name in ("SamplerConfig", "HFConfig", "VLLMConfig")
     ),
     "rollout.environment": ("automodel_cli.rollout.calculator.Calculator",),
     "rewards": tuple(

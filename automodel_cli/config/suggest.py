@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection
 from typing import NamedTuple
 
-from automodel_cli.config import foreign
+from automodel_cli.config import other_frameworks
 from automodel_cli.config.problems import show
 
 
@@ -21,7 +21,7 @@ class Suggestion(NamedTuple):
 def suggest(key: str, value: object, known: Collection[str]) -> Suggestion | None:
     """The first that hits: another tool's name (exact), same leaf in another section, a close path, a close leaf."""
     leaf = key.rpartition(".")[2]
-    row = foreign.lookup(key)
+    row = other_frameworks.lookup(key)
     if row is not None and row.key in known:
         return _translated(row, value)
     same = [k for k in known if k.rpartition(".")[2] == leaf]
@@ -38,7 +38,7 @@ def suggest(key: str, value: object, known: Collection[str]) -> Suggestion | Non
     return _set(_closest(key, leaves[near[0]]), value) if near else None
 
 
-def _translated(row: foreign.Foreign, value: object) -> Suggestion:
+def _translated(row: other_frameworks.Foreign, value: object) -> Suggestion:
     """A value of theirs as an override of ours."""
     if "=" in row.ours:
         return Suggestion(row.ours, row.note)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 KLType = Literal["k1", "k2", "k3"]
 ReferenceSource = Literal["auto", "precomputed", "adapters_off", "frozen_copy"]
-"""Where the log-probs of the reference model come from: see `automodel_cli/run/reference.py`."""
+"""Where the log-probs of the reference model come from: see `automodel_cli/run/reference_logprobs.py`."""
 
 
 class Objective(Protocol):

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.rollout.engine import Engine
-from automodel_cli.rollout.engines import (
-    FirstRankEngine,
+from automodel_cli.rollout.hf import HFEngine
+from automodel_cli.rollout.model_engines import (
+    RankZeroEngine,
     build_replica,
     build_sampler,
     check_decoding,
     check_lengths,
     stop_token_ids,
 )
-from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.server_process import ServerProcess
 from automodel_cli.rollout.slots import num_slots as slots_for
 
@@ -57,7 +57,7 @@ class EngineHost:
 
     def on_first_rank(self, make: Callable[[], Engine]) -> Engine:
         """See `Host`."""
-        return FirstRankEngine(make() if self._session.is_main else None)
+        return RankZeroEngine(make() if self._session.is_main else None)
 
     def start_server(self, command: Sequence[str], server: Server, *, timeout: float) -> None:
         """See `Host`. Its output goes to `logs/rollout_server.log` of the run."""

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.data.template_choice import resolve_chat_template
-from automodel_cli.rollout.ahead import Asked
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
 from automodel_cli.rollout.environment import EnvironmentNode, Episode, Reply, play
 from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.prefetcher import SampleRequest
 from automodel_cli.rollout.rewards.base import Judged
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
 from automodel_cli.rollout.rules import ENVIRONMENT
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from automodel_cli.run.session import Session
 
 
-def speaks(mesh: Mesh) -> bool:
-    """Whether this is the one of the ranks that share prompts whose findings all of them use."""
+def is_group_leader(mesh: Mesh) -> bool:
+    """Whether this rank is the first of its pipeline, context- and tensor-parallel group. The ranks of such a group
+    share prompts, and all of them use what their leader found."""
     return all(axis.get_local_rank() == 0 for axis in (mesh.pp, mesh.cp, mesh.tp))
 
 
@@ -33,16 +34,16 @@ def play_episodes(
     session: Session,
     environment: EnvironmentNode,
     engine: Engine,
-    asked: Sequence[Asked],
+    requests: Sequence[SampleRequest],
     params: SamplingParams,
     seeds: Sequence[int] | None,
 ) -> list[Episode]:
     """Episodes on the prompts of this rank. Collective over all ranks, which take every turn together."""
     data, tokenizer = session.recipe.data, session.tokenizer
-    of_sample = [None] * len(asked) if seeds is None else seeds
+    of_sample = [None] * len(requests) if seeds is None else seeds
     episodes = [
         Episode(_name(index, prompt), prompt.tokens, prompt.messages, prompt.row, seed)
-        for (_, index, prompt), seed in zip(asked, of_sample, strict=True)
+        for (_, index, prompt), seed in zip(requests, of_sample, strict=True)
     ]
     play(
         engine,
@@ -60,7 +61,7 @@ def play_episodes(
 def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
     """One of the ranks that share prompts asks the environment, and the others take its word: a tool is called once,
     and answers that differ cannot tear them apart. Collective over all ranks."""
-    mine = (mesh.dp_rank, ask()) if speaks(mesh) else None
+    mine = (mesh.dp_rank, ask()) if is_group_leader(mesh) else None
     everywhere: list[tuple[int, list[Reply]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     found = dict(pair for pair in everywhere if pair is not None)
@@ -69,7 +70,7 @@ def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[R
 
 
 def scored_samples(
-    asked: Sequence[Asked],
+    requests: Sequence[SampleRequest],
     answers: Sequence[Completion | Episode],
     tokenizer: Any,
     rewards: RewardSum,
@@ -77,7 +78,7 @@ def scored_samples(
 ) -> list[Sample]:
     """The answers as samples, judged by the rewards and, if there is one, by their environment. The rewards read the
     model's last message, with all before it as the conversation."""
-    pairs = list(zip(asked, answers, strict=True))
+    pairs = list(zip(requests, answers, strict=True))
     unscored = [_unscored(of_prompt, answer, tokenizer) for of_prompt, answer in pairs]
     judged = [
         Judged(
@@ -101,8 +102,8 @@ def scored_samples(
 def with_environment(
     score: Score, environment: EnvironmentNode, episode: Episode, failing: AbstractSet[str] = frozenset()
 ) -> Score:
-    """What the episode's environment adds to the score of the rewards. An error of one of the `failing` rewards has
-    made the sample worth 0, and so it stays."""
+    """Add what the episode's environment gave to the score of the rewards. A sample is worth 0 after an error of one of
+    the `failing` rewards, and the environment adds nothing to it."""
     if episode.error is None:
         added = 0.0 if failing & set(score.errors) else environment.weight * episode.reward
         total = score.total + added
@@ -115,8 +116,8 @@ def with_environment(
     )
 
 
-def _unscored(asked: Asked, answer: Completion | Episode, tokenizer: Any) -> Sample:
-    place, index, prompt = asked
+def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: Any) -> Sample:
+    place, index, prompt = request
     nothing = Score(0.0, {}, {})
     if isinstance(answer, Completion):
         text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))

@@ -28,7 +28,7 @@ class HeldOutQuestions:
         if not (isinstance(task, AnswerChecker) and questions and all("answer" in row for row in questions)):
             return
         from automodel_cli.rollout.accuracy import measure_accuracy  # only runs with a task pay for generation
-        from automodel_cli.rollout.engines import build_replica
+        from automodel_cli.rollout.model_engines import build_replica
 
         parts = session.model.parts
         weights = iter_hf_weights(parts, dtype=parts[0].model.dtype, hub_names=False, pp_group=session.model.pp_group)

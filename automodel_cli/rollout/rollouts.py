@@ -18,18 +18,18 @@ from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.objectives.base import PolicyObjective
-from automodel_cli.rollout.ahead import Ahead, Asked, Drawn
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environment import Episode
-from automodel_cli.rollout.episodes import play_episodes, scored_samples, speaks
+from automodel_cli.rollout.episodes import is_group_leader, play_episodes, scored_samples
 from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
+from automodel_cli.rollout.prefetcher import Generated, RolloutPrefetcher, SampleRequest
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.rollout import Rollout
+from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
 from automodel_cli.rollout.sampling import shaping_of
-from automodel_cli.rollout.settings import RolloutConfig
 from automodel_cli.run.answers import Accuracy
 from automodel_cli.run.scoring import ReferenceModel, draws_while_training, logprobs_of, shaped
 from automodel_cli.training.callback import Callback, Run
@@ -60,7 +60,7 @@ class Rollouts(Callback):
                 keys=("rollout.engine",),
                 fix="rollout=sampler",
             )
-        self._ahead = self._build_ahead()
+        self._prefetcher = self._build_prefetcher()
         self._reference = self._build_reference()
         self._draws_while_training = draws_while_training(self.model)
         self._plan = RowPlan(
@@ -80,12 +80,12 @@ class Rollouts(Callback):
 
     def on_start(self, run: Run, state: Any) -> None:
         """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""
-        if self._ahead is not None and state is not None:
-            self._ahead.restore(state)
+        if self._prefetcher is not None and state is not None:
+            self._prefetcher.restore(state)
 
     def on_checkpoint(self, run: Run, step: int) -> Any:
         """What is drawn and not yet trained on. Collective."""
-        return None if self._ahead is None else self._ahead.state()
+        return None if self._prefetcher is None else self._prefetcher.state()
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """The mean reward of greedy responses to the held-out prompts. Collective."""
@@ -95,8 +95,8 @@ class Rollouts(Callback):
         if limit is not None:
             prompts = prompts[: limit * self.recipe.train.microbatch_size * self.mesh.dp_size]
         mine = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
-        asked = [(place, 0, prompt) for place, prompt in mine]
-        answers = self._answers = self._judged(asked, self._generated(asked, self.config.params(greedy=True)))
+        requests = [(place, 0, prompt) for place, prompt in mine]
+        answers = self._answers = self._judged(requests, self._generated(requests, self.config.params(greedy=True)))
         return {
             "val_reward": statistics.fmean(sample.score.total for sample in answers),
             "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
@@ -104,8 +104,8 @@ class Rollouts(Callback):
 
     def on_end(self, run: Run, succeeded: bool) -> None:
         """End what generates and judges in other threads and processes."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self.rewards.close()
         self._log.close()
 
@@ -119,8 +119,8 @@ class Rollouts(Callback):
         """
         began = time.perf_counter()
         dynamic = self.config.dynamic_sampling
-        drawn = self._drawn_ahead(step, prompts)
-        samples = self._sample(step, prompts) if drawn is None else self._judged(drawn.asked, drawn.completions)
+        drawn = self._prefetched(step, prompts)
+        samples = self._sample(step, prompts) if drawn is None else self._judged(drawn.requests, drawn.completions)
         num_sampled, num_batches = len(samples), 1
         if dynamic is not None:
             samples = self._different(samples)
@@ -132,48 +132,50 @@ class Rollouts(Callback):
                 samples += self._different(more)
             samples = samples[: self.config.samples_per_step]
         seconds = time.perf_counter() - began + (drawn.seconds if drawn is not None else 0.0)
-        if self._ahead is not None and step < self.session.num_steps:
+        if self._prefetcher is not None and step < self.session.num_steps:
             loader = self.session.loader
-            asked, seeds = self._asked(step + 1, loader.peek_step(), loader.position)
-            self._ahead.begin(asked, self.config.params(), seeds)
+            requests, seeds = self._requests(step + 1, loader.peek_step(), loader.position)
+            self._prefetcher.begin(requests, self.config.params(), seeds)
         return self._learnt_from(step, samples, num_sampled, seconds)
 
-    def _drawn_ahead(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Drawn | None:
+    def _prefetched(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Generated | None:
         """What was drawn during the step before, in this process or in the one whose checkpoint it goes on from."""
-        if self._ahead is None:
+        if self._prefetcher is None:
             return None
-        drawn = self._ahead.take()
+        drawn = self._prefetcher.take()
         if drawn is not None:
             return drawn
-        asked, _ = self._asked(step, prompts, self.session.loader.position - self.config.prompts_per_step)
-        return self._ahead.kept(asked, self.config.params())
+        requests, _ = self._requests(step, prompts, self.session.loader.position - self.config.prompts_per_step)
+        return self._prefetcher.kept(requests, self.config.params())
 
     def _sample(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> list[Sample]:
         """Everything that all ranks draw for the prompts that the loader gave last, in their order."""
-        asked, seeds = self._asked(step, prompts, self.session.loader.position - self.config.prompts_per_step)
-        return self._judged(asked, self._generated(asked, self.config.params(), seeds))
+        requests, seeds = self._requests(step, prompts, self.session.loader.position - self.config.prompts_per_step)
+        return self._judged(requests, self._generated(requests, self.config.params(), seeds))
 
-    def _asked(self, step: int, prompts: Sequence[Sequence[Prompt]], first_place: int) -> tuple[list[Asked], list[int]]:
+    def _requests(
+        self, step: int, prompts: Sequence[Sequence[Prompt]], first_place: int
+    ) -> tuple[list[SampleRequest], list[int]]:
         """The samples that this rank draws of `prompts`, whose first one over all ranks is at `first_place`; and their
         seeds."""
         mine = [prompt for of_batch in prompts for prompt in of_batch]
         size, dp_size = self.config.group_size, self.mesh.dp_size
         places = [first_place + i * dp_size + self.mesh.dp_rank for i in range(len(mine))]
-        asked = [(place, index, prompt) for place, prompt in zip(places, mine, strict=True) for index in range(size)]
-        return asked, [sample_seed(self.recipe.seed, step, place, index) for place, index, _ in asked]
+        requests = [(place, index, prompt) for place, prompt in zip(places, mine, strict=True) for index in range(size)]
+        return requests, [sample_seed(self.recipe.seed, step, place, index) for place, index, _ in requests]
 
     def _generated(
-        self, asked: Sequence[Asked], params: SamplingParams, seeds: Sequence[int] | None = None
+        self, requests: Sequence[SampleRequest], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> Sequence[Completion | Episode]:
         if self.config.environment is None:
-            return self.engine.generate([prompt.tokens for _, _, prompt in asked], params, seeds)
-        return play_episodes(self.session, self.config.environment, self.engine, asked, params, seeds)
+            return self.engine.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
+        return play_episodes(self.session, self.config.environment, self.engine, requests, params, seeds)
 
-    def _judged(self, asked: Sequence[Asked], answers: Sequence[Completion | Episode]) -> list[Sample]:
+    def _judged(self, requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode]) -> list[Sample]:
         """Responses with their rewards, of all ranks, by place and index."""
         found: list[Sample] | None = None
-        if speaks(self.mesh):
-            found = scored_samples(asked, answers, self.session.tokenizer, self.rewards, self.config.environment)
+        if is_group_leader(self.mesh):
+            found = scored_samples(requests, answers, self.session.tokenizer, self.rewards, self.config.environment)
         everywhere: list[list[Sample] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, found)
         samples = [sample for of_rank in everywhere for sample in of_rank or ()]
@@ -234,10 +236,10 @@ class Rollouts(Callback):
     def _with_logprobs(self, update: Update, name: str, stages: Stages) -> Update:
         return update.with_column(f"{name}_logprobs_BT", logprobs_of(stages, update.batches, self.mesh.device))
 
-    def _build_ahead(self) -> Ahead | None:
+    def _build_prefetcher(self) -> RolloutPrefetcher | None:
         if not self.config.max_staleness:
             return None
-        return Ahead(self.engine, self.mesh.device)
+        return RolloutPrefetcher(self.engine, self.mesh.device)
 
     def _build_reference(self) -> ReferenceModel | None:
         objective = self.objective
@@ -256,8 +258,8 @@ class Rollouts(Callback):
 
     def sync(self, version: int) -> None:
         """Give the engine, once it is idle, the weights as they are after step `version`. Collective."""
-        if self._ahead is not None:
-            self._ahead.wait()
+        if self._prefetcher is not None:
+            self._prefetcher.wait()
         parts = self.model.parts
         self.engine.update_weights(
             iter_hf_weights(
@@ -269,7 +271,7 @@ class Rollouts(Callback):
         )
         self.engine.weight_version = version
 
-    def tell(self, when: str) -> None:
+    def print_validation(self, when: str) -> None:
         """The line about held-out prompts before and after training. Collective where they are not yet measured."""
         session, task = self.session, self.recipe.data.task
         step = 0 if when == "before" else session.num_steps

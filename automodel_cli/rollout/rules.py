@@ -8,7 +8,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats import format_name, prompt_format
 from automodel_cli.rollout.rewards.base import check_on_error
-from automodel_cli.rollout.settings import RolloutConfig
+from automodel_cli.rollout.rollout_config import RolloutConfig
 
 ENVIRONMENT = "environment"
 """What the environment's reward is called among those of a sample."""

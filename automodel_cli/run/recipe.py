@@ -97,7 +97,7 @@ class Recipe(ConfigRoot):
         self._check_batch(self.mesh.resolve(num_ranks).dp)
 
     def missing_files(self) -> list[ConfigError]:
-        from automodel_cli.run.files import missing_files
+        from automodel_cli.run.missing_files import missing_files
 
         return list(missing_files(self.model, self.data))
 

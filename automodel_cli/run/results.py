@@ -18,8 +18,8 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models.export import discard_staged, export_hf, is_first_rank, publish, staging, verify_export
 from automodel_cli.models.lora import save_adapters
 from automodel_cli.models.tokenizer import load_tokenizer
-from automodel_cli.report.environment import environment
 from automodel_cli.report.html import Sample, write_report
+from automodel_cli.report.software_versions import environment
 from automodel_cli.run.answers import Accuracy, Answer, before_and_after
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.metrics import read_metrics

@@ -40,10 +40,10 @@ from automodel_cli.training.flops import device_peak_flops, training_flops_per_t
 from automodel_cli.training.lr_scheduler import build_lr_scheduler
 from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
 from automodel_cli.training.meter import Machine, Meter, Scalar
+from automodel_cli.training.metric_accumulator import shown_metrics
 from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.profiling import StepProfiler
 from automodel_cli.training.step import NonFiniteError, StepResult, train_step
-from automodel_cli.training.tally import shown_metrics
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed

@@ -11,8 +11,8 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective
+from automodel_cli.training.metric_accumulator import MetricAccumulator
 from automodel_cli.training.stages import Stages
-from automodel_cli.training.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def evaluate(stages: Stages, batches: Sequence[Batch], objective: Objective, mes
 
     Collective; every rank brings equally many batches.
     """
-    tally = Tally(objective, mesh.device)
+    tally = MetricAccumulator(objective, mesh.device)
     weight = torch.zeros((), dtype=torch.float64, device=mesh.device)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
 

@@ -15,8 +15,8 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.gradients import clip_grad_norm_
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective
+from automodel_cli.training.metric_accumulator import MetricAccumulator
 from automodel_cli.training.stages import Stages
-from automodel_cli.training.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def train_step(
     """
     batches = [batch.to(mesh.device) for batch in batches]
     weight = mesh.sum_over(mesh.dp, torch.stack([objective.weight(batch) for batch in batches]).sum())
-    tally = Tally(objective, mesh.device)
+    tally = MetricAccumulator(objective, mesh.device)
     for hook in hooks:
         hook.begin(batches)
 

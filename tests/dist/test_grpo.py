@@ -27,7 +27,7 @@ from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.training.step import train_step
 from automodel_cli.rollout import experience
-from automodel_cli.rollout.engines import FirstRankEngine, build_sampler
+from automodel_cli.rollout.model_engines import RankZeroEngine, build_sampler
 from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
 from tests import tiny
 from tests.dist.harness import launch, launch_all
@@ -271,7 +271,7 @@ def through_the_first_rank(rank: int, world: int, folder: Path) -> list[list[int
     engine = None
     if rank == 0:
         engine = HFEngine.from_config(tiny.tiny_config("llama"), stop_token_ids=[2], pad_token_id=0)
-    shared = FirstRankEngine(engine)
+    shared = RankZeroEngine(engine)
     model = tiny.build_hf("llama")
     shared.update_weights([list(model.named_parameters())])
     prompts = [sample.prompt.tokens for sample in given_samples()]

@@ -24,7 +24,7 @@ from automodel_cli.rollout.environment import Episode, play
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
 from automodel_cli.rollout.rewards.text import FormatRegex
 from automodel_cli.training.step import train_step
-from automodel_cli.rollout.engines import build_sampler
+from automodel_cli.rollout.model_engines import build_sampler
 from automodel_cli.rollout.episodes import exchange_replies, scored_samples, with_environment
 from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
 from tests import tiny

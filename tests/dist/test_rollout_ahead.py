@@ -15,8 +15,8 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, sample_seed
 from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.ahead import Ahead, Asked
-from automodel_cli.rollout.engines import FirstRankEngine
+from automodel_cli.rollout.prefetcher import RolloutPrefetcher, SampleRequest
+from automodel_cli.rollout.model_engines import RankZeroEngine
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 
@@ -47,16 +47,16 @@ def held(*, fails: bool = False) -> Held:
     return engine
 
 
-def all_asked() -> list[Asked]:
+def all_asked() -> list[SampleRequest]:
     prompts = [Prompt(p, tiny.token_row(3 + p, seed=p).tolist(), [], {}, f"prompt {p}") for p in range(4)]
     return [(place, index, prompt) for place, prompt in enumerate(prompts) for index in range(2)]
 
 
 def beside_collectives(rank: int, world: int, shared: bool, fails: bool) -> list[tuple[list[int], int]]:
     mine = held(fails=fails) if not shared or rank == 0 else None
-    engine: Engine = FirstRankEngine(mine) if shared else mine  # type: ignore[assignment]
+    engine: Engine = RankZeroEngine(mine) if shared else mine  # type: ignore[assignment]
     engine.weight_version = 7
-    ahead = Ahead(engine, torch.device("cpu"))
+    ahead = RolloutPrefetcher(engine, torch.device("cpu"))
     asked = all_asked()[rank::world]
     ahead.begin(asked, PARAMS, [sample_seed(0, place, index) for place, index, _ in asked])
     for number in range(NUM_COLLECTIVES):  # as training makes them, while nothing can have been drawn yet
@@ -68,7 +68,7 @@ def beside_collectives(rank: int, world: int, shared: bool, fails: bool) -> list
     ahead.wait()
     drawn = ahead.take()
     ahead.close()
-    assert drawn is not None and drawn.asked == asked and ahead.take() is None
+    assert drawn is not None and drawn.requests == asked and ahead.take() is None
     return [(completion.tokens, completion.weight_version) for completion in drawn.completions]
 
 
@@ -94,23 +94,23 @@ class Instant:
 
 
 def _state_of_two_ranks(rank: int, world: int) -> dict:
-    ahead = Ahead(Instant(), torch.device("cpu"))
+    ahead = RolloutPrefetcher(Instant(), torch.device("cpu"))
     assert ahead.state() is None
     asked = all_asked()[rank::world]
     ahead.begin(asked, PARAMS, [sample_seed(0, place, index) for place, index, _ in asked])
     state = ahead.state()  # waits for the thread, and takes nothing
     drawn = ahead.take()
     ahead.close()
-    assert drawn is not None and drawn.asked == asked
+    assert drawn is not None and drawn.requests == asked
     return json.loads(json.dumps(state))
 
 
 def _restored(rank: int, world: int, state: dict) -> None:
-    ahead, asked = Ahead(Instant(), torch.device("cpu")), all_asked()[rank::world]
+    ahead, asked = RolloutPrefetcher(Instant(), torch.device("cpu")), all_asked()[rank::world]
     seeds = [sample_seed(0, place, index) for place, index, _ in asked]
     ahead.restore(state)
     drawn = ahead.kept(asked, PARAMS)
-    assert drawn is not None and drawn.asked == asked
+    assert drawn is not None and drawn.requests == asked
     assert drawn.completions == Instant().generate([], PARAMS, seeds)
     assert ahead.kept(asked, PARAMS) is None, "they are handed out once"
     ahead.restore(state)

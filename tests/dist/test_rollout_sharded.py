@@ -27,7 +27,7 @@ from automodel_cli.rollout.decoder import Decoder
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
 from automodel_cli.rollout.sampler import Sampler
 from automodel_cli.training.stages import SingleStage
-from automodel_cli.rollout.engines import build_sampler
+from automodel_cli.rollout.model_engines import build_sampler
 from tests import tiny
 from tests.dist.harness import launch_all
 

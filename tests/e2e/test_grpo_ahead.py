@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
-from automodel_cli.rollout.engines import stop_token_ids
 from automodel_cli.rollout.hf import HFEngine
+from automodel_cli.rollout.model_engines import stop_token_ids
 from tests.e2e.command import automodel, curve, environment, metrics, start
 from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config
 

@@ -12,7 +12,7 @@ import pytest
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.foreign import FOREIGN
+from automodel_cli.config.other_frameworks import FOREIGN
 from automodel_cli.config.trust import Trust
 
 GOOD = """\

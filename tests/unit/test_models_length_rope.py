@@ -16,7 +16,7 @@ from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import SWITCH, shrink
 from automodel_cli.models.support import Rows, probe_context, probe_packing
-from automodel_cli.rollout.engines import check_decoding, check_lengths
+from automodel_cli.rollout.model_engines import check_decoding, check_lengths
 from tests import tiny
 from tests.tiny import gradient_error, gradients, logprobs_of, next_token_labels, packed_batch, token_row
 

@@ -13,8 +13,8 @@ from automodel_cli.data.loader import StepLoader
 from automodel_cli.data.prompts import prepare_prompts
 from automodel_cli.data.tasks import ChatTasks
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.config import HFConfig, SamplerConfig, ServerConfig
-from automodel_cli.rollout.settings import DynamicSampling, Overlong, RolloutConfig
+from automodel_cli.rollout.engine_configs import HFConfig, SamplerConfig, ServerConfig
+from automodel_cli.rollout.rollout_config import DynamicSampling, Overlong, RolloutConfig
 
 TOKENIZER = ByteTokenizer().build()
 

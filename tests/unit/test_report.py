@@ -12,8 +12,8 @@ import pytest
 
 from automodel_cli.report.axes import nice_ticks, padded_range, smoothed, thinned, tick_label
 from automodel_cli.report.curve import loss_curve_svg
-from automodel_cli.report.environment import environment
 from automodel_cli.report.html import Sample, write_report
+from automodel_cli.report.software_versions import environment
 
 SVG = "{http://www.w3.org/2000/svg}"
 

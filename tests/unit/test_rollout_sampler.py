@@ -16,8 +16,8 @@ from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.rollout.decoder import Decoder
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
-from automodel_cli.rollout.engines import check_decoding
 from automodel_cli.rollout.hf import HFEngine
+from automodel_cli.rollout.model_engines import check_decoding
 from automodel_cli.rollout.sampler import Sampler
 from automodel_cli.rollout.sampling import choose, draw, shaping_of, uniforms
 from tests import tiny

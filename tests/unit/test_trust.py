@@ -13,7 +13,7 @@ from automodel_cli.config.compose import Composed, compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.remembered import FILE, recall, remember
 from automodel_cli.config.trust import COMMAND, NOTHING, REMOTE_CODE, Need, Trust
-from automodel_cli.rollout.config import words_of
+from automodel_cli.rollout.engine_configs import words_of
 from automodel_cli.run.rules import check_run_name
 
 HOSTILE = """

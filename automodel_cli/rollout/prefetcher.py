@@ -1,10 +1,10 @@
 """Asynchronous rollouts: while a step trains, a thread generates the samples of the next one.
 
-The thread only generates. Everything that ranks do together (who asks what, who hears which answer) happens in the main
-thread, before it begins and after it has ended, so collectives of all ranks keep one order.
+The thread only generates. The main thread runs all collectives, before the thread begins and after it has ended: so all
+ranks keep one order of collectives.
 
-What is drawn when a checkpoint is written belongs into it (`Ahead.state`): the weights that drew it are gone, so a run
-that goes on could not draw it again.
+A checkpoint holds the samples that are drawn when it is written (`RolloutPrefetcher.state`): the weights that drew them
+are gone afterwards, so a resumed run could not draw them again.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
-from automodel_cli.rollout.engines import FirstRankEngine
+from automodel_cli.rollout.model_engines import RankZeroEngine
 
-Asked = tuple[int, int, Prompt]
+SampleRequest = tuple[int, int, Prompt]
 """Place of the prompt, index of the sample in its group, prompt."""
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The answers to what was asked, and how long they took."""
+class Generated:
+    """The responses to some requests, and the seconds that they took."""
 
-    asked: list[Asked]
+    requests: list[SampleRequest]
     completions: list[Completion]
     seconds: float
 
 
-class Ahead:
+class RolloutPrefetcher:
     """At most one call of an engine that runs beside the main thread.
 
     `begin`, then (with nothing else asked of the engine, and its weights left alone) `wait`, then `take`. All three are
@@ -49,18 +49,18 @@ class Ahead:
         self._engine, self._device = engine, device
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._finish: Callable[[], list[Completion]] | None = None
-        self._asked: list[Asked] = []
+        self._requests: list[SampleRequest] = []
         self._seconds = 0.0
-        self._drawn: Drawn | None = None
+        self._generated: Generated | None = None
         self._settings: dict[str, Any] = {}
         self._kept: Mapping[str, Any] | None = None
 
-    def begin(self, asked: list[Asked], params: SamplingParams, seeds: Sequence[int]) -> None:
+    def begin(self, requests: list[SampleRequest], params: SamplingParams, seeds: Sequence[int]) -> None:
         """Start to generate. `seeds`: one for each sample; the random state is the main thread's alone."""
-        assert self._finish is None and self._drawn is None, "the samples before these were not taken"
-        prompts = [prompt.tokens for _, _, prompt in asked]
-        self._asked, self._settings, self._kept = asked, dataclasses.asdict(params), None
-        if isinstance(self._engine, FirstRankEngine):
+        assert self._finish is None and self._generated is None, "the samples before these were not taken"
+        prompts = [prompt.tokens for _, _, prompt in requests]
+        self._requests, self._settings, self._kept = requests, dataclasses.asdict(params), None
+        if isinstance(self._engine, RankZeroEngine):
             self._finish = self._engine.begin(prompts, params, seeds, self._start)
         else:
             self._finish = self._start(lambda: self._engine.generate(prompts, params, seeds))
@@ -70,18 +70,19 @@ class Ahead:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             completions = finish()
-            self._drawn = Drawn(self._asked, completions, self._seconds)
+            self._generated = Generated(self._requests, completions, self._seconds)
 
-    def take(self) -> Drawn | None:
+    def take(self) -> Generated | None:
         """What was drawn since the last call, None for nothing."""
         self.wait()
-        drawn, self._drawn = self._drawn, None
+        drawn, self._generated = self._generated, None
         return drawn
 
     def state(self) -> dict[str, Any] | None:
         """What was drawn and not yet taken, of all ranks, as JSON values; None for nothing. Collective."""
         self.wait()
-        mine = [] if self._drawn is None else [*zip(self._drawn.asked, self._drawn.completions, strict=True)]
+        held = self._generated
+        mine = [] if held is None else [*zip(held.requests, held.completions, strict=True)]
         everywhere: list[list[tuple[int, int, Completion]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, [(place, index, answer) for (place, index, _), answer in mine])
         # ranks that share prompts hold the same answers
@@ -92,16 +93,16 @@ class Ahead:
         """Hold what `state` gave a checkpoint, for `kept`."""
         self._kept = state
 
-    def kept(self, asked: list[Asked], params: SamplingParams) -> Drawn | None:
+    def kept(self, requests: list[SampleRequest], params: SamplingParams) -> Generated | None:
         """The restored answers to exactly these samples, once. None where there are none, or where they are answers to
         other samples or by other settings: a run may be told to go on differently."""
         state, self._kept = self._kept, None
         if state is None or state["settings"] != dataclasses.asdict(params):
             return None
         found = _unpacked(state)
-        if not all((place, index) in found for place, index, _ in asked):
+        if not all((place, index) in found for place, index, _ in requests):
             return None
-        return Drawn(asked, [found[place, index] for place, index, _ in asked], 0.0)
+        return Generated(requests, [found[place, index] for place, index, _ in requests], 0.0)
 
     def close(self) -> None:
         """Wait for the thread; what it has drawn is dropped. A run that fails does so once its samples are drawn:

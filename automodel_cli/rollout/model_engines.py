@@ -73,7 +73,7 @@ def _at_once(call: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
-class FirstRankEngine:
+class RankZeroEngine:
     """An engine that one process speaks to (rank 0), for all ranks; the others pass None."""
 
     def __init__(self, engine: Engine | None):

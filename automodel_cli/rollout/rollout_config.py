@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.config import SamplerConfig
 from automodel_cli.rollout.engine import EngineConfig, SamplingParams
+from automodel_cli.rollout.engine_configs import SamplerConfig
 from automodel_cli.rollout.environment import EnvironmentNode
 
 

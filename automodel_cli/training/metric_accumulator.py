@@ -13,7 +13,7 @@ from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import MeasuredObjective, Metric, Objective
 
 
-class Tally:
+class MetricAccumulator:
     """What an objective measures on this rank's microbatches, as one vector of sums and one of extrema.
 
     Both are empty for an objective without metrics, and then nothing is communicated. Smallest values are kept negated,
