@@ -78,8 +78,7 @@ def scored_samples(
 ) -> list[Sample]:
     """The answers as samples, judged by the rewards and, if there is one, by their environment. The rewards read the
     model's last message, with all before it as the conversation."""
-    pairs = list(zip(requests, answers, strict=True))
-    unscored = [_unscored(of_prompt, answer, tokenizer) for of_prompt, answer in pairs]
+    unscored = unscored_samples(requests, answers, tokenizer)
     judged = [
         Judged(
             name=_name(sample.index, sample.prompt),
@@ -97,6 +96,13 @@ def scored_samples(
         failing = {name for name, reward in rewards.rewards.items() if reward.on_error == "fail"}
         scores = [with_environment(s, environment, e, failing) for s, e in zip(scores, played, strict=True)]
     return [dataclasses.replace(sample, score=score) for sample, score in zip(unscored, scores, strict=True)]
+
+
+def unscored_samples(
+    requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode], tokenizer: Any
+) -> list[Sample]:
+    """The answers as samples that are worth 0."""
+    return [_unscored(request, answer, tokenizer) for request, answer in zip(requests, answers, strict=True)]
 
 
 def with_environment(

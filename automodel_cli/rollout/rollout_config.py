@@ -14,8 +14,8 @@ from automodel_cli.rollout.environment import EnvironmentNode
 class DynamicSampling:
     """Sample further prompts until `prompts_per_step` groups have different rewards (DAPO, arXiv:2503.14476).
 
-    Groups are kept or dropped whole. After `max_batches` batches of prompts with too few such groups the run ends with
-    an error: the prompts are too easy or too hard.
+    Groups are kept or dropped whole. After `max_batches` batches of prompts the step trains on such groups as it has
+    found (none: no update), and the run goes on; it warns once. A model that has become good meets this late in a run.
     """
 
     max_batches: int = 10
@@ -82,8 +82,10 @@ class RolloutConfig:
     0: with the newest weights, in turns.
 
     `max_mult_prob_error`: sampler and trainer disagree on the probabilities of the sampled tokens by this factor on
-    average before a warning is printed (1 is agreement). `show_every` steps a table of samples is printed, `show`
-    of them (null: never).
+    average before a warning is printed (1 is agreement; once only where samples are stale by `max_staleness`).
+    `max_logprob_gap`: before the first step an engine with weights of its own draws some tokens, and the run is refused
+    where its log-probs and the trainer's differ by more nats on average. `show_every` steps a table of samples is
+    printed, `show` of them (null: never).
     """
 
     engine: EngineConfig = field(default_factory=SamplerConfig)
@@ -103,6 +105,7 @@ class RolloutConfig:
     environment: EnvironmentNode | None = None
     max_staleness: int = 0
     max_mult_prob_error: float = 1.05
+    max_logprob_gap: float = 0.1
     show_every: int | None = 10
     show: int = 4
 
@@ -123,6 +126,12 @@ class RolloutConfig:
                 f"max_mult_prob_error={self.max_mult_prob_error} must be above 1, which is agreement",
                 keys=("max_mult_prob_error",),
                 fix="max_mult_prob_error=1.05",
+            )
+        if not self.max_logprob_gap > 0:
+            raise ConfigError(
+                f"max_logprob_gap={self.max_logprob_gap} nats must be above 0",
+                keys=("max_logprob_gap",),
+                fix="max_logprob_gap=0.1",
             )
         self._check_staleness()
         buffer = self.overlong.buffer

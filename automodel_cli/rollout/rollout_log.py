@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.rollout import Rollout
+from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.run.answers import Accuracy, Answer
 from automodel_cli.training.metrics import keep_rows_until
 
@@ -110,6 +112,19 @@ def disagreement(value: float, limit: float) -> str | None:
     return (
         f"WARNING: sampler and trainer disagree: sampled tokens are {value:.3f} times as likely to one as to the other "
         f"on average (rollout.max_mult_prob_error={limit}); ratios and KL are off by as much"
+    )
+
+
+def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], config: RolloutConfig) -> str:
+    """The warning where dynamic sampling finds fewer groups with different rewards (`samples`) than it should."""
+    dynamic = config.dynamic_sampling
+    assert dynamic is not None
+    found, mean = len(samples) // config.group_size, statistics.fmean(sample.score.total for sample in equal)
+    return (
+        f"WARNING: step {step}: after {dynamic.max_batches} batches of prompts {found} of {config.prompts_per_step} "
+        f"groups have different rewards (the mean reward of the others is {mean:.3g}). The step trains on those there "
+        "are, and so will later ones: num_equal_groups and num_sampled in metrics.jsonl say how many. More come from "
+        "prompts that are neither too easy nor too hard, a larger rollout.group_size or a higher rollout.temperature"
     )
 
 

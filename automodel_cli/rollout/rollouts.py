@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,23 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import AnswerChecker
 from automodel_cli.data.prompts import Prompt
+from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.objectives.base import PolicyObjective
+from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environment import Episode
-from automodel_cli.rollout.episodes import is_group_leader, play_episodes, scored_samples
+from automodel_cli.rollout.episodes import is_group_leader, play_episodes, scored_samples, unscored_samples
 from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
 from automodel_cli.rollout.prefetcher import Generated, RolloutPrefetcher, SampleRequest
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
-from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table
+from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.run.answers import Accuracy
 from automodel_cli.run.scoring import ReferenceModel, draws_while_training, logprobs_of, shaped
@@ -74,7 +77,9 @@ class Rollouts(Callback):
         self.accuracy: dict[str, Accuracy] = {}
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
+        self._told: set[str] = set()
         self.sync(session.first_step)
+        self._check_agreement()
 
     # -- what the run tells
 
@@ -123,14 +128,15 @@ class Rollouts(Callback):
         samples = self._sample(step, prompts) if drawn is None else self._judged(drawn.requests, drawn.completions)
         num_sampled, num_batches = len(samples), 1
         if dynamic is not None:
-            samples = self._different(samples)
-            while len(samples) < self.config.samples_per_step:
-                if num_batches == dynamic.max_batches:
-                    raise _too_few(step, len(samples) // self.config.group_size, self.config.prompts_per_step, dynamic)
+            samples, equal = self._different(samples)
+            while len(samples) < self.config.samples_per_step and num_batches < dynamic.max_batches:
                 more = self._sample(step, self.session.loader.next_step())
                 num_sampled, num_batches = num_sampled + len(more), num_batches + 1
-                samples += self._different(more)
-            samples = samples[: self.config.samples_per_step]
+                different, rest = self._different(more)
+                samples, equal = samples + different, equal + rest
+            if len(samples) < self.config.samples_per_step:
+                self._tell_once("dynamic_sampling", too_few(step, samples, equal, self.config))
+            samples = (samples + equal)[: self.config.samples_per_step]
         seconds = time.perf_counter() - began + (drawn.seconds if drawn is not None else 0.0)
         if self._prefetcher is not None and step < self.session.num_steps:
             loader = self.session.loader
@@ -176,8 +182,12 @@ class Rollouts(Callback):
         found: list[Sample] | None = None
         if is_group_leader(self.mesh):
             found = scored_samples(requests, answers, self.session.tokenizer, self.rewards, self.config.environment)
+        return self._of_all_ranks(found)
+
+    def _of_all_ranks(self, mine: list[Sample] | None) -> list[Sample]:
+        """The samples of all ranks, by place and index; of ranks that share prompts one counts. Collective."""
         everywhere: list[list[Sample] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, found)
+        dist.all_gather_object(everywhere, mine if is_group_leader(self.mesh) else None)
         samples = [sample for of_rank in everywhere for sample in of_rank or ()]
         return sorted(samples, key=lambda sample: (sample.place, sample.index))
 
@@ -187,9 +197,16 @@ class Rollouts(Callback):
         cut = self.config.overlong.filter
         return torch.tensor([s.score.valid and not (cut and s.truncated) for s in samples])
 
-    def _different(self, samples: Sequence[Sample]) -> list[Sample]:
+    def _different(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+        """Those of groups with different rewards, and the others."""
         differs_N = self._advantages(samples, _totals(samples)).differs_N.tolist()
-        return [sample for sample, differs in zip(samples, differs_N, strict=True) if differs]
+        pairs = list(zip(samples, differs_N, strict=True))
+        return [sample for sample, differs in pairs if differs], [sample for sample, differs in pairs if not differs]
+
+    def _tell_once(self, subject: str, text: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            self.session.meter.print(text)
 
     def _advantages(self, samples: Sequence[Sample], rewards_N: Tensor) -> Any:
         places_N = torch.tensor([sample.place for sample in samples])
@@ -271,6 +288,30 @@ class Rollouts(Callback):
         )
         self.engine.weight_version = version
 
+    def _check_agreement(self) -> None:
+        """Raise RunError where an engine with weights of its own gives its tokens other log-probs than the trainer.
+        Collective."""
+        if self.engine.capabilities.live_weights:
+            return
+        session, loader = self.session, self.session.loader
+        requests, seeds = self._requests(session.first_step + 1, loader.peek_step(), loader.position)
+        size = self.config.group_size
+        few = slice(0, size * max(1, MAX_PROMPTS // self.mesh.dp_size), size)  # one sample of each prompt
+        params = self.config.params()
+        params = dataclasses.replace(params, max_new_tokens=min(MAX_NEW_TOKENS, params.max_new_tokens))
+        answers = self.engine.generate([prompt.tokens for _, _, prompt in requests[few]], params, seeds[few])
+        samples = self._of_all_ranks(unscored_samples(requests[few], answers, session.tokenizer))
+        mesh, stages = self.mesh, self.model.stages
+        every = range(len(samples))
+        (update,) = plan_updates(samples, every, 1, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+
+        def score(shaping: Shaping) -> list[Tensor]:
+            with shaped(self.model, shaping):
+                return logprobs_of(stages, update.batches, mesh.device)
+
+        limit = self.config.max_logprob_gap
+        check_agreement(update, samples, score, shaping_of(params), limit=limit, tokenizer=session.tokenizer)
+
     def print_validation(self, when: str) -> None:
         """The line about held-out prompts before and after training. Collective where they are not yet measured."""
         session, task = self.session, self.recipe.data.task
@@ -291,22 +332,15 @@ class Rollouts(Callback):
             meter.print(sample_table(step, rollout, config.show))
         if "token_mult_prob_error" in measured:
             warning = disagreement(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)
-            if warning is not None:
-                behind = " (part of it is the step that the samples are behind)" if rollout.staleness else ""
-                meter.print(f"step {step}: {warning}{behind}")
+            if warning is not None and not rollout.staleness:
+                meter.print(f"step {step}: {warning}")
+            elif warning is not None:  # stale samples always differ by what the weights have moved
+                reason = "the samples are drawn by older weights, as rollout.max_staleness allows; not said again"
+                self._tell_once("staleness", f"step {step}: {warning} ({reason})")
 
 
 def _totals(samples: Sequence[Sample]) -> Tensor:
     return torch.tensor([sample.score.total for sample in samples], dtype=torch.float64)
-
-
-def _too_few(step: int, kept: int, needed: int, dynamic: Any) -> RunError:
-    return RunError(
-        f"step {step}: after {dynamic.max_batches} batches of prompts only {kept} of {needed} groups have different "
-        "rewards: the prompts are too easy or too hard for this model",
-        keys=("rollout.dynamic_sampling.max_batches",),
-        fix="rollout.group_size=<more>, rollout.temperature=<higher>, or rollout.dynamic_sampling=null",
-    )
 
 
 def _pad_id(tokenizer: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -259,6 +260,68 @@ def test_a_step_with_nothing_to_learn_changes_nothing_and_the_run_goes_on(tmp_pa
     assert "no update: no group had different rewards" in output and "nan" not in output
     for row in (row for row in metrics(tmp_path / "runs" / "tiny") if "reward" in row):
         assert row["loss"] is None and row["num_equal_groups"] == PROMPTS and row["num_trained_samples"] == 0
+
+
+def test_dynamic_sampling_goes_on_when_the_model_has_become_good(tmp_path: Path) -> None:
+    """Every answer is right, so no batch of prompts has a group to learn from."""
+    write_config(tmp_path)
+    solved = ["rewards.digit.pattern='.*'", "rewards.other.weight=0", "rollout.dynamic_sampling={max_batches: 3}"]
+    output = run(tmp_path, *solved, "train.max_steps=2", "logging.report=false")
+    assert output.count("after 3 batches of prompts 0 of 4 groups have different rewards") == 1
+    assert "the mean reward of the others is 1)" in output and "no update" in output
+    rows = [row for row in metrics(tmp_path / "runs" / "tiny") if "reward" in row]
+    assert [row["num_sampled"] for row in rows] == [3 * PROMPTS * GROUP] * 2
+    assert [(row["reward"], row["num_groups"], row["num_equal_groups"]) for row in rows] == [(1, PROMPTS, PROMPTS)] * 2
+
+
+LIAR = """
+import dataclasses, torch
+from automodel_cli.rollout.engine import Capabilities
+
+@dataclasses.dataclass(frozen=True)
+class Liar:
+    capabilities = Capabilities(logprobs=True, weight_updates=True)
+    draws_from: int = 0     # top_k of what it draws from, whatever it is asked
+    unshaped: bool = False  # it reports the log-probs of the plain softmax
+    def build(self, host):
+        return Engine(host.replica(), self)
+
+class Engine:
+    capabilities, weight_version = Liar.capabilities, 0
+    def __init__(self, copy, config):
+        self.copy, self.config = copy, config
+    def update_weights(self, stream):
+        self.copy.update_weights(stream)
+    def generate(self, prompts, params, seeds=None):
+        params = dataclasses.replace(params, top_k=self.config.draws_from)
+        found = self.copy.generate(prompts, params, seeds)
+        return [self.told(p, c) for p, c in zip(prompts, found)] if self.config.unshaped else found
+    @torch.no_grad()
+    def told(self, prompt, completion):
+        ids = torch.tensor([[*prompt, *completion.tokens]])
+        logits_TV = self.copy.model(ids).logits[0, len(prompt) - 1 : -1]
+        logprobs_T = logits_TV.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        return dataclasses.replace(completion, logprobs=logprobs_T.tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ("draws_from=3", "it shapes the distribution in a way of its own"),
+        ("unshaped=true", "vllm serve MODEL --logprobs-mode processed_logprobs"),
+    ],
+)
+def test_an_engine_whose_logprobs_are_not_the_trainers_is_refused_before_step_1(
+    tmp_path: Path, lie: str, said: str
+) -> None:
+    write_config(tmp_path)
+    (tmp_path / "liar.py").write_text(LIAR)
+    node = ["rollout.engine._target_=liar.Liar", f"rollout.engine.{lie}", "--trust-package", "liar"]
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", "rollout.temperature=0.3", *node)
+    assert done.returncode == 1 and said in done.stderr, done.stdout + done.stderr
+    assert re.search(r"token \d+ \(.*\) was drawn with -\d\.\d+, and the trainer gives it -\d+\.\d+", done.stderr)
+    assert "rollout.max_logprob_gap is 0.1" in done.stderr and "step 1/" not in done.stdout
 
 
 def test_adapters_are_their_own_reference(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run, and (`first`) its first step alone."""
     folder = tmp_path_factory.mktemp("ahead")
     write_config(folder)
-    run(folder, *AHEAD, f"train.max_steps={STEPS}", "run_name=whole")
+    alarm = "rollout.max_mult_prob_error=1.00001"  # less than what a step moves
+    (folder / "output.txt").write_text(run(folder, *AHEAD, f"train.max_steps={STEPS}", "run_name=whole", alarm))
     run(folder, *AHEAD, "train.max_steps=1", "run_name=first")
     return folder / "runs"
 
@@ -46,6 +47,12 @@ def test_samples_are_one_step_old_from_the_second_step_on(whole: Path) -> None:
         assert sample["weight_version"] == max(0, sample["step"] - 2)
     first, *later = curve(whole / "whole", "gen_kl_error")
     assert first == pytest.approx(0, abs=1e-6) and min(later) > 1e-6  # the policy moved on, and the loss is told
+
+
+def test_that_stale_samples_differ_is_said_once(whole: Path) -> None:
+    assert min(curve(whole / "whole", "token_mult_prob_error")[1:]) > 1.00001, "the test shows nothing"
+    text = (whole.parent / "output.txt").read_text()
+    assert text.count("sampler and trainer disagree") == 1 and "as rollout.max_staleness allows" in text
 
 
 def drawn_by(model: Any, tokenizer: Any, whole: Path, step: int) -> list[str]:
