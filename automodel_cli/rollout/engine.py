@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from automodel_cli.config.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
 
@@ -126,6 +128,10 @@ class Host(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, the same on all ranks."""
+        ...
 
     def sampler(self, *, num_slots: int | None, prefill_tokens: int, refill_share: float) -> Engine:
         """Our own sampler on the weights as they are trained, under any layout. Collective."""

@@ -7,7 +7,8 @@ import os
 import re
 import shlex
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
@@ -16,6 +17,7 @@ from automodel_cli.rollout.engine import Capabilities
 if TYPE_CHECKING:
     from automodel_cli.rollout.engine import Engine, Host
     from automodel_cli.rollout.http import Server
+    from automodel_cli.rollout.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class ServerConfig:
             model=self.model,
             concurrency=self.concurrency,
             trust_logprobs=self.trust_logprobs,
+            stop_token_ids=host.stop_token_ids,
         )
 
     def server(self) -> Server:
@@ -129,8 +132,13 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class VLLMConfig(ServerConfig):
-    """A vLLM server whose weights are replaced over NCCL. `address` is this machine as the server sees it, `port` a
-    free one on it. Never run against vLLM: see `rollout/vllm.py`.
+    """A vLLM server (0.31 or later) whose weights are replaced after each step; docs/rollout.md has its command line.
+
+    `transport` is how they travel. `files`: the run writes them to `weights_folder`, which the server sees under the
+    same path, and the server reads them; any machine, any number of nodes. null: `rollout_weights` in the run's folder.
+    `nccl`: from GPU to GPU with the package vllm, which the first rank needs too; `address` is its machine as the
+    server sees it, `port` a free one on it, and the server's command has `--weight-transfer-config
+    '{"backend": "nccl"}'`. Never run on GPUs.
 
     `command` starts the server with the run, on the machine of the first rank, and ends it with the run; its output
     goes to `logs/rollout_server.log` in the run's folder. It must answer at `url` within `start_timeout` seconds. Null:
@@ -141,6 +149,8 @@ class VLLMConfig(ServerConfig):
     capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True, seeds=False, hub_names=True)
 
     concurrency: int = 256
+    transport: Literal["files", "nccl"] = "nccl"
+    weights_folder: str | None = None
     address: str = "127.0.0.1"
     port: int = 29_600
     trust_logprobs: bool = True
@@ -163,16 +173,46 @@ class VLLMConfig(ServerConfig):
                 keys=("trust_logprobs",),
                 fix="trust_logprobs=true",
             )
+        if self.transport not in ("files", "nccl"):
+            raise ConfigError(
+                f"transport={self.transport!r} is neither files nor nccl", keys=("transport",), fix="transport=files"
+            )
+        if self.transport != "files" and self.weights_folder is not None:
+            raise ConfigError(
+                f"weights_folder={self.weights_folder} does nothing with transport={self.transport}",
+                keys=("weights_folder", "transport"),
+                fix="transport=files",
+            )
         if self.command is not None:
             words_of(self.command)
 
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`. What this machine lacks is said before a server is started and waited for."""
+        if self.transport == "nccl":
+            from automodel_cli.rollout.transfer import check_nccl
+
+            check_nccl(host.device.type)
+        return super().build(host)
+
     def _connected(self, host: Host) -> Engine:
-        from automodel_cli.rollout.vllm import NCCLTransfer, VLLMEngine
+        from automodel_cli.rollout.transfer import FactoryTransfer, FileTransfer, nccl_init
+        from automodel_cli.rollout.vllm import VLLMEngine
 
         if self.command is not None:
             host.start_server(words_of(self.command), self.server(), timeout=self.start_timeout)
-        transfer = NCCLTransfer(self.address, self.port)
-        return VLLMEngine(self.server(), host.tokenizer, transfer, model=self.model, concurrency=self.concurrency)
+        if self.transport == "files":
+            folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
+            transfer: Transfer = FileTransfer(folder)
+        else:
+            transfer = FactoryTransfer(nccl_init(self.address, self.port))
+        return VLLMEngine(
+            self.server(),
+            host.tokenizer,
+            transfer,
+            model=self.model,
+            concurrency=self.concurrency,
+            stop_token_ids=host.stop_token_ids,
+        )
 
 
 def words_of(command: str | list[str]) -> list[str]:

@@ -19,6 +19,8 @@ from automodel_cli.rollout.server_process import ServerProcess
 from automodel_cli.rollout.slots import num_slots as slots_for
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from automodel_cli.rollout.http import Server
@@ -37,6 +39,10 @@ class EngineHost:
     @property
     def device(self) -> torch.device:
         return self._session.mesh.device
+
+    @property
+    def run_dir(self) -> Path:
+        return self._session.run_dir
 
     def sampler(self, *, num_slots: int | None, prefill_tokens: int, refill_share: float) -> Engine:
         """See `Host`. Raises ConfigError for a family that cannot be decoded through the sampler's cache."""

@@ -17,6 +17,12 @@ _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _MAX_DELAY = 30.0
 
 
+class ServerError(RunError):
+    """What a server refused: `status` is HTTP's number, None where nothing answered in time."""
+
+    status: int | None = None
+
+
 @dataclass(frozen=True)
 class Server:
     """`url` without a path (`http://localhost:8000`). A request that finds the server busy, starting or gone is sent
@@ -37,7 +43,7 @@ class Server:
     def request(self, method: str, path: str, body: dict[str, Any] | None, *, retries: int | None = None) -> Any:
         """The JSON that the server answers, None for an empty answer.
 
-        Raises RunError: what was asked, what came back, how often it was tried.
+        Raises ServerError: what was asked, what came back, how often it was tried.
         """
         retries = self.retries if retries is None else retries
         for attempt in range(retries + 1):
@@ -46,7 +52,7 @@ class Server:
             except urllib.error.HTTPError as error:
                 reason = f"{error.code} {error.reason}: {error.read().decode(errors='replace')[:500]}"
                 if error.code not in _RETRIED:
-                    raise self._failed(method, path, reason, attempt) from error
+                    raise self._failed(method, path, reason, attempt, error.code) from error
                 last: Exception = error
             except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
                 reason, last = str(getattr(error, "reason", error)) or type(error).__name__, error
@@ -54,7 +60,7 @@ class Server:
                 raise self._failed(method, path, f"no JSON: {error}", attempt) from error
             if attempt < retries:
                 time.sleep(min(self.backoff * 2**attempt, _MAX_DELAY) * random.uniform(0.5, 1.0))
-        raise self._failed(method, path, reason, retries) from last
+        raise self._failed(method, path, reason, retries, getattr(last, "code", None)) from last
 
     def _once(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -66,10 +72,12 @@ class Server:
             content = answer.read()
         return json.loads(content) if content.strip() else None
 
-    def _failed(self, method: str, path: str, reason: str, attempt: int) -> RunError:
+    def _failed(self, method: str, path: str, reason: str, attempt: int, status: int | None = None) -> ServerError:
         tries = "" if attempt == 0 else f" ({attempt + 1} tries)"
-        return RunError(
+        failed = ServerError(
             f"{method} {self.url.rstrip('/')}{path} failed{tries}: {reason}",
-            keys=("rollout.url",),
-            fix="start the server, or set rollout.url",
+            keys=("rollout.engine.url",),
+            fix="start the server, or set rollout.engine.url",
         )
+        failed.status = status
+        return failed

@@ -3,6 +3,9 @@
 What a server can do differs. Token ids in (`prompt` as a list) and out (`return_token_ids`, `choices[].token_ids`) and
 log-probs (`logprobs`, `choices[].logprobs.token_logprobs`) are asked for once, with one token, and found out. A server
 without them still serves evaluation; `capabilities` say so, and training on its completions is refused there.
+
+Every request says all that shapes the distribution. What a request leaves out is the server's to fill in, and vLLM does
+so from the model's generation_config.json: a top_k of 20 there would cut the tail that the policy has.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PATH = "/v1/completions"
+_FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class OpenAIEngine:
@@ -35,6 +39,7 @@ class OpenAIEngine:
     tokens are its text tokenised again, with the end-of-sequence token when it ended by itself. Log-probs are those the
     server reports: whether they are of the distribution sampled from (after temperature, top-k and top-p) is the
     server's setting (`--logprobs-mode processed_logprobs` of vLLM), so `trust_logprobs` must say that they are.
+    `stop_token_ids` end a completion besides the server's own end-of-sequence token.
     """
 
     def __init__(
@@ -45,8 +50,10 @@ class OpenAIEngine:
         model: str | None = None,
         concurrency: int = 32,
         trust_logprobs: bool = False,
+        stop_token_ids: Sequence[int] = (),
     ):
         self.server, self.tokenizer, self.concurrency = server, tokenizer, concurrency
+        self.stop_token_ids = list(stop_token_ids)
         self.model = model or self._only_model()
         self.weight_version = 0
         self._token_ids, self._logprobs = self._probe()
@@ -80,9 +87,7 @@ class OpenAIEngine:
 
     def _complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
         version = self.weight_version
-        body = self._body(prompt, params, seed)
-        choice = self._choice(self.server.post(_PATH, body))
-        reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
+        choice, reason = self._finished(self._body(prompt, params, seed))
         tokens = choice.get("token_ids") if self._token_ids else self._tokens_of(choice.get("text") or "", reason)
         if tokens is None:
             raise RunError(f"{self.server.url} gave no token ids this time, which it did before")
@@ -91,6 +96,21 @@ class OpenAIEngine:
             raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
         return Completion(list(tokens), logprobs, reason, version)
 
+    def _finished(self, body: dict[str, Any]) -> tuple[dict[str, Any], FinishReason]:
+        """A completion that came to its end. One that the server broke off (`abort`) is no sample of the policy: it is
+        asked for again, as often as a request that fails."""
+        for _ in range(self.server.retries + 1):
+            choice = self._choice(self.server.post(_PATH, body))
+            reason = _FINISHED.get(choice.get("finish_reason") or "")
+            if reason is not None:
+                return choice, reason
+        raise RunError(
+            f"{self.server.url} ended a completion by {choice.get('finish_reason')!r} "
+            f"({self.server.retries + 1} tries): it is neither whole (stop) nor at its limit (length)",
+            keys=("rollout.engine.url",),
+            fix="look into the server's log; then automodel resume RUN",
+        )
+
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
@@ -98,12 +118,20 @@ class OpenAIEngine:
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "seed": seed % 2**31,
         }
-        if self._token_ids:
-            body["return_token_ids"] = True
-        if params.top_k:
-            body["top_k"] = params.top_k
+        if self._token_ids:  # a server with this extension has the others too
+            body |= {
+                "return_token_ids": True,
+                "top_k": params.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "min_tokens": 0,
+                "ignore_eos": False,
+                "stop_token_ids": self.stop_token_ids,
+            }
         if self._logprobs:
             body["logprobs"] = 0  # of the drawn token alone
         return body
@@ -139,8 +167,8 @@ class OpenAIEngine:
         if len(names) != 1:
             raise ConfigError(
                 f"{self.server.url} serves {len(names)} models ({', '.join(names[:5])}): which one?",
-                keys=("rollout.model",),
-                fix=f"rollout.model={names[0] if names else '<name>'}",
+                keys=("rollout.engine.model",),
+                fix=f"rollout.engine.model={names[0] if names else '<name>'}",
             )
         name: str = names[0]
         return name

@@ -1,89 +1,37 @@
-"""vLLM as a server: its completions API, and weight updates through its public weight-transfer endpoints.
+"""vLLM as a server: its completions API, and weight updates through its public endpoints.
 
-NEVER RUN AGAINST vLLM: the tests speak to a small server that implements the documented endpoints of vLLM >= 0.22, and
-the NCCL transfer has not been run at all. Start the server with
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --generation-config vllm
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}' \\
-        --logprobs-mode processed_logprobs
-
-Nothing of vLLM is patched, and its package is imported only to send weights (extra `vllm`).
+Its versions, what of this has been run and on what: docs/rollout.md. Nothing of vLLM is patched, and its package is
+imported only to send weights over NCCL (extra `vllm`).
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.rollout.engine import Capabilities, WeightStream
-from automodel_cli.rollout.http import Server
+from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream
+from automodel_cli.rollout.http import Server, ServerError
 from automodel_cli.rollout.openai import OpenAIEngine
+from automodel_cli.rollout.transfer import Transfer
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-
-class Transfer(Protocol):
-    """How tensors travel to the server's workers."""
-
-    packed: bool
-
-    def open(self, num_workers: int) -> dict[str, Any]:
-        """What the server needs to know to connect; `connect` is called while it does."""
-
-    def connect(self) -> None:
-        """Meet the workers. Blocks until they are there."""
-
-    def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Send these tensors, in this order. Blocks until the workers have them."""
-
-
-class NCCLTransfer:
-    """vLLM's own trainer side of its NCCL backend. The trainer is rank 0, the server's workers follow.
-
-    `address` is this machine as the server sees it.
-    """
-
-    packed = True
-
-    def __init__(self, address: str, port: int):
-        self._address, self._port = address, port
-        self._world_size = 0
-        self._group: Any = None
-
-    def open(self, num_workers: int) -> dict[str, Any]:
-        self._world_size = num_workers + 1
-        return {
-            "master_address": self._address,
-            "master_port": self._port,
-            "rank_offset": 1,
-            "world_size": self._world_size,
-        }
-
-    def connect(self) -> None:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-        self._group = NCCLWeightTransferEngine.trainer_init(
-            {"master_address": self._address, "master_port": self._port, "world_size": self._world_size}
-        )
-
-    def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
-
-        NCCLWeightTransferEngine.trainer_send_weights(
-            iterator=iter(tensors), trainer_args=NCCLTrainerSendWeightsArgs(group=self._group, packed=self.packed)
-        )
+OLDEST = (0, 31)
+"""The oldest release whose calls are these."""
 
 
 class VLLMEngine(OpenAIEngine):
-    """An `OpenAIEngine` whose weights can be replaced. One process speaks to the server (rank 0 of the run)."""
+    """An `OpenAIEngine` whose weights can be replaced. One process speaks to the server (rank 0 of the run).
+
+    Raises ConfigError for a server that is no vLLM, or too old a one, or was started without what training needs.
+    """
 
     def __init__(
         self,
@@ -93,89 +41,114 @@ class VLLMEngine(OpenAIEngine):
         *,
         model: str | None = None,
         concurrency: int = 256,
+        stop_token_ids: Sequence[int] = (),
     ):
-        super().__init__(server, tokenizer, model=model, concurrency=concurrency, trust_logprobs=True)
+        self.version = check_version(server)
+        super().__init__(
+            server,
+            tokenizer,
+            model=model,
+            concurrency=concurrency,
+            trust_logprobs=True,
+            stop_token_ids=stop_token_ids,
+        )
         if not (self.capabilities.token_ids and self.capabilities.logprobs):
             raise ConfigError(
-                f"{server.url} does not answer with token ids and log-probs: it is no vLLM server of version 0.22 or "
-                "later",
-                keys=("rollout.url",),
+                f"{server.url} does not answer with token ids and log-probs",
+                keys=("rollout.engine.url",),
                 fix="vllm serve MODEL --logprobs-mode processed_logprobs",
             )
         self.capabilities = Capabilities(logprobs=True, weight_updates=True, seeds=False, hub_names=True)
         self._transfer = transfer
-        self._connected = False
+        self._given: str | None = None
+        _check_dev_mode(server)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """See `OpenAIEngine.generate`. Raises RunError where the server has other weights than it was given last: it
+        was started anew, or another run has replaced them."""
+        completions = super().generate(prompts, params, seeds)
+        self._check_weights()
+        return completions
 
     def update_weights(self, stream: WeightStream) -> None:
-        """Send every bucket while generation pauses (what is running goes on with the new weights afterwards).
+        """Replace the server's weights; what is being generated goes on with the new ones.
 
         The server resumes even when a transfer fails; that raises RunError, and its weights are then a mixture. A
         transfer that does not end within the server's time limit, or whose server is gone, is an error too.
         """
-        buckets = iter(stream)
+        self._transfer.send(self.server, iter(stream), self._paused)
+        self.weight_version += 1
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """The server does not generate in here, and forgets afterwards what it had computed with the old weights."""
         self.server.post("/pause?mode=keep")
         try:
-            if not self._connected:
-                self._connect()
-            self._send(buckets)
+            yield
+            self.server.post("/reset_prefix_cache")
+            given = uuid.uuid4().hex
+            self.server.post("/update_weight_version", {"new_version": given})
+            self._given = given
         except BaseException:
             with suppress(RunError):  # a server that is gone; what happened first says more
                 self.server.request("POST", "/resume", {}, retries=0)
             raise
         self.server.post("/resume")
-        self.weight_version += 1
 
-    def _connect(self) -> None:
-        answer = self.server.get("/get_world_size")
-        if not isinstance(answer, dict) or "world_size" not in answer:
-            raise RunError(f"{self.server.url}/get_world_size answered {answer!r}: VLLM_SERVER_DEV_MODE=1 is not set")
-        info = self._transfer.open(int(answer["world_size"]))
-        self._meanwhile("/init_weight_transfer_engine", {"init_info": info}, self._transfer.connect)
-        self._connected = True
+    def _check_weights(self) -> None:
+        """A server that was restarted answers again, with the weights it was started with."""
+        if self._given is None:
+            return
+        found = (self.server.get("/weight_info") or {}).get("weight_version")
+        if found != self._given:
+            raise RunError(
+                f"{self.server.url} no longer has the weights that this run gave it: the server was started anew, or "
+                "another run uses it. The samples of this step are dropped",
+                keys=("rollout.engine.url",),
+                fix="automodel resume RUN",
+            )
 
-    def _send(self, buckets: Iterator[Sequence[tuple[str, Tensor]]]) -> None:
-        self._once("/start_weight_update", {"is_checkpoint_format": True})
-        for bucket in buckets:
-            info = {
-                "names": [name for name, _ in bucket],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-                "packed": self._transfer.packed,
-            }
-            self._meanwhile("/update_weights", {"update_info": info}, partial(self._transfer.send, bucket))
-        self._once("/finish_weight_update", {})
 
-    def _meanwhile(self, path: str, body: dict[str, Any], ours: Callable[[], None]) -> None:
-        """The server answers once our side of the transfer is done, so both must run at the same time.
+def check_version(server: Server) -> str:
+    """The release that the server reports. Raises ConfigError for one before `OLDEST`, and for another kind of server.
 
-        The first error ends it: a transfer whose server has died never comes back, and is left behind in its thread.
-        """
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    A release after those that were tested is let through: what it has is found out by using it.
+    """
+    try:
+        answer = server.get("/version")
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        answer = None
+    if not isinstance(answer, dict) or "version" not in answer:
+        raise ConfigError(
+            f"{server.url} has no /version, so it is no vLLM server",
+            keys=("rollout.engine.url",),
+            fix="vllm serve MODEL --logprobs-mode processed_logprobs",
+        )
+    version = str(answer["version"])
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) >= OLDEST:
+        return version  # a build from source may call itself anything
+    oldest = f"{OLDEST[0]}.{OLDEST[1]}"
+    raise ConfigError(
+        f"{server.url} is vLLM {version}, whose weight updates are others than those of {oldest} and later",
+        keys=("rollout.engine.url",),
+        fix=f"pip install 'vllm>={oldest}'",
+    )
 
-        def run(half: Callable[[], Any]) -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)  # which is the thread's own
-                half()
-                ended.put(None)
-            except BaseException as error:
-                ended.put(error)
 
-        halves: tuple[Callable[[], Any], ...] = (partial(self._once, path, body), ours)
-        for half in halves:
-            threading.Thread(target=run, args=(half,), daemon=True).start()
-        for _ in range(2):
-            try:
-                error = ended.get(timeout=self.server.timeout + 1)  # the request has its own limit, and better words
-            except queue.Empty:
-                raise RunError(
-                    f"the weights did not reach {self.server.url} within {self.server.timeout:g} seconds",
-                    keys=("rollout.engine.timeout",),
-                    fix="look into the server's log; then automodel resume RUN",
-                ) from None
-            if error is not None:
-                raise error
-
-    def _once(self, path: str, body: dict[str, Any]) -> Any:
-        return self.server.request("POST", path, body, retries=0)  # a transfer that was half done cannot be sent again
+def _check_dev_mode(server: Server) -> None:
+    try:
+        server.get("/weight_info")
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        raise ConfigError(
+            f"{server.url} has no /weight_info, so its weights cannot be replaced: it was started without "
+            "VLLM_SERVER_DEV_MODE=1",
+            keys=("rollout.engine.url",),
+            fix="export VLLM_SERVER_DEV_MODE=1",
+        ) from error

@@ -1,6 +1,6 @@
 """A server that the run starts: waited for, logged, and gone when the run is, also when that fails.
 
-vLLM itself cannot run here: the command starts the double of its endpoints that the tests of the engine use.
+The command starts the double of vLLM's endpoints that the tests of the engine use; tests/e2e/test_vllm.py has vLLM.
 """
 
 from __future__ import annotations
@@ -11,28 +11,37 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.server_process import ServerProcess
-from tests.e2e.command import automodel
-from tests.e2e.test_grpo import write_config
+from tests.e2e.command import automodel, curve
+from tests.e2e.test_grpo import TINY, write_config
 from tests.unit.test_rollout_servers import free_port
 
+FILES = "rollout.engine.transport=files"
 DOUBLE = """
 import sys, time
 sys.path.insert(0, {root!r})
-from automodel_cli.models.tokenizer import ByteTokenizer
-from tests.unit.test_rollout_servers import VLLMDouble, make_oracle
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from automodel_cli.rollout.hf import HFEngine
+from tests.unit.test_rollout_servers import VLLMDouble
 print("the double starts", flush=True)
-double = VLLMDouble(make_oracle(ByteTokenizer().build()), {port})
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{model!r}), dtype=torch.float32).eval()
+double = VLLMDouble(HFEngine(model, stop_token_ids=[{stop}], pad_token_id=0), {port})
 time.sleep(600)
 """
 
 
 def double_at(folder: Path, port: int) -> list[str]:
     script = folder / "double.py"
-    script.write_text(DOUBLE.format(root=str(Path(__file__).parents[2]), port=port))
+    model = yaml.safe_load(TINY.format(family="llama"))["model"]["config"]
+    stop = ByteTokenizer().build().eos_token_id
+    script.write_text(DOUBLE.format(root=str(Path(__file__).parents[2]), port=port, model=model, stop=stop))
     return [sys.executable, str(script)]
 
 
@@ -80,18 +89,46 @@ def test_one_that_does_not_answer_is_an_error_with_its_last_words(
     assert last is None or alive.read_text() == last
 
 
-def test_a_run_that_fails_ends_the_server_it_started(tmp_path: Path) -> None:
-    """It fails when it first sends weights: vLLM's package, which does so, is not there."""
-    write_config(tmp_path)
-    port = free_port()
+def engine_of(folder: Path, port: int, *more: str) -> list[str]:
+    command = json.dumps(double_at(folder, port))
     url = f"http://127.0.0.1:{port}"
-    engine = [
+    return [
         "rollout=vllm",
         f"rollout.engine.url={url}",
-        f"rollout.engine.command={json.dumps(double_at(tmp_path, port))}",
+        f"rollout.engine.command={command}",
+        *more,
+        "--trust",
+        "command",
     ]
-    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *engine, "--trust", "command")
-    assert done.returncode == 1 and "vllm" in done.stderr, done.stdout + done.stderr
+
+
+def test_a_run_gives_its_server_the_weights_of_every_step(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    port = free_port()
+    few = ["train.max_steps=3", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine_of(tmp_path, port, FILES))
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "runs" / "tiny"
+    assert curve(run_dir, "token_mult_prob_error") == pytest.approx([1.0] * 3, abs=1e-5)
+    assert curve(run_dir, "weight_version") == [0, 1, 2]
+    assert not list((run_dir / "rollout_weights").iterdir()) and not answers(f"http://127.0.0.1:{port}")
+
+
+def test_a_run_that_fails_ends_the_server_it_started(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    port = free_port()
+    (tmp_path / "file").write_text("")
+    nowhere = f"rollout.engine.weights_folder={tmp_path / 'file' / 'weights'}"
+    engine = engine_of(tmp_path, port, FILES, nowhere)
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *engine)
+    assert done.returncode == 1 and "cannot be written to" in done.stderr, done.stdout + done.stderr
     log = tmp_path / "runs" / "tiny" / "logs" / "rollout_server.log"
     assert log.read_text().startswith("the double starts\n")
-    assert not answers(url)
+    assert not answers(f"http://127.0.0.1:{port}")
+
+
+def test_what_the_machine_lacks_is_said_before_the_server_is_started(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *engine_of(tmp_path, free_port()))
+    assert done.returncode == 2 and "rollout.engine.transport=files" in done.stderr, done.stdout + done.stderr
+    assert not (tmp_path / "runs" / "tiny" / "logs" / "rollout_server.log").exists()

@@ -24,7 +24,7 @@ from tests.pasted import Watch
         ("mesh.pp_size=1 (one of [1, 3])", ["overrides"], "fix"),
         ("-c quickstart   (bundled)", ["command"], "fix"),
         ("pip install peft", ["command"], "fix"),
-        ("start the server, or set rollout.url", ["words", "words"], "try"),
+        ("start the server, or set rollout.engine.url", ["words", "words"], "try"),
         ("model.pretrained=<a folder>", ["words"], "try"),
         ("optimizer.lr=VALUE", ["words"], "try"),
     ],

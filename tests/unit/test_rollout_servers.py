@@ -1,7 +1,8 @@
-"""Engines behind HTTP: a real `transformers serve` on this machine, and a double of vLLM's documented endpoints.
+"""Engines behind HTTP: a real `transformers serve` on this machine, and a double of vLLM's endpoints.
 
-vLLM itself cannot run here. The double holds a real model: what it serves is computed, and the weights it is sent are
-put into it.
+The double has the routes and bodies of vLLM 0.32 (entrypoints/rl/online, serve/dev/rpc, openai/completion) and holds a
+real model: what it serves is computed, and the weights it is given are put into it. tests/e2e/test_vllm.py asks the
+same of a real vLLM; what is here needs a server that misbehaves.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
@@ -25,6 +29,7 @@ from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.openai import OpenAIEngine
+from automodel_cli.rollout.transfer import FileTransfer, Watch, check_nccl
 from automodel_cli.rollout.vllm import VLLMEngine
 from tests import tiny
 
@@ -103,13 +108,13 @@ def test_transformers_serve_generates_what_the_library_does(served, tokenizer):
 
 
 class VLLMDouble:
-    """The documented endpoints in front of an `HFEngine`. `transfer` is the wire that NCCL is elsewhere."""
+    """vLLM's routes in front of an `HFEngine`. `answer` may be replaced by what is to go wrong at a path."""
 
     def __init__(self, oracle: HFEngine, port: int = 0):
         self.oracle, self.calls, self.failures = oracle, [], []
-        self.received: list[tuple[str, torch.Tensor]] = []
-        self.transfer = Wire()
-        self.token_ids = True
+        self.hooks: dict[str, Callable[[dict], dict | None]] = {}
+        self.token_ids, self.version, self.weight_version = True, "0.32.0+cpu", "default"
+        self.generation_config: dict = {}
         double = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -120,15 +125,14 @@ class VLLMDouble:
                 self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
             def answer(self, body):
-                if double.failures:
-                    code = double.failures.pop(0)
-                    self.send_response(code)
-                    self.end_headers()
-                    self.wfile.write(b"not now")
-                    return
-                double.calls.append((self.path, body))
-                content = json.dumps(double.handle(self.path, body)).encode()
-                self.send_response(200)
+                try:
+                    if double.failures:
+                        raise Refused(double.failures.pop(0), "not now")
+                    double.calls.append((self.path, body))
+                    content, code = json.dumps(double.handle(self.path, body)).encode(), 200
+                except Refused as refused:
+                    code, content = refused.args[0], refused.args[1].encode()
+                self.send_response(code)
                 self.end_headers()
                 self.wfile.write(content)
 
@@ -140,56 +144,53 @@ class VLLMDouble:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def handle(self, path, body):
-        if path == "/v1/models":
-            return {"data": [{"id": "tiny", "max_model_len": 512}]}
+        hook = self.hooks.get(path)
+        answer = None if hook is None else hook(body)
+        if answer is not None:
+            return answer
         if path == "/v1/completions":
-            params = SamplingParams(max_new_tokens=body["max_tokens"], temperature=body["temperature"])
-            (completion,) = self.oracle.generate([body["prompt"]], params, [body.get("seed", 0)])
-            choice = {"text": "", "finish_reason": completion.finish_reason}
-            if self.token_ids:
-                choice |= {"token_ids": completion.tokens, "logprobs": {"token_logprobs": completion.logprobs}}
-            return {"choices": [choice]}
-        if path == "/get_world_size":
-            return {"world_size": 1}
-        if path == "/init_weight_transfer_engine":
-            assert body["init_info"] == {"rank_offset": 1, "world_size": 2}
-            self.transfer.met.wait(10)
-        if path == "/start_weight_update":
-            assert body == {"is_checkpoint_format": True}
-            self.received = []
-        if path == "/update_weights":
-            info = body["update_info"]
-            tensors = self.transfer.receive(len(info["names"]))
-            assert [str(t.dtype) for t in tensors] == [f"torch.{name}" for name in info["dtype_names"]]
-            assert [list(t.shape) for t in tensors] == info["shapes"] and info["packed"] is False
-            self.received += zip(info["names"], tensors, strict=True)
-        if path == "/finish_weight_update":
-            self.oracle.update_weights([self.received])
-        return {}
+            return {"choices": [self.complete(body)]}
+        if path == "/collective_rpc":
+            assert body["method"] == "reload_weights" and body["kwargs"].keys() == {"weights_path"}
+            files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
+            self.oracle.update_weights([list(load_file(file).items()) for file in files])
+            return {"results": [None]}
+        if path == "/update_weight_version":
+            self.weight_version = body["new_version"]
+        known = {
+            "/health": {},
+            "/version": {"version": self.version},
+            "/v1/models": {"data": [{"id": "tiny", "max_model_len": 512}]},
+            "/weight_info": {"weight_version": self.weight_version},
+            "/update_weight_version": {"success": True},
+            "/pause?mode=keep": {"status": "paused"},
+            "/reset_prefix_cache": {},
+            "/resume": {"status": "resumed"},
+        }
+        if path not in known:
+            raise Refused(404, "Not Found")
+        return known[path]
+
+    def complete(self, body):
+        """As `CompletionRequest.to_sampling_params`: what is not asked for is the model's generation_config.json's."""
+        if not self.token_ids:
+            return {"text": "a", "finish_reason": "stop"}
+        asked = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **self.generation_config, **body}
+        greedy = asked["temperature"] == 0
+        params = SamplingParams(
+            max_new_tokens=body["max_tokens"],
+            temperature=asked["temperature"],
+            top_p=1.0 if greedy else asked["top_p"],
+            top_k=0 if greedy else max(asked["top_k"], 0),
+        )
+        (completion,) = self.oracle.generate([body["prompt"]], params, [body.get("seed", 0)])
+        logprobs = {"token_logprobs": completion.logprobs}
+        reason = completion.finish_reason
+        return {"text": "", "finish_reason": reason, "token_ids": completion.tokens, "logprobs": logprobs}
 
 
-class Wire:
-    packed = False
-
-    def __init__(self):
-        self.met, self._sent, self._there = threading.Event(), [], threading.Semaphore(0)
-
-    def open(self, num_workers):
-        return {"rank_offset": 1, "world_size": num_workers + 1}
-
-    def connect(self):
-        self.met.set()
-
-    def send(self, tensors):
-        for _, tensor in tensors:
-            self._sent.append(tensor.clone())
-            self._there.release()
-
-    def receive(self, count):
-        for _ in range(count):
-            assert self._there.acquire(timeout=10)
-        tensors, self._sent = self._sent[:count], self._sent[count:]
-        return tensors
+class Refused(Exception):
+    """(status, words)"""
 
 
 @pytest.fixture
@@ -199,8 +200,12 @@ def double(tokenizer):
     double.server.shutdown()
 
 
+def engine_at(double, tokenizer, folder=Path("unused"), **options) -> VLLMEngine:
+    return VLLMEngine(Server(double.url, backoff=0.01, **options), tokenizer, FileTransfer(folder))
+
+
 def test_vllm_completions_are_token_in_token_out(double, tokenizer):
-    engine = VLLMEngine(Server(double.url, backoff=0.01), tokenizer, double.transfer)
+    engine = engine_at(double, tokenizer)
     assert engine.capabilities.token_ids and engine.capabilities.logprobs and engine.capabilities.weight_updates
     prompts = [[7, 8, 9], [30, 31]]
     params = SamplingParams(max_new_tokens=6, temperature=0.7)
@@ -211,8 +216,21 @@ def test_vllm_completions_are_token_in_token_out(double, tokenizer):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
-def test_weights_go_through_the_documented_calls(double, tokenizer):
-    engine = VLLMEngine(Server(double.url, backoff=0.01), tokenizer, double.transfer)
+def test_the_servers_generation_config_has_no_say(double, tokenizer):
+    """The model's authors recommend other settings than the run has: top_k 2 would leave two tokens to draw from."""
+    double.generation_config = {"top_k": 2, "top_p": 0.5, "temperature": 0.3}
+    engine = engine_at(double, tokenizer)
+    params = SamplingParams(max_new_tokens=8)
+    want = make_oracle(tokenizer).generate([[7, 8, 9]], params, [5])
+    (got,) = engine.generate([[7, 8, 9]], params, [5])
+    assert got.tokens == want[0].tokens and got.logprobs == pytest.approx(want[0].logprobs, abs=1e-5)
+    body = double.calls[-1][1]
+    shaping = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    assert shaping | {"min_tokens", "ignore_eos", "stop_token_ids", "max_tokens", "seed"} <= body.keys()
+
+
+def test_weights_go_through_files_that_are_gone_afterwards(double, tokenizer, tmp_path):
+    engine = engine_at(double, tokenizer, tmp_path / "weights")
     trained = build_model(tokenizer)
     tiny.perturb(trained, 5)
     named = [(name, p.detach()) for name, p in trained.named_parameters()]
@@ -220,67 +238,121 @@ def test_weights_go_through_the_documented_calls(double, tokenizer):
     for _ in range(2):
         double.calls.clear()
         engine.update_weights(iter([named[:3], named[3:]]))
-    phases = ["/pause?mode=keep", "/start_weight_update", *["/update_weights"] * 2, "/finish_weight_update", "/resume"]
-    assert [path for path, _ in double.calls] == phases  # the connection is made once
+    phases = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    assert [path for path, _ in double.calls] == phases
     after = engine.generate([[7, 8, 9]], GREEDY)
     want = HFEngine(trained, stop_token_ids=[tokenizer.eos_token_id], pad_token_id=0).generate([[7, 8, 9]], GREEDY)
     assert after[0].tokens == want[0].tokens != before[0].tokens
     assert (before[0].weight_version, after[0].weight_version) == (0, 2)
+    assert not list((tmp_path / "weights").iterdir())
 
 
-def test_a_failed_transfer_is_an_error_and_the_server_resumes(double, tokenizer):
-    engine = VLLMEngine(Server(double.url, backoff=0.01), tokenizer, double.transfer)
+def test_a_server_that_was_started_anew_is_noticed(double, tokenizer, tmp_path):
+    """It answers, with the weights it was started with."""
+    engine = engine_at(double, tokenizer, tmp_path)
+    engine.update_weights([list(build_model(tokenizer).named_parameters())])
+    engine.generate([[7, 8, 9]], GREEDY)
+    double.weight_version = "default"
+    with pytest.raises(RunError, match="no longer has the weights that this run gave it"):
+        engine.generate([[7, 8, 9]], GREEDY)
 
-    def break_wire(tensors):
-        raise RuntimeError("the wire broke")
 
-    double.transfer.send = break_wire
-    double.transfer.receive = lambda count: [torch.zeros(1)]
-    with pytest.raises(RuntimeError, match="the wire broke"):
+def test_an_update_that_the_server_refuses_is_an_error_and_the_server_resumes(double, tokenizer, tmp_path):
+    engine = engine_at(double, tokenizer, tmp_path)
+
+    def refuse(body):
+        raise Refused(500, "size mismatch")
+
+    double.hooks["/collective_rpc"] = refuse
+    with pytest.raises(RunError, match=r"collective_rpc failed: 500 .*size mismatch"):
         engine.update_weights([[("w", torch.zeros(1))]])
-    assert "/resume" in [path for path, _ in double.calls] and engine.weight_version == 0
+    assert double.calls[-1][0] == "/resume" and engine.weight_version == 0
+    assert [path for path, _ in double.calls].count("/collective_rpc") == 1  # what was half done is not done again
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_server_that_dies_in_a_transfer_is_said_though_our_side_never_comes_back(double, tokenizer):
-    engine = VLLMEngine(Server(double.url, backoff=0.01, retries=1), tokenizer, double.transfer)
-
-    def die(count):
-        double.server.shutdown()
-        double.server.server_close()
-        raise ConnectionAbortedError("no answer, and nobody listens any more")
-
-    double.transfer.send = lambda tensors: threading.Event().wait()
-    double.transfer.receive = die
-    with pytest.raises(RunError, match=r"POST .*/update_weights failed"):
+def test_weights_that_cannot_be_written_are_said(double, tokenizer, tmp_path):
+    (tmp_path / "file").write_text("")
+    engine = engine_at(double, tokenizer, tmp_path / "file" / "weights")
+    with pytest.raises(RunError, match=r"cannot be written to .*Not a directory"):
         engine.update_weights([[("w", torch.zeros(1))]])
-    assert engine.weight_version == 0
+    assert "/pause?mode=keep" not in [path for path, _ in double.calls]
 
 
-@pytest.mark.parametrize("server_hangs", [True, False], ids=["both sides", "ours"])
-def test_a_transfer_that_hangs_runs_into_the_time_limit(double, tokenizer, server_hangs):
-    engine = VLLMEngine(Server(double.url, backoff=0.01, timeout=1.0), tokenizer, double.transfer)
-    done = threading.Event()
-    double.transfer.send = lambda tensors: done.wait()
-    double.transfer.receive = lambda count: [torch.zeros(1)] * (done.wait() if server_hangs else 1)
-    said = r"POST .*/update_weights failed: timed out" if server_hangs else "did not reach .* within 1 seconds"
-    with pytest.raises(RunError, match=said):
-        engine.update_weights([[("w", torch.zeros(1))]])
-    done.set()
-    assert double.calls[-1][0] == "/resume"
+def test_whichever_half_of_a_transfer_fails_first_ends_it(double):
+    """Our half is in a collective that the server, which has refused, never joins."""
+    watch, began = Watch(Server(double.url, timeout=30)), time.monotonic()
+
+    def ours():
+        threading.Thread(target=lambda: watch.failed(RunError("the server refused"))).start()
+        threading.Event().wait()
+
+    with pytest.raises(RunError, match="the server refused"):
+        watch.run(ours)
+    assert time.monotonic() - began < 5
+    with pytest.raises(ZeroDivisionError):
+        Watch(Server(double.url)).run(lambda: 1 / 0)
+    assert Watch(Server(double.url)).run(lambda: 7) == 7
+
+
+def test_a_transfer_that_hangs_runs_into_the_time_limit(double):
+    with pytest.raises(RunError, match=r"did not reach .* within 0\.1 seconds"):
+        Watch(Server(double.url, timeout=0.1)).run(threading.Event().wait)
+
+
+def test_an_older_vllm_and_another_server_are_refused(double, tokenizer):
+    double.version = "0.30.2"
+    with pytest.raises(ConfigError, match=r"is vLLM 0.30.2, whose weight updates are others than those of 0.31"):
+        engine_at(double, tokenizer)
+    double.version = "0.33.0.dev1+gabc"
+    engine_at(double, tokenizer)
+
+    def missing(body):
+        raise Refused(404, "Not Found")
+
+    double.hooks["/weight_info"] = missing
+    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"):
+        engine_at(double, tokenizer)
+    double.hooks["/version"] = missing
+    with pytest.raises(ConfigError, match="it is no vLLM server"):
+        engine_at(double, tokenizer)
+
+
+def test_a_completion_that_the_server_breaks_off_is_asked_for_again(double, tokenizer):
+    engine = engine_at(double, tokenizer, retries=2)
+    reasons = ["abort", "abort"]
+
+    def broken_off(body):
+        return {"choices": [{**double.complete(body), "finish_reason": reasons.pop()}]} if reasons else None
+
+    double.hooks["/v1/completions"] = broken_off
+    (got,) = engine.generate([[7, 8, 9]], GREEDY)
+    assert got.finish_reason in ("stop", "length") and not reasons
+    reasons += ["abort"] * 3
+    with pytest.raises(RunError, match=r"ended a completion by 'abort' \(3 tries\)"):
+        engine.generate([[7, 8, 9]], GREEDY)
+
+
+def test_what_nccl_needs_is_said_before_a_server_is_started():
+    with pytest.raises(ConfigError, match="between GPUs, and this run is on cpu"):
+        check_nccl("cpu")
+    assert find_spec("vllm") is None, "the next line shows nothing here"
+    with pytest.raises(ConfigError, match="the package vllm, which is not installed"):
+        check_nccl("cuda")
 
 
 def test_a_server_that_dies_while_it_generates_is_said(double, tokenizer):
-    engine = VLLMEngine(Server(double.url, backoff=0.01, retries=1), tokenizer, double.transfer)
+    engine = engine_at(double, tokenizer, retries=1)
     double.server.shutdown()
     double.server.server_close()
     with pytest.raises(RunError, match=r"POST .*/v1/completions failed \(2 tries\): .*refused"):
         engine.generate([[7, 8, 9]], GREEDY)
 
 
-def test_a_server_without_token_ids_is_no_vllm(double, tokenizer):
+def test_a_server_without_token_ids_is_refused(double, tokenizer):
     double.token_ids = False
-    with pytest.raises((ConfigError, RunError)):
-        VLLMEngine(Server(double.url, retries=0), tokenizer, double.transfer)
+    with pytest.raises(ConfigError, match="does not answer with token ids and log-probs"):
+        engine_at(double, tokenizer)
 
 
 def test_a_busy_server_is_asked_again_and_a_refusal_is_not(double):

@@ -1,0 +1,29 @@
+"""The trainer's process of a transfer through vLLM's factory, in vLLM's environment: send.py URL WEIGHTS BACKEND.
+
+BACKEND `wire` sends the weights; `refused` is refused by the server; `nccl` builds what NCCL needs, as a run would.
+"""
+
+import sys
+
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from automodel_cli.models.tokenizer import ByteTokenizer
+from automodel_cli.rollout.http import Server
+from automodel_cli.rollout.transfer import FactoryTransfer, nccl_init
+from automodel_cli.rollout.vllm import VLLMEngine
+from tests.vllm.wire import TrainerInit, register
+
+url, weights, backend = sys.argv[1:]
+register()
+named = list(load_file(weights).items())
+if backend == "nccl":
+    init = nccl_init("10.0.0.1", 29600)(4)
+    assert init == NCCLTrainerInitInfo("10.0.0.1", 29600, 5, rank=0) and init.packed and init.is_sender
+else:
+    refused = backend == "refused"
+    transfer = FactoryTransfer(lambda num_workers: TrainerInit(num_workers + 1, refused, rank=0))
+    engine = VLLMEngine(Server(url, timeout=60), ByteTokenizer().build(), transfer, model="tiny")
+    engine.update_weights([named[:3], named[3:]])
+    engine.update_weights([named])  # over the connection that is there
+print("sent")

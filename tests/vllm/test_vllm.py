@@ -1,0 +1,344 @@
+"""A real vLLM server on the CPU, our client and a whole run on it.
+
+AUTOMODEL_VLLM names a virtual environment with vLLM in it (docs/rollout.md says how one is made). The model's
+generation_config.json recommends what the run does not want, and the server is not told to leave it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.models.tokenizer import ByteTokenizer
+from automodel_cli.rollout.engine import SamplingParams
+from automodel_cli.rollout.http import Server
+from automodel_cli.rollout.openai import OpenAIEngine
+from automodel_cli.rollout.sampling import shaping_of
+from automodel_cli.rollout.server_process import ServerProcess
+from automodel_cli.rollout.transfer import FileTransfer
+from automodel_cli.rollout.vllm import VLLMEngine
+from tests.e2e.command import automodel, curve, metrics, start
+from tests.tiny import perturb
+from tests.unit.test_rollout_servers import free_port
+
+ROOT = Path(__file__).parents[2]
+VLLM = os.environ.get("AUTOMODEL_VLLM")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM, reason="AUTOMODEL_VLLM names no environment with vLLM"),
+    pytest.mark.timeout(400),
+]
+RUN = """
+defaults: [grpo, {data: chat_tasks}, {override rewards: none}, _self_]
+model: {pretrained: MODEL}
+data: {seq_len: 128}
+rollout: {prompts_per_step: 4, group_size: 4, max_new_tokens: 16, show_every: null, engine: {timeout: 60, retries: 1}}
+rewards:
+  digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
+parallelizer:
+  mp_policy: {_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}
+optimizer: {lr: 3e-3}
+train: {global_batch_size: 16, microbatch_size: 1, max_steps: 8, epochs: null, cpu_threads: 1}
+validation: {num_batches: 8}
+checkpoint: {every: 2}
+logging: {report: false}
+"""
+
+
+def built(vocab_size: int | None = None) -> Qwen3ForCausalLM:
+    """Heads of 32, which vLLM's CPU kernels take, and an untied output layer: vLLM's CPU build does not reload a tied
+    one."""
+    tokenizer = ByteTokenizer().build()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.06,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    model = built()
+    recommended = {"top_k": 20, "top_p": 0.95, "temperature": 0.6, "do_sample": True, "repetition_penalty": 1.3}
+    model.generation_config.update(**recommended, eos_token_id=model.config.eos_token_id)
+    model.save_pretrained(folder)
+    ByteTokenizer().build().save_pretrained(folder)
+    return folder
+
+
+class Served:
+    """A server at one address that can be killed and started again."""
+
+    def __init__(self, model: Path, folder: Path):
+        self.server = Server(f"http://127.0.0.1:{free_port()}", timeout=60, retries=0)
+        plugin = folder / "wire-0.1.dist-info"
+        plugin.mkdir()
+        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: wire\nVersion: 0.1\n")
+        (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nwire = tests.vllm.wire:register\n")
+        self.environment = {
+            "PYTHONPATH": f"{ROOT}:{folder}",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled on start
+        }
+        port = self.server.url.rsplit(":", 1)[1]
+        self.command = [
+            *("env", *(f"{name}={value}" for name, value in self.environment.items())),
+            *(f"{VLLM}/bin/vllm", "serve", str(model), "--served-model-name", "tiny"),
+            *("--host", "127.0.0.1", "--port", port, "--dtype", "float32"),
+            *("--max-model-len", "256", "--max-num-seqs", "16", "--enforce-eager"),
+            *("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "wire"}'),
+        ]
+        self._log, self._process = folder / "server.log", None
+
+    def up(self) -> Served:
+        if self._process is None or not self.answers():
+            self.end()
+            self._process = ServerProcess(self.command, self.server, self._log, timeout=300)
+        return self
+
+    def answers(self) -> bool:
+        try:
+            Server(self.server.url, timeout=5, retries=0).get("/health")
+        except RunError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+@pytest.fixture(scope="module")
+def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(model_folder, tmp_path_factory.mktemp("served"))
+    yield served
+    served.end()
+
+
+@pytest.fixture
+def engine(served: Served, tmp_path: Path) -> VLLMEngine:
+    tokenizer = ByteTokenizer().build()
+    stops = [tokenizer.eos_token_id]
+    return VLLMEngine(served.up().server, tokenizer, FileTransfer(tmp_path), concurrency=8, stop_token_ids=stops)
+
+
+def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def moved(seed: int) -> Qwen3ForCausalLM:
+    model = built()
+    perturb(model, seed)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = ByteTokenizer().build()
+    return [list(tokenizer(text)["input_ids"]) for text in ("What is 1 + 1?", "Repeat AB.", "shared " * 20 + "end")]
+
+
+def largest_gap(engine: VLLMEngine, model: torch.nn.Module, params: SamplingParams, samples: int = 4) -> float:
+    """Between the log-probs that the server reports of its tokens and those of the model in this process."""
+    asked = [prompt for prompt in prompts() for _ in range(samples)]
+    found = engine.generate(asked, params, list(range(len(asked))))
+    worst = 0.0
+    for prompt, completion in zip(asked, found, strict=True):
+        drawn_T = torch.tensor(completion.tokens)
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
+        logprobs_T = shaping_of(params)(logits_TV, drawn_T).log_softmax(-1).gather(-1, drawn_T[:, None])[:, 0]
+        worst = max(worst, (logprobs_T - torch.tensor(completion.logprobs)).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(24),
+        SamplingParams(24, temperature=0.7),
+        SamplingParams(24, top_k=8, top_p=0.9),
+        SamplingParams(24, temperature=0.0),
+    ],
+    ids=["plain", "temperature", "filters", "greedy"],
+)
+def test_logprobs_are_the_models_whatever_its_generation_config_recommends(
+    engine: VLLMEngine, model_folder: Path, params: SamplingParams
+) -> None:
+    engine.update_weights([weights_of(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32))])
+    assert largest_gap(engine, built(), params) < 1e-5
+
+
+def test_more_than_the_recommended_tokens_are_drawn(engine: VLLMEngine) -> None:
+    """generation_config.json would keep the 20 likeliest of 354."""
+    engine.update_weights([weights_of(built())])
+    (prompt, *_), model = prompts(), built()
+    ranks = []
+    for completion in engine.generate([prompt] * 16, SamplingParams(16), list(range(16))):
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
+        drawn_T1 = logits_TV.gather(-1, torch.tensor(completion.tokens)[:, None])
+        ranks += (logits_TV > drawn_T1).sum(-1).tolist()
+    assert max(ranks) > 100
+
+
+def test_weights_from_files_are_those_that_generate(engine: VLLMEngine, tmp_path: Path) -> None:
+    new, params = weights_of(moved(1)), SamplingParams(8)
+    largest_gap(engine, built(), params)  # the prompts are in the prefix cache
+    engine.update_weights([new[:5], new[5:]])
+    assert largest_gap(engine, moved(1), params) < 1e-5
+    assert largest_gap(engine, built(), params) > 0.1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_request_that_runs_while_weights_change_is_finished(engine: VLLMEngine) -> None:
+    found: list[int] = []
+    during: list[bool] = []
+    # not the engine's own: which weights answer is not asked here
+    generating = threading.Thread(
+        target=lambda: found.extend(
+            len(c.tokens)
+            for c in OpenAIEngine.generate(engine, prompts()[:2] * 8, SamplingParams(200), list(range(16)))
+        )
+    )
+    paused = engine._paused
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        with paused():
+            during.append(generating.is_alive())
+            yield
+
+    engine._paused = watched
+    generating.start()
+    time.sleep(0.3)
+    engine.update_weights([weights_of(moved(2))])
+    generating.join(60)
+    assert during == [True], "the test shows nothing: all was generated before"
+    assert len(found) == 16 and largest_gap(engine, moved(2), SamplingParams(8)) < 1e-5
+
+
+def test_what_is_aborted_is_asked_for_again(engine: VLLMEngine) -> None:
+    engine.server = Server(engine.server.url, timeout=60, retries=2)
+    aborted = []
+
+    def abort() -> None:
+        time.sleep(0.3)
+        aborted.append(engine.server.post("/abort_requests")["aborted"])
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    found = engine.generate(prompts()[:1] * 4, SamplingParams(200), list(range(4)))
+    thread.join()
+    assert aborted[0] > 0, "the test shows nothing: all was generated before"
+    assert all(c.finish_reason == "stop" or len(c.tokens) == 200 for c in found)
+
+
+def sent(served: Served, weights: Sequence[tuple[str, torch.Tensor]], backend: str, folder: Path) -> tuple[int, str]:
+    """What the trainer's process says, which has vLLM's package."""
+    save_file({name: tensor.clone() for name, tensor in weights}, folder / "weights.safetensors")
+    done = subprocess.run(
+        [f"{VLLM}/bin/python", "-m", "tests.vllm.send", served.server.url, folder / "weights.safetensors", backend],
+        env=os.environ | served.environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_weights_go_through_vllms_own_transfer(engine: VLLMEngine, served: Served, tmp_path: Path) -> None:
+    """Its factory with NCCL's place taken by a socket; and NCCL's own settings, as far as they go without a GPU."""
+    assert sent(served, weights_of(moved(3)), "nccl", tmp_path)[0] == 0
+    code, text = sent(served, weights_of(moved(3)), "wire", tmp_path)
+    assert code == 0 and "sent\n" in text, text
+    assert largest_gap(engine, moved(3), SamplingParams(8)) < 1e-5
+
+
+def test_what_the_server_refuses_is_said_while_our_side_waits_for_its_workers(
+    engine: VLLMEngine, served: Served, tmp_path: Path
+) -> None:
+    """The trainer's side waits for workers to connect, without a limit, as NCCL's does."""
+    began = time.monotonic()
+    code, text = sent(served, weights_of(built()), "refused", tmp_path)
+    assert code == 1 and "/init_weight_transfer_engine failed: 500" in text and "unforeseen" in text, text
+    assert time.monotonic() - began < 40
+
+
+def config(folder: Path, model: Path, served: Served) -> list[str]:
+    (folder / "run.yaml").write_text(RUN.replace("MODEL", str(model)))
+    return ["rollout=vllm", f"rollout.engine.url={served.server.url}", "rollout.engine.transport=files"]
+
+
+def test_a_run_learns_from_what_the_server_draws(served: Served, model_folder: Path, tmp_path: Path) -> None:
+    engine = config(tmp_path, model_folder, served.up())
+    done = automodel(tmp_path, "grpo", "llm", "-c", "run.yaml", *engine)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "run"
+    assert curve(run, "gen_kl_error") == pytest.approx([0.0] * 8, abs=1e-5)  # every step's weights arrived
+    assert curve(run, "weight_version") == list(range(8))
+    before, *_, after = curve(run, "val_reward")
+    assert after > before + 0.2, (before, after)
+
+
+def test_a_server_that_is_killed_ends_the_run_and_the_run_goes_on_with_another(
+    served: Served, model_folder: Path, tmp_path: Path
+) -> None:
+    engine = config(tmp_path, model_folder, served.up())
+    process = start(tmp_path, "grpo", "llm", "-c", "run.yaml", *engine, "train.max_steps=200")
+    run = tmp_path / "runs" / "run"
+    deadline = time.monotonic() + 120
+    while not ((run / "metrics.jsonl").exists() and any(row.get("step", 0) >= 3 for row in metrics(run))):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    served.kill()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and f"{served.server.url}" in output and "Traceback" not in output, output
+    served.up()
+    resumed = automodel(tmp_path, "resume", "runs/run", "train.max_steps=6")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert max(curve(run, "gen_kl_error")) < 1e-5
+
+
+def test_a_model_of_another_vocabulary_is_said_at_once(engine: VLLMEngine) -> None:
+    """Last: vLLM does not outlive weights that do not fit."""
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"collective_rpc failed: 500"):
+        engine.update_weights([weights_of(built(400))])
+    assert time.monotonic() - began < 30
