@@ -34,7 +34,7 @@ _EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """One line: what was looked at, what was found, and the command that fixes it."""
 
     status: Literal["ok", "warn", "fail"]
@@ -61,27 +61,27 @@ def doctor(run: str | None, trust: Trust) -> int:
     return int(any(v.status == "fail" for v in verdicts))
 
 
-def of_run(run: str, trust: Trust) -> Iterator[Verdict]:
+def of_run(run: str, trust: Trust) -> Iterator[Diagnosis]:
     """The config and every file of a run. Nothing that the config names is executed."""
     folder = common.run_folder(run)
     from automodel_cli.run.examine import examine
 
     common.load(folder / "config.yaml", (), trust, run_dir=folder, untrusted=[])
-    yield Verdict("ok", "config", str(folder / "config.yaml"))
+    yield Diagnosis("ok", "config", str(folder / "config.yaml"))
     for finding in examine(folder):
-        yield Verdict(*finding)
+        yield Diagnosis(*finding)
 
 
-def python() -> Iterator[Verdict]:
+def python() -> Iterator[Diagnosis]:
     """The interpreter that the project supports."""
     found = ".".join(map(str, sys.version_info[:3]))
     if tuple(sys.version_info) < (3, 11):  # a tuple: pip does not install us here, but PYTHONPATH may
-        yield Verdict("fail", "python", f"{found}, needs >= 3.11", "uv venv --python 3.12")
+        yield Diagnosis("fail", "python", f"{found}, needs >= 3.11", "uv venv --python 3.12")
     else:
-        yield Verdict("ok", "python", f"{found}  {sys.executable}")
+        yield Diagnosis("ok", "python", f"{found}  {sys.executable}")
 
 
-def dependencies() -> Iterator[Verdict]:
+def dependencies() -> Iterator[Diagnosis]:
     """Every base dependency against the range that our own metadata declares."""
     for line in metadata.requires(DISTRIBUTION) or ():
         if ";" in line:
@@ -89,14 +89,14 @@ def dependencies() -> Iterator[Verdict]:
         name, spec = re.match(r"([\w.-]+)\s*(.*)", line).groups()  # type: ignore[union-attr]
         found = _version(name)
         if found is None:
-            yield Verdict("fail", name, f"not installed, needs {spec}", f'pip install "{name}{spec}"')
+            yield Diagnosis("fail", name, f"not installed, needs {spec}", f'pip install "{name}{spec}"')
         elif not satisfies(found, spec):
-            yield Verdict("fail", name, f"{found}, supported is {spec}", f'pip install "{name}{spec}"')
+            yield Diagnosis("fail", name, f"{found}, supported is {spec}", f'pip install "{name}{spec}"')
         else:
-            yield Verdict("ok", name, found)
+            yield Diagnosis("ok", name, found)
 
 
-def clashes() -> Iterator[Verdict]:
+def clashes() -> Iterator[Diagnosis]:
     """Other distributions that own our script name or a top-level package called `recipes`."""
     owners = sorted(
         d.name
@@ -106,76 +106,80 @@ def clashes() -> Iterator[Verdict]:
     )
     if owners:
         text = f"{', '.join(owners)} also installs a script called automodel; the later install wins"
-        yield Verdict("warn", "script", text, f"pip uninstall {owners[0]}   or use python -m automodel_cli")
+        yield Diagnosis("warn", "script", text, f"pip uninstall {owners[0]}   or use python -m automodel_cli")
     else:
-        yield Verdict("ok", "script", shutil.which("automodel") or "not on PATH; python -m automodel_cli works")
+        yield Diagnosis("ok", "script", shutil.which("automodel") or "not on PATH; python -m automodel_cli works")
     spec = importlib.util.find_spec("recipes")
     ours = Path(__file__).resolve().parents[2] / "recipes"
     folder = Path(spec.origin).resolve().parent if spec and spec.origin else None
     if folder != ours:
-        yield Verdict(
+        yield Diagnosis(
             "fail",
             "recipes",
             f"{folder or 'nothing'} stands in for ours",
             f"pip install --force-reinstall {DISTRIBUTION}",
         )
     else:
-        yield Verdict("ok", "recipes", str(folder))
+        yield Diagnosis("ok", "recipes", str(folder))
 
 
-def gpu() -> Iterator[Verdict]:
+def gpu() -> Iterator[Diagnosis]:
     """Driver and CUDA build of torch, without importing torch."""
     build = (_version("torch") or "").partition("+")[2]
     if not shutil.which("nvidia-smi"):
         if build.startswith("cu"):
-            yield Verdict("warn", "gpu", f"torch is built for {build}, but there is no NVIDIA driver: runs use the CPU")
+            yield Diagnosis(
+                "warn", "gpu", f"torch is built for {build}, but there is no NVIDIA driver: runs use the CPU"
+            )
         else:
-            yield Verdict("ok", "gpu", "none: runs use the CPU")
+            yield Diagnosis("ok", "gpu", "none: runs use the CPU")
         return
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
     if answer.returncode:
-        yield Verdict("fail", "gpu", answer.stdout.strip() or answer.stderr.strip(), "nvidia-smi   (repair the driver)")
+        yield Diagnosis(
+            "fail", "gpu", answer.stdout.strip() or answer.stderr.strip(), "nvidia-smi   (repair the driver)"
+        )
         return
     gpus = answer.stdout.strip().splitlines()
     text = f"{len(gpus)} x {gpus[0]}" if gpus else "none visible to nvidia-smi"
     if gpus and build == "cpu":
-        yield Verdict("fail", "gpu", f"{text}, but torch is a CPU build", "pip install --force-reinstall torch")
+        yield Diagnosis("fail", "gpu", f"{text}, but torch is a CPU build", "pip install --force-reinstall torch")
     else:
-        yield Verdict("ok", "gpu", text)
+        yield Diagnosis("ok", "gpu", text)
 
 
-def slurm() -> Iterator[Verdict]:
+def slurm() -> Iterator[Diagnosis]:
     """Whether this host submits to Slurm, and the job that this process is part of."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is not None:
         size = f"{os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes, {os.environ.get('SLURM_NTASKS', '?')} tasks"
-        yield Verdict("ok", "slurm", f"inside job {job}: {size}")
+        yield Diagnosis("ok", "slurm", f"inside job {job}: {size}")
     elif sbatch := shutil.which("sbatch"):
         answer = subprocess.run(["sinfo", "--noheader", "--format=%D"], capture_output=True, text=True, timeout=20)
         if answer.returncode:
             reason = answer.stderr.strip().splitlines()[-1:]
-            yield Verdict("warn", "slurm", f"{sbatch}, but no cluster answers: {''.join(reason)}", "scontrol ping")
+            yield Diagnosis("warn", "slurm", f"{sbatch}, but no cluster answers: {''.join(reason)}", "scontrol ping")
         else:
             nodes = sum(int(n) for n in answer.stdout.split())
-            yield Verdict("ok", "slurm", f"{sbatch}   {nodes} nodes: automodel submit")
+            yield Diagnosis("ok", "slurm", f"{sbatch}   {nodes} nodes: automodel submit")
     else:
-        yield Verdict("ok", "slurm", "none: automodel submit --dry-run prints a script to copy")
+        yield Diagnosis("ok", "slurm", "none: automodel submit --dry-run prints a script to copy")
 
 
-def sandbox() -> Iterator[Verdict]:
+def sandbox() -> Iterator[Diagnosis]:
     """What the rewards that run foreign code cut it off from on this machine, measured."""
     command = [sys.executable, "-m", "automodel_cli.rollout.rewards.sandbox"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     text = answer.stdout.strip() or f"nothing: {answer.stderr.strip()[-200:]}"
     if "OPEN" in text or text.startswith("nothing"):
         fix = "a kernel with seccomp, and user namespaces or Landlock   (docs/security.md)"
-        yield Verdict("warn", "code sandbox", text, fix)
+        yield Diagnosis("warn", "code sandbox", text, fix)
     else:
-        yield Verdict("ok", "code sandbox", text)
+        yield Diagnosis("ok", "code sandbox", text)
 
 
-def space() -> Iterator[Verdict]:
+def space() -> Iterator[Diagnosis]:
     """Room for runs, for the Hugging Face cache, and shared memory for NCCL and data workers."""
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     for subject, path, need, fix in (
@@ -187,21 +191,21 @@ def space() -> Iterator[Verdict]:
         free = shutil.disk_usage(there).free / _GIB
         text = f"{free:.0f} GiB free" if free >= 10 else f"{free:.1f} GiB free"
         enough = free >= need
-        yield Verdict("ok" if enough else "warn", subject, f"{text}  {path}", "" if enough else fix)
+        yield Diagnosis("ok" if enough else "warn", subject, f"{text}  {path}", "" if enough else fix)
 
 
-def extras() -> Iterator[Verdict]:
+def extras() -> Iterator[Diagnosis]:
     """Optional packages: what is there, and how to get the rest, on one line each."""
     present = {e: _version(d) for e, (d, _) in _EXTRAS.items()}
     have = [f"{_EXTRAS[e][0]} {v}" for e, v in present.items() if v]
     missing = [f"{e} ({_EXTRAS[e][1]})" for e, v in present.items() if not v]
     if have:
-        yield Verdict("ok", "extras", ", ".join(have))
+        yield Diagnosis("ok", "extras", ", ".join(have))
     if missing:
-        yield Verdict("ok", "extras not there", f"{', '.join(missing)}: pip install '{DISTRIBUTION}[NAME]'")
+        yield Diagnosis("ok", "extras not there", f"{', '.join(missing)}: pip install '{DISTRIBUTION}[NAME]'")
 
 
-CHECKS: tuple[Callable[[], Iterator[Verdict]], ...] = (
+CHECKS: tuple[Callable[[], Iterator[Diagnosis]], ...] = (
     python,
     dependencies,
     clashes,

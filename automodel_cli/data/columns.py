@@ -10,7 +10,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.rows import RowError
 
 if TYPE_CHECKING:  # stores hold what formats make, and formats ask here
-    from automodel_cli.data.stores import Origin
+    from automodel_cli.data.stores import SourceRow
 
 LIST_COLUMNS = ("messages", "conversations", "conversation")
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -79,7 +79,7 @@ class Unseen:
         self.missing = {column for column in mapped.values() if column}
         self.present: dict[str, None] = {}
 
-    def watch(self, origins: Iterable[Origin]) -> Iterator[Origin]:
+    def watch(self, origins: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """The same rows."""
         for origin in origins:
             if self.missing and not isinstance(origin.row, RowError):

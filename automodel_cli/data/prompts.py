@@ -26,7 +26,7 @@ from automodel_cli.data.rows import Rejected, RowError, attempt, refuse_damaged,
 from automodel_cli.data.sources import Source, TaskSource, first_rows, open_source
 from automodel_cli.data.special_chats import SpecialChats
 from automodel_cli.data.special_text import SpecialText
-from automodel_cli.data.stores import Origin
+from automodel_cli.data.stores import SourceRow
 from automodel_cli.data.template_choice import resolve_chat_template
 from automodel_cli.data.unread import MEDIA, KnownKeys
 
@@ -223,7 +223,7 @@ class _Reader:
             prompts += self._kept(batch, source, reader)
         return prompts
 
-    def _kept(self, batch: Sequence[Origin], source: Source, reader: RowReader) -> Iterator[Prompt]:
+    def _kept(self, batch: Sequence[SourceRow], source: Source, reader: RowReader) -> Iterator[Prompt]:
         """The prompts of these rows that can be used; the others are counted."""
         self.num_rows += len(batch)
         read = [attempt(_asked, reader, origin.row) for origin in batch]

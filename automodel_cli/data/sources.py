@@ -14,11 +14,11 @@ from automodel_cli.data.config import SourceConfig, TaskNode
 from automodel_cli.data.locate import left_out, local_files
 from automodel_cli.data.readers import load_hub, read_file, read_hub
 from automodel_cli.data.rows import RowError
-from automodel_cli.data.stores import Origin
+from automodel_cli.data.stores import SourceRow
 
 
 class Source(Protocol):
-    """A dataset to read: its name for messages, the files that `Origin.file` counts, and its rows."""
+    """A dataset to read: its name for messages, the files that `SourceRow.file` counts, and its rows."""
 
     name: str
     files: list[str]
@@ -29,8 +29,8 @@ class Source(Protocol):
     def ingredients(self) -> dict[str, Any]:
         """What identifies the content, for the cache key."""
 
-    def rows(self) -> Iterator[Origin]:
-        """Every row in order; `Origin.row` is a RowError where it could not be parsed."""
+    def rows(self) -> Iterator[SourceRow]:
+        """Every row in order; `SourceRow.row` is a RowError where it could not be parsed."""
 
 
 def open_source(config: SourceConfig, root: Path, *, whole: bool = False) -> Source:
@@ -69,11 +69,11 @@ class FileSource:
         hashes = [[path.name, file_hash(path, self.root)] for path in self.paths]
         return {"files": hashes, "txt_rows": self.txt_rows}
 
-    def rows(self) -> Iterator[Origin]:
+    def rows(self) -> Iterator[SourceRow]:
         """Rows of all files, numbered per file."""
         for number, path in enumerate(self.paths):
             for line, row in read_file(path, self.txt_rows):
-                yield Origin(number, line, row)
+                yield SourceRow(number, line, row)
 
 
 class HubSource:
@@ -96,9 +96,9 @@ class HubSource:
         config = self.config
         return {"hub": [config.path, config.name, config.revision, config.split, len(self.dataset), cached]}
 
-    def rows(self) -> Iterator[Origin]:
+    def rows(self) -> Iterator[SourceRow]:
         """Rows numbered from 1."""
-        return (Origin(0, line, row) for line, row in read_hub(self.dataset))
+        return (SourceRow(0, line, row) for line, row in read_hub(self.dataset))
 
 
 @dataclass
@@ -118,6 +118,6 @@ class TaskSource:
         """The node's own key."""
         return {"task": self.task.cache_key(), "split": self.split}
 
-    def rows(self) -> Iterator[Origin]:
+    def rows(self) -> Iterator[SourceRow]:
         """Rows numbered from 1."""
-        return (Origin(0, line, row) for line, row in enumerate(self.task.rows(self.split), 1))
+        return (SourceRow(0, line, row) for line, row in enumerate(self.task.rows(self.split), 1))

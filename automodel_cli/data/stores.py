@@ -26,7 +26,7 @@ def _none() -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Origin:
+class SourceRow:
     """Where a row of the data stands: file by number, line, and the row itself for the list of refused ones."""
 
     file: int
@@ -179,7 +179,7 @@ class _UnrolledCount:
 def write_tokens(
     folder: Path,
     batches: Iterable[list[Encoded | Unrolled | RowError]],
-    origins: Iterable[Origin],
+    origins: Iterable[SourceRow],
     *,
     meta: dict[str, Any],
     special_ids: Collection[int],
@@ -245,7 +245,7 @@ def write_tokens(
     (folder / "meta.json").write_text(json.dumps({**meta, **counts, "num_label_tokens": label_tokens}))
 
 
-def _reject(error: RowError, origin: Origin, source: str) -> Rejected:
+def _reject(error: RowError, origin: SourceRow, source: str) -> Rejected:
     row = origin.row if error.raw is None else error.raw.rstrip("\n")
     return Rejected(source, origin.line, error.code, error.message, row, error.fix)
 

@@ -12,7 +12,7 @@ from automodel_cli.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Placement:
+class ProcessPlace:
     """`local` means that nobody has started ranks: the command starts them itself. Otherwise it runs in place."""
 
     kind: Literal["local", "torchrun", "srun"]
@@ -21,7 +21,7 @@ class Placement:
     local_rank: int = 0
 
 
-def detect(environ: MutableMapping[str, str] | None = None) -> Placement:
+def detect(environ: MutableMapping[str, str] | None = None) -> ProcessPlace:
     """Read the placement from the environment (os.environ).
 
     Under srun with more than one task the variables that torch.distributed reads (RANK, WORLD_SIZE, LOCAL_RANK,
@@ -36,12 +36,14 @@ def detect(environ: MutableMapping[str, str] | None = None) -> Placement:
             raise ConfigError(
                 f"RANK={rank} is set but LOCAL_RANK is not", fix="start with torchrun, or unset RANK WORLD_SIZE"
             )
-        return Placement("torchrun", rank, int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]))
+        return ProcessPlace("torchrun", rank, int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]))
     num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
     if "SLURM_STEP_ID" not in env or num_tasks == 1:
-        return Placement("local")
+        return ProcessPlace("local")
     one_gpu_each = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
-    placement = Placement("srun", int(env["SLURM_PROCID"]), num_tasks, 0 if one_gpu_each else int(env["SLURM_LOCALID"]))
+    placement = ProcessPlace(
+        "srun", int(env["SLURM_PROCID"]), num_tasks, 0 if one_gpu_each else int(env["SLURM_LOCALID"])
+    )
     env.update(
         RANK=str(placement.rank),
         WORLD_SIZE=str(placement.world_size),

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.models import attention, compat, length_rope, source, transformer_engine
 from automodel_cli.models.config import ModelConfig, MoEConfig
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
-from automodel_cli.models.router import is_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

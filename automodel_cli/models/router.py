@@ -20,32 +20,17 @@ ranks. The library stores this bias and never changes it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.distributed.expert_parallel import is_experts
+from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.models.config import MoEConfig
-
-
-class Ranks(Protocol):
-    """What is asked of the mesh."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def pp(self) -> DeviceMesh: ...
-    @property
-    def cp(self) -> DeviceMesh: ...
-    @property
-    def tp(self) -> DeviceMesh: ...
-    @property
-    def dp(self) -> DeviceMesh: ...
-    def sum_over(self, axis: DeviceMesh, tensor: Tensor) -> Tensor: ...
 
 
 def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -65,7 +50,7 @@ class RouterWatch:
     pipeline stage without experts.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], config: MoEConfig, mesh: Ranks):
+    def __init__(self, parts: Sequence[nn.Module], config: MoEConfig, mesh: Mesh):
         self._config, self._mesh = config, mesh
         found = [entry for part in parts for entry in routers(part)]
         sizes = {name: _num_experts(router) for name, _, router in found}
@@ -247,11 +232,6 @@ def routers(part: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
             weight = child._parameters.get("weight")
             if weight is not None and weight.ndim == 2 and weight.shape[0] == num_experts:
                 yield f"{name}.{child_name}", block, child
-
-
-def is_experts(module: nn.Module) -> bool:
-    """By what the library's decorator sets."""
-    return all(hasattr(module, name) for name in ("num_experts", "is_transposed", "has_gate"))
 
 
 def _num_experts(router: nn.Module) -> int:

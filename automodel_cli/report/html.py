@@ -28,7 +28,7 @@ td pre{background:none;padding:0;white-space:pre-wrap;font-size:.85rem}
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownSample:
     """A prompt with what the model said before and after training, and what was expected; None where not known."""
 
     prompt: str
@@ -44,7 +44,7 @@ def report_html(
     numbers: Mapping[str, str],
     environment: Mapping[str, str],
     config_yaml: str,
-    samples: Sequence[Sample] = (),
+    samples: Sequence[ShownSample] = (),
 ) -> str:
     """The page. `rows` are those of metrics.jsonl, `numbers` the final figures as they are to be read."""
     sections = [
@@ -70,7 +70,7 @@ def write_report(
     numbers: Mapping[str, str],
     environment: Mapping[str, str],
     config_yaml: str,
-    samples: Sequence[Sample] = (),
+    samples: Sequence[ShownSample] = (),
 ) -> Path:
     """Write `report.html` and `loss.svg` into the run directory; returns the path of the page. Rank 0 only."""
     title = Path(run_dir).name
@@ -122,7 +122,7 @@ def _table(entries: Mapping[str, str]) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
-def _samples(samples: Sequence[Sample]) -> str:
+def _samples(samples: Sequence[ShownSample]) -> str:
     if not samples:
         return ""
     columns = ["prompt"]

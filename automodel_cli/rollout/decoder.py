@@ -33,7 +33,7 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
-class Stage:
+class DecoderStage:
     """One stage of a pipeline: `part` is None on the ranks that do not own it; `owner` is a rank of the group."""
 
     owner: int
@@ -52,7 +52,7 @@ class Decoder:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[DecoderStage],
         device: torch.device,
         *,
         pp_group: dist.ProcessGroup | None = None,
@@ -70,7 +70,7 @@ class Decoder:
     @classmethod
     def whole(cls, part: Any, device: torch.device | str = "cpu", **options: Any) -> Decoder:
         """One part that is the whole model."""
-        return cls([Stage(0, part)], torch.device(device), **options)
+        return cls([DecoderStage(0, part)], torch.device(device), **options)
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
 from automodel_cli.pipelining.torch_runtime.compat import reshards_after_forward
-from automodel_cli.rollout.decoder import Decoder, Stage, fsdp_gathered
+from automodel_cli.rollout.decoder import Decoder, DecoderStage, fsdp_gathered
 from automodel_cli.rollout.engine import (
     Capabilities,
     Completion,
@@ -153,7 +153,7 @@ def build_decoder(stages: Stages, mesh: Mesh) -> Decoder:
     }
     mine, rank = iter(parts), mesh.pp.get_local_rank()
     return Decoder(
-        [Stage(owner, next(mine) if owner == rank else None) for owner in stages.stage_owners],
+        [DecoderStage(owner, next(mine) if owner == rank else None) for owner in stages.stage_owners],
         mesh.device,
         pp_group=stages.pp_group,
         hidden_dtype=stages.boundary_dtype,

@@ -18,7 +18,7 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models.export import discard_staged, export_hf, is_first_rank, publish, staging, verify_export
 from automodel_cli.models.lora import save_adapters
 from automodel_cli.models.tokenizer import load_tokenizer
-from automodel_cli.report.html import Sample, write_report
+from automodel_cli.report.html import ShownSample, write_report
 from automodel_cli.report.software_versions import environment
 from automodel_cli.run.answers import Accuracy, Answer, before_and_after
 from automodel_cli.training.checkpoint import Checkpointer
@@ -155,7 +155,7 @@ def _write_report(session: Session, accuracy: Mapping[str, Accuracy]) -> Path:
     for when, found in accuracy.items():
         numbers[f"accuracy {when}"] = f"{found.share:.1%}"
     samples = [
-        Sample(after.question, after.completion, before.completion if before else None, after.answer)
+        ShownSample(after.question, after.completion, before.completion if before else None, after.answer)
         for after, before in before_and_after(accuracy, 3)
     ]
     device = session.mesh.device

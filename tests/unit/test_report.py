@@ -12,7 +12,7 @@ import pytest
 
 from automodel_cli.report.axes import nice_ticks, padded_range, smoothed, thinned, tick_label
 from automodel_cli.report.curve import loss_curve_svg
-from automodel_cli.report.html import Sample, write_report
+from automodel_cli.report.html import ShownSample, write_report
 from automodel_cli.report.software_versions import environment
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -135,7 +135,7 @@ def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
         numbers={"loss": "0.08", "val loss": "0.09"},
         environment=environment("cpu", 2),
         config_yaml="model: {pretrained: <script>alert(1)</script>}",
-        samples=[Sample("2+3?", "5", before="<b>", expected="5"), Sample("1+1?", "2")],
+        samples=[ShownSample("2+3?", "5", before="<b>", expected="5"), ShownSample("1+1?", "2")],
     )
     page = path.read_text()
     links = Links()
@@ -148,7 +148,9 @@ def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
 
 
 def test_columns_without_content_are_not_shown(tmp_path):
-    path = write_report(tmp_path, rows=[], numbers={}, environment={}, config_yaml="", samples=[Sample("2+3?", "5")])
+    path = write_report(
+        tmp_path, rows=[], numbers={}, environment={}, config_yaml="", samples=[ShownSample("2+3?", "5")]
+    )
     assert "<th>after</th>" in path.read_text() and "<th>before</th>" not in path.read_text()
 
 

@@ -60,7 +60,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """A parsed layout: the items of every stage in order, and the source for error messages."""
 
     stages: tuple[tuple[Item, ...], ...]
@@ -80,7 +80,7 @@ class Layout:
         return LayoutError(text, code=code, position=position, source=self.source, fix=fix)
 
 
-def parse_layout(source: str | Sequence[Sequence[str]]) -> Layout:
+def parse_layout(source: str | Sequence[Sequence[str]]) -> StageLayout:
     """Read a layout string, or its list form `[["embedding", "decoder"], ["decoder", "loss"]]`.
 
     Raises LayoutError (codes `stray-digit`, `chained-star`, `dangling-star`, `bad-count`, `missing-count`,
@@ -88,7 +88,7 @@ def parse_layout(source: str | Sequence[Sequence[str]]) -> Layout:
     `bad-item-type`, `unknown-layer`).
     """
     if isinstance(source, str):
-        return Layout(_split_stages(_Parser(source).run()), source)
+        return StageLayout(_split_stages(_Parser(source).run()), source)
     return _parse_list(source)
 
 
@@ -183,7 +183,7 @@ class _Parser:
             )
 
 
-def _parse_list(source: Sequence[Sequence[str]]) -> Layout:
+def _parse_list(source: Sequence[Sequence[str]]) -> StageLayout:
     for s, stage in enumerate(source):
         if isinstance(stage, str) or not isinstance(stage, Sequence):
             raise LayoutError(
@@ -205,10 +205,10 @@ def _parse_list(source: Sequence[Sequence[str]]) -> Layout:
                 )
             items.append(Item(letter, (s, i)))
         stages.append(tuple(items))
-    return Layout(tuple(stages), source)
+    return StageLayout(tuple(stages), source)
 
 
-def num_chunks(layout: Layout, pp_size: int) -> int:
+def num_chunks(layout: StageLayout, pp_size: int) -> int:
     """Virtual stages per rank, `S / p`.
 
     Stage s lives on rank `s % p` as chunk `s // p`. Raises `bad-pp`, `stage-count`.
@@ -227,7 +227,7 @@ def num_chunks(layout: Layout, pp_size: int) -> int:
     return stages // pp_size
 
 
-def validate_layout(layout: Layout, pp_size: int, num_layers: int, mtp_num_layers: int | None = None) -> None:
+def validate_layout(layout: StageLayout, pp_size: int, num_layers: int, mtp_num_layers: int | None = None) -> None:
     """Refuse a layout that cannot be built, with the first broken rule in the documented order.
 
     Order: bad-pp, stage-count, no/duplicate-embedding, no/duplicate-loss, embedding-not-first, loss-not-last,
@@ -245,7 +245,7 @@ def validate_layout(layout: Layout, pp_size: int, num_layers: int, mtp_num_layer
     _check_mtp(layout, pp_size, chunks)
 
 
-def _check_ends(layout: Layout) -> None:
+def _check_ends(layout: StageLayout) -> None:
     flat = [(s, i, item) for s, stage in enumerate(layout.stages) for i, item in enumerate(stage)]
     places = {letter: [entry for entry in flat if entry[2].letter == letter] for letter in "EL"}
     for letter, name in (("E", "embedding"), ("L", "loss")):
@@ -263,7 +263,7 @@ def _check_ends(layout: Layout) -> None:
         raise layout.error("L must be the last item of the last stage", "loss-not-last", item.position)
 
 
-def _check_mtp(layout: Layout, pp_size: int, chunks: int) -> None:
+def _check_mtp(layout: StageLayout, pp_size: int, chunks: int) -> None:
     flat = [(s, item) for s, stage in enumerate(layout.stages) for item in stage]
     first = next(((k, s, item) for k, (s, item) in enumerate(flat) if item.letter == "m"), None)
     if first is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.cut.layout_string import Layout, num_chunks, parse_layout, validate_layout
+from automodel_cli.pipelining.cut.layout_string import StageLayout, num_chunks, parse_layout, validate_layout
 
 
 class PlacementError(ConfigError):
@@ -68,12 +68,12 @@ class Placement:
         return [range(s.offset, s.offset + s.num_layers) for s in self.stages]
 
 
-def place_layout(layout: Layout | str | Sequence[Sequence[str]], pp_size: int) -> Placement:
+def place_layout(layout: StageLayout | str | Sequence[Sequence[str]], pp_size: int) -> Placement:
     """The stages of a layout on `pp_size` ranks.
 
     Only the stage count is checked; `validate_layout` has the other rules.
     """
-    layout = layout if isinstance(layout, Layout) else parse_layout(layout)
+    layout = layout if isinstance(layout, StageLayout) else parse_layout(layout)
     return _placement(
         layout.letters, pp_size, num_chunks(layout, pp_size), layout.source if isinstance(layout.source, str) else None
     )
