@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.pasted import watch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported, in the ranks' server too
 
 
 @pytest.fixture(autouse=True)

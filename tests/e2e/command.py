@@ -1,4 +1,4 @@
-"""The real command line in a process of its own, on a config of a few seconds."""
+"""The real command line on a config of a few seconds, in warm processes (tests/warm.py), or cold where that counts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 TINY = """
 defaults: [sft, _self_]
@@ -48,21 +50,22 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def automodel(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), timeout: float = 240) -> Any:
+def automodel(folder: Path, *arguments: str, timeout: float = 240) -> Any:
     """Run `automodel ARGUMENTS` in `folder` to its end; the result has returncode, stdout and stderr."""
+    return warm.run(arguments, folder, environment(folder), timeout)
+
+
+def cold(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), timeout: float = 240) -> Any:
+    """The same in new interpreters, as a user starts them; `launcher` is what stands before `-m automodel_cli`."""
     command = [sys.executable, *launcher, "-m", "automodel_cli", *arguments]
     return subprocess.run(
         command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=timeout, check=False
     )
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The same without waiting."""
-    command = [sys.executable, "-m", "automodel_cli", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=folder, env=environment(folder), stdout=pipe, stderr=subprocess.STDOUT, text=True
-    )
+def start(folder: Path, *arguments: str) -> warm.Command:
+    """`automodel` without waiting; stderr goes where stdout goes."""
+    return warm.Command(arguments, folder, environment(folder), stderr_to_stdout=True)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

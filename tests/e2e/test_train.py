@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.command import automodel, curve, metrics, start, write_config
+from tests.e2e.command import automodel, cold, curve, metrics, start, write_config
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an uninterrupted run in one process, which the others are compared with."""
     folder = tmp_path_factory.mktemp("whole")
     write_config(folder)
-    done = automodel(folder, "finetune", "llm", "-c", "tiny.yaml")
+    done = cold(folder, "finetune", "llm", "-c", "tiny.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -85,7 +85,8 @@ MORE_LAYOUTS = {
 )
 def test_ranks_do_not_change_the_numbers(whole: Path, tmp_path: Path, overrides: list[str]) -> None:
     write_config(tmp_path)
-    done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", *overrides)
+    command = cold if overrides == LAYOUTS["fsdp2"] else automodel
+    done = command(tmp_path, "finetune", "llm", "-c", "tiny.yaml", *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     ours, reference = tmp_path / "runs" / "tiny", whole / "runs" / "tiny"
     assert curve(ours) == pytest.approx(curve(reference), rel=1e-5)
@@ -97,7 +98,7 @@ def test_ranks_do_not_change_the_numbers(whole: Path, tmp_path: Path, overrides:
 def test_torchrun_starts_the_same_run(whole: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", launcher=torchrun)
+    done = cold(tmp_path, "finetune", "llm", "-c", "tiny.yaml", launcher=torchrun)
     assert done.returncode == 0, done.stdout + done.stderr
     assert curve(tmp_path / "runs" / "tiny") == pytest.approx(curve(whole / "runs" / "tiny"), rel=1e-5)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.launch import stop
+from tests import warm
 
 HERE = Path(__file__).parent
 TRUST = ["--trust-package", "toy_recipe"]
@@ -28,19 +29,33 @@ def toy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **env: str) -> subprocess.Popen[str]:
+def environment(folder: Path, **env: str) -> dict[str, str]:
     drop = ("AUTOMODEL_", "SLURM_", "OMP_NUM")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    environ |= {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "TMPDIR": str(folder), **env}
+    return environ | {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "TMPDIR": str(folder), **env}
+
+
+def start(folder: Path, *arguments: str) -> warm.Command:
+    return warm.Command(arguments, folder, environment(folder), new_session=True)
+
+
+def start_cold(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **env: str) -> subprocess.Popen[str]:
+    """`start` in new interpreters."""
     command = [sys.executable, *launcher, "-m", "automodel_cli", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        env=environment(folder, **env),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
     )
 
 
 def test_two_ranks_through_the_real_command(toy: Path) -> None:
-    process = start(toy, "finetune", "llm", "-c", "toy.yaml", *TRUST, "mesh.dp_size=2")
+    process = start_cold(toy, "finetune", "llm", "-c", "toy.yaml", *TRUST, "mesh.dp_size=2")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out.splitlines() == ["rank 0 omp 1", *(f"step {i} total 2" for i in (1, 2, 3))], "the ranks see each other"
@@ -53,7 +68,7 @@ def test_two_ranks_through_the_real_command(toy: Path) -> None:
 def test_under_torchrun_a_rank_runs_in_place(toy: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "localhost:0")
     launcher += ("--rdzv-backend", "c10d")
-    process = start(
+    process = start_cold(
         toy, "finetune", "llm", "-c", "toy.yaml", *TRUST, "mesh.dp_size=2", launcher=launcher, AUTOMODEL_LOG_DIR="logs"
     )
     out, err = process.communicate(timeout=120)
@@ -82,7 +97,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(toy: Path, fail: str, ran
         assert "rank 1 died without a word (exit code 9); the end of" in err
 
 
-def wait_for_start(process: subprocess.Popen[str], folder: Path, num_ranks: int) -> None:
+def wait_for_start(process: warm.Command, folder: Path, num_ranks: int) -> None:
     deadline = time.monotonic() + 100
     while not all((folder / f"runs/toy/started-{rank}").exists() for rank in range(num_ranks)):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
