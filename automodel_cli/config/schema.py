@@ -102,7 +102,7 @@ def dataclass_members(hint: Any) -> list[type]:
 
 
 def protocol_members(hint: Any) -> dict[type, frozenset[str]]:
-    """The protocols among the alternatives, and the public names that whatever satisfies one must have."""
+    """The protocols among the alternatives, and the names that whatever satisfies one must have."""
     protocols = [m for m in members(hint) if isinstance(m, type) and getattr(m, "_is_protocol", False)]
     return {protocol: frozenset(_protocol_names(protocol)) for protocol in protocols}
 
@@ -110,7 +110,8 @@ def protocol_members(hint: Any) -> dict[type, frozenset[str]]:
 def _protocol_names(protocol: type) -> Iterator[str]:
     for base in protocol.__mro__:
         if getattr(base, "_is_protocol", False):
-            yield from (name for name in (*vars(base), *base.__annotations__) if not name.startswith("_"))
+            names = (*vars(base), *base.__annotations__)
+            yield from (name for name in names if name == "__call__" or not name.startswith("_"))
 
 
 def holds_named_nodes(hint: Any) -> bool:
@@ -122,12 +123,14 @@ def holds_named_nodes(hint: Any) -> bool:
 def lacks(made: type, names: Iterable[str]) -> list[str]:
     """Which of `names` a class neither has nor takes as a keyword, or has only as its base's `@abstractmethod`."""
     offered = signature(made).parameters
-    return [
-        name
-        for name in sorted(names)
-        if name not in offered
-        and (not hasattr(made, name) or getattr(getattr(made, name), "__isabstractmethod__", False))
-    ]
+    lacking = []
+    for name in sorted(names):
+        # not by hasattr: every class itself has a __call__
+        found = next((base for base in made.__mro__ if name in vars(base)), None)
+        is_there = found is not None and not getattr(vars(found)[name], "__isabstractmethod__", False)
+        if not is_there and name not in offered:
+            lacking.append(name)
+    return lacking
 
 
 def keys(target: Callable[..., Any], prefix: str = "") -> Iterator[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.format import DOCUMENTS, PREFERENCES, Format
@@ -24,7 +25,6 @@ Turns = Literal["auto", "whole", "unroll"]
 SpecialTokensInText = Literal["auto", "as_text", "keep", "refuse"]
 
 
-@runtime_checkable
 class TaskNode(Protocol):
     """A procedural dataset: rows made in code instead of read from files."""
 
@@ -35,12 +35,12 @@ class TaskNode(Protocol):
         """Text that changes whenever the generated rows would."""
 
 
-@runtime_checkable
-class AnswerChecker(Protocol):
-    """A task that also knows right answers, which its rows bring as `answer`: runs then report an accuracy."""
-
-    def check_answer(self, completion: str, answer: str) -> bool:
-        """Whether what the model said is the answer."""
+def answer_checker(task: TaskNode | None, rows: Iterable[Mapping[str, Any]]) -> Callable[[str, str], bool] | None:
+    """`check_answer(completion, answer)` of a task that knows right answers, which all rows bring as `answer`: runs
+    then report an accuracy. None for any other.
+    """
+    check: Callable[[str, str], bool] | None = getattr(task, "check_answer", None)
+    return check if all("answer" in row for row in rows) else None
 
 
 def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
@@ -148,7 +148,7 @@ class DataConfig:
     columns: dict[str, str] = field(default_factory=dict)
     txt_rows: TxtRows = "file"
     sources: list[SourceConfig] | None = None
-    task: Any = None
+    task: TaskNode | None = None
     validation_rows: float = 0
     validation_path: str | None = None
     validation_split: str | None = None
@@ -187,13 +187,6 @@ class DataConfig:
                 f"data comes from exactly one of path, sources and task; {said}",
                 keys=tuple(given),
                 fix="data.path=train.jsonl",
-            )
-        if self.task is not None and not isinstance(self.task, TaskNode):
-            lacking = [name for name in ("rows", "cache_key") if not hasattr(self.task, name)]
-            raise ConfigError(
-                f"task={type(self.task).__name__} has no {' and no '.join(lacking)}: rows(split) makes rows with "
-                "`messages`, and cache_key() changes whenever they would",
-                keys=("task",),
             )
         single: dict[str, Any] = {"name": None, "revision": None, "split": "train", "format": "auto", "columns": {}}
         single["txt_rows"] = "file"

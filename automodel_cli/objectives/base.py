@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,9 +97,8 @@ class Metric:
     shown: bool = False
 
 
-@runtime_checkable
 class MeasuredObjective(Objective, Protocol):
-    """An objective that reports more than its loss."""
+    """An objective that reports more than its loss: one that has `metrics`."""
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
@@ -111,3 +110,9 @@ class MeasuredObjective(Objective, Protocol):
         Called without gradient.
         """
         ...
+
+
+def metrics_of(objective: Objective) -> Mapping[str, Metric]:
+    """What an objective reports besides its loss; nothing for one without `metrics`, which need not have them."""
+    declared: Mapping[str, Metric] = getattr(objective, "metrics", {})
+    return declared

@@ -6,25 +6,20 @@ communication buffers are not counted, hence "estimate".
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.strategies.base import Storage
 from automodel_cli.models.nf4 import BYTES_PER_WEIGHT
 from automodel_cli.planning.units import Unit
-from automodel_cli.training.optim import AdamW, AdamW8bit, Muon
+from automodel_cli.training.optim import OptimizerNode, optimizer_node
 from automodel_cli.training.param_groups import TrainableParam
-
-_FLOAT = torch.float32.itemsize
-_8BIT_BLOCK, _8BIT_MIN = 256, 4096  # values that share a scale; smaller tensors keep ordinary moments
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,8 @@ class Accounting:
         packed = sum(unit.num_packed for unit in units) * BYTES_PER_WEIGHT  # whole on every rank
         stored = sum(self._kept(item, "parameters") * item.param.dtype.itemsize for item in items)
         grads = sum(self._kept(item, "gradients") * item.param.dtype.itemsize for item in trained)
-        states = sum(optimizer_bytes(self.optimizer, item, self._kept(item, "optimizer")) for item in items)
+        state_bytes = state_rule(self.optimizer)
+        states = sum(state_bytes(item, self._kept(item, "optimizer")) for item in items)
         whole = self._gathered_parameters(units, num_outside) if "parameters" in storage.shards else 0.0
         if "gradients" in storage.shards:
             unsharded = self._unsharded_gradients(units)
@@ -121,29 +117,27 @@ def sharded_rows(rows: int, shards: int) -> int:
     return -(-rows // shards)
 
 
-def optimizer_bytes(node: Any, item: TrainableParam, numel: int) -> float:
-    """State of one parameter of which this rank has `numel` elements; none for a frozen one."""
-    if not item.param.requires_grad:
-        return 0.0
-    size = item.param.dtype.itemsize
-    if isinstance(node, Muon):
-        return (1 if node.orthogonalises(item) else 2) * size * numel
-    if isinstance(node, AdamW8bit):
-        scales = _FLOAT * numel / _8BIT_BLOCK
-        return 2 * (numel + scales) if numel >= _8BIT_MIN else 2.0 * size * numel
-    if isinstance(node, AdamW):
-        return 2.0 * size * numel
-    if isinstance(node, functools.partial):
-        return _measured_state(node) * size * numel
-    raise ConfigError(f"no rule for the states of {type(node).__name__}", keys=("optimizer",), fix="optimizer=adamw")
+def state_rule(optimizer: Any) -> Callable[[TrainableParam, int], float]:
+    """What an optimizer keeps of one parameter, in bytes, of which this rank has a number of elements; nothing of a
+    frozen one. A node that does not say it is seen after one step on a small matrix.
+    """
+    node = optimizer_node(optimizer)
+    rule = getattr(node, "state_bytes", None)
+    per_element = 0.0 if rule is not None else _measured_state(node)
+
+    def state_bytes(item: TrainableParam, numel: int) -> float:
+        if not item.param.requires_grad:
+            return 0.0
+        return rule(item, numel) if rule is not None else per_element * item.param.dtype.itemsize * numel
+
+    return state_bytes
 
 
-@functools.lru_cache
-def _measured_state(partial: functools.partial[torch.optim.Optimizer]) -> float:
-    """State elements per parameter element of any torch optimizer, seen after one step on a small matrix."""
-    param = nn.Parameter(torch.zeros(64, 64))
-    param.grad = torch.zeros_like(param)
-    optimizer = partial([param])
+def _measured_state(node: OptimizerNode) -> float:
+    """State elements per parameter element."""
+    layer = nn.Linear(64, 64, bias=False)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer = node.build([layer])
     optimizer.step()
-    tensors = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor) and value.ndim]
-    return sum(tensor.numel() for tensor in tensors) / param.numel()
+    states = optimizer.state[layer.weight].values()
+    return sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim) / 64**2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from automodel_cli.data.config import AnswerChecker
+from automodel_cli.data.config import answer_checker
 from automodel_cli.models.weights import iter_hf_weights
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ class HeldOutQuestions:
         """
         task = session.recipe.data.task
         questions = [] if task is None else list(task.rows("validation"))
-        if not (isinstance(task, AnswerChecker) and questions and all("answer" in row for row in questions)):
+        check = answer_checker(task, questions)
+        if check is None or not questions:
             return
         from automodel_cli.rollout.accuracy import measure_accuracy  # only runs with a task pay for generation
         from automodel_cli.rollout.model_engines import build_replica
@@ -39,7 +40,7 @@ class HeldOutQuestions:
         with session.meter.pause():
             engine = build_replica(session, [session.tokenizer.eos_token_id])
             engine.update_weights(weights)
-            found = measure_accuracy(engine, session.tokenizer, questions, task.check_answer)
+            found = measure_accuracy(engine, session.tokenizer, questions, check)
         self.accuracy[when] = found
         kinds = "  ".join(f"{kind} {share:.0%}" for kind, share in found.by_kind().items())
         session.meter.print(

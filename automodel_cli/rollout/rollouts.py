@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.config import AnswerChecker
+from automodel_cli.data.config import answer_checker
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.weights import iter_hf_weights
@@ -321,8 +321,9 @@ class Rollouts(Callback):
         if session.last_validation[0] != step:
             session.validate(step)
         session.meter.print(reward_line(self._answers, when))
-        if isinstance(task, AnswerChecker) and all("answer" in sample.prompt.row for sample in self._answers):
-            self.accuracy[when] = accuracy_of(self._answers, task.check_answer)
+        check = answer_checker(task, (sample.prompt.row for sample in self._answers))
+        if check is not None:
+            self.accuracy[when] = accuracy_of(self._answers, check)
 
     def record(self, step: int, rollout: Rollout, measured: Mapping[str, Tensor]) -> None:
         """Every sample into rollouts.jsonl; a table now and then; a warning where sampler and trainer disagree."""

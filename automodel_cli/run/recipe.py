@@ -15,12 +15,15 @@ from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.objectives.base import Objective
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.run.rules import check_4bit_base, check_packed_probe, check_run_name, check_transformer_engine
 from automodel_cli.run.sizes import check_sizes
 from automodel_cli.training.callback import Callback
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
+from automodel_cli.training.lr_scheduler import ScheduleNode
+from automodel_cli.training.optim import OptimizerNode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +34,11 @@ class Recipe(ConfigRoot):
     """Where the model comes from, how it is stored and adapted."""
     data: DataConfig
     """Rows to train on, and how they become tokens."""
-    objective: Any
+    objective: Objective
     """What is minimised."""
-    optimizer: Any
+    optimizer: OptimizerNode
     """A node (`optimizer=adamw`, `muon`, `adamw8bit`), or any class of torch.optim with `_partial_: true`."""
-    lr_scheduler: Any
+    lr_scheduler: ScheduleNode
     """The learning rate over the run: `lr_scheduler=cosine`, `linear`, `wsd` or `constant`."""
     parallelizer: Strategy = field(default_factory=FSDP2Config)
     """What shards parameters and sums gradients: `parallelizer=fsdp2`, `ddp` or `megatron_fsdp`."""

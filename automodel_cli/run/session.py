@@ -27,7 +27,7 @@ from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models.tokenizer import load_tokenizer
-from automodel_cli.objectives.base import MeasuredObjective
+from automodel_cli.objectives.base import metrics_of
 from automodel_cli.run.model import Model
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.run_folder import run_folder
@@ -350,8 +350,7 @@ def _mean(values: Sequence[Tensor]) -> Scalar:
 
 def _over_updates(results: Sequence[Mapping[str, Tensor]], objective: Any) -> dict[str, Tensor]:
     """The metrics of several updates as those of their step: extrema stay extrema, all else is a mean."""
-    declared = objective.metrics if isinstance(objective, MeasuredObjective) else {}
-    combine = {name: metric.combine for name, metric in declared.items()}
+    combine = {name: metric.combine for name, metric in metrics_of(objective).items()}
     found = {}
     for name in results[0] if results else ():
         values = torch.stack([result[name] for result in results])

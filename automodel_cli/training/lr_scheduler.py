@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 
@@ -28,7 +28,6 @@ class LRSchedule(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-@runtime_checkable
 class ScheduleNode(Protocol):
     """What the `lr_scheduler` section is, unless it is a `_partial_` of `torch.optim.lr_scheduler`. Your own:
     examples/own_schedule.py."""
@@ -235,10 +234,12 @@ def build_lr_scheduler(node: Any, optimizer: torch.optim.Optimizer, num_steps: i
     """A schedule from one of the nodes above, or from a `_partial_` of `torch.optim.lr_scheduler` (called with the
     optimizer).
     """
-    if isinstance(node, ScheduleNode):
-        return node.build(optimizer, num_steps)
+    if hasattr(node, "build"):
+        schedule: LRSchedule = node.build(optimizer, num_steps)
+        return schedule
     if callable(node):
-        return node(optimizer)
+        made: LRSchedule = node(optimizer)
+        return made
     raise ConfigError(
         f"lr_scheduler is {node!r}, neither a node with `build(optimizer, num_steps)` nor a `_partial_: true` target",
         keys=("lr_scheduler",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.objectives.base import MeasuredObjective, Metric, Objective
+from automodel_cli.objectives.base import MeasuredObjective, Objective, metrics_of
 
 
 class MetricAccumulator:
@@ -21,8 +21,8 @@ class MetricAccumulator:
     """
 
     def __init__(self, objective: Objective, device: torch.device):
-        self._objective = objective if isinstance(objective, MeasuredObjective) else None
-        self._metrics: Mapping[str, Metric] = self._objective.metrics if self._objective is not None else {}
+        self._metrics = metrics_of(objective)
+        self._measured = cast(MeasuredObjective, objective)  # asked only where it declares metrics
         self._sums = [name for name, metric in self._metrics.items() if metric.combine == "sum"]
         self._extrema = [name for name, metric in self._metrics.items() if metric.combine != "sum"]
         self._device = device
@@ -31,9 +31,9 @@ class MetricAccumulator:
     @torch.no_grad()
     def measure(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
         """fp32 vector of one microbatch: its sums, then its extrema."""
-        if self._objective is None:
+        if not self._metrics:
             return torch.zeros(0, device=logprobs_BT.device)
-        values = self._objective.measure(logprobs_BT.detach(), batch)
+        values = self._measured.measure(logprobs_BT.detach(), batch)
         assert set(values) == set(self._metrics), f"measured {sorted(values)}, declared {sorted(self._metrics)}"
         sums = [values[name].float() for name in self._sums]
         extrema = [self._signed(name, values[name].float()) for name in self._extrema]
@@ -41,7 +41,7 @@ class MetricAccumulator:
 
     def add(self, logprobs_BT: Tensor, batch: Batch) -> None:
         """Measure a microbatch, of a list that outlives this object, and keep the result."""
-        if self._objective is not None:
+        if self._metrics:
             self.keep(id(batch), self.measure(logprobs_BT, batch))
 
     def keep(self, key: int, measured: Tensor) -> None:
@@ -79,6 +79,4 @@ class MetricAccumulator:
 
 def shown_metrics(objective: Objective) -> set[str]:
     """Names of the metrics that belong on the step line."""
-    if not isinstance(objective, MeasuredObjective):
-        return set()
-    return {name for name, metric in objective.metrics.items() if metric.shown}
+    return {name for name, metric in metrics_of(objective).items() if metric.shown}

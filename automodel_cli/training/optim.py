@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 
     from automodel_cli.training.param_groups import TrainableParam
 
+_8BIT_BLOCK, _8BIT_MIN = 256, 4096  # values that share a scale; smaller tensors keep ordinary moments
 _WHOLE_MATRICES = ("Muon", "AdamW8bit", "Adafactor")
 Implementation = Literal["auto", "fused", "foreach", "loop"]
 
 
-@runtime_checkable
 class OptimizerNode(Protocol):
     """What the `optimizer` section is, unless it is a `_partial_` of `torch.optim`. Your own:
-    examples/own_optimizer.py."""
+    examples/own_optimizer.py.
 
+    A node may say `state_bytes(item, numel)`: what it keeps of one parameter, of which a rank has `numel` elements. Of
+    one that does not, `automodel plan` measures a step on a small matrix.
+    """
+
+    @abstractmethod
     def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
         """Over the trainable parameters of `parts`, this rank's modules, as `training.param_groups` groups them."""
         ...
@@ -100,6 +105,10 @@ class AdamW:
         return torch.optim.AdamW(
             groups, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, **_kernel(self.implementation)
         )
+
+    def state_bytes(self, item: TrainableParam, numel: int) -> float:
+        """Two moments."""
+        return 2.0 * item.param.dtype.itemsize * numel
 
 
 @dataclass(frozen=True)
@@ -197,6 +206,10 @@ class Muon:
             },
         )
 
+    def state_bytes(self, item: TrainableParam, numel: int) -> float:
+        """One momentum, or AdamW's two moments."""
+        return (1.0 if self.orthogonalises(item) else 2.0) * item.param.dtype.itemsize * numel
+
 
 @dataclass(frozen=True)
 class AdamW8bit:
@@ -246,28 +259,88 @@ class AdamW8bit:
         groups = decay_groups(params, self.weight_decay)
         return kind(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
 
+    def state_bytes(self, item: TrainableParam, numel: int) -> float:
+        """Two moments of a byte with float32 scales per block; small tensors keep ordinary ones."""
+        if numel < _8BIT_MIN:
+            return 2.0 * item.param.dtype.itemsize * numel
+        return 2.0 * (numel + 4 * numel / _8BIT_BLOCK)
 
-def build_optimizer(node: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    """An optimizer over the trainable parameters of `parts`, from a node above or a `_partial_` of a torch class.
 
-    A partial that knows `weight_decay` gets the same groups as the nodes; its own or default value acts on the
-    matrices.
-    """
+@dataclass(frozen=True)
+class FromTorch:
+    """A `_partial_: true` target (any class of `torch.optim`) as a node."""
+
+    make: Any
+
+    def __post_init__(self) -> None:
+        if not callable(self.make):
+            raise ConfigError(
+                f"optimizer is {self.make!r}, neither a node with `build(parts)` nor a `_partial_: true` target",
+                keys=("optimizer",),
+                fix="optimizer._target_=automodel_cli.training.optim.AdamW",
+            )
+
+    @property
+    def kind(self) -> Any:
+        """What is called in the end; a partial may wrap any callable."""
+        return getattr(self.make, "func", self.make)
+
+    def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
+        """One that knows `weight_decay` gets the same groups as the nodes; its own or default value acts on the
+        matrices.
+        """
+        import torch
+
+        from automodel_cli.training.param_groups import decay_groups, require_trainable
+
+        if self.kind is torch.optim.Muon:
+            raise ConfigError(
+                "torch.optim.Muon takes hidden matrices only; a model has other parameters too",
+                keys=("optimizer",),
+                fix="optimizer._target_=automodel_cli.training.optim.Muon",
+            )
+        if self.kind is torch.optim.LBFGS:
+            raise ConfigError(
+                "torch.optim.LBFGS evaluates the loss several times a step, which a training step does not offer",
+                keys=("optimizer",),
+                fix="optimizer._target_=automodel_cli.training.optim.AdamW",
+            )
+        accepted = inspect.signature(self.kind).parameters
+        params = require_trainable(parts)
+        if "weight_decay" not in accepted:
+            groups = [{"params": g["params"]} for g in decay_groups(params, 0.0)]
+        else:
+            given = getattr(self.make, "keywords", {})
+            groups = decay_groups(params, given.get("weight_decay", accepted["weight_decay"].default))
+        try:
+            optimizer: torch.optim.Optimizer = self.make(groups)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{_name(self)} refused its options: {error}", keys=("optimizer",)) from error
+        return optimizer
+
+
+def optimizer_node(section: Any) -> OptimizerNode:
+    """The node that an `optimizer` section is, or stands for."""
+    return section if hasattr(section, "build") else FromTorch(section)
+
+
+def build_optimizer(section: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
+    """An optimizer over the trainable parameters of `parts`, from a node above or a `_partial_` of a torch class."""
     from automodel_cli.distributed.sharded import follow_optimizer
 
+    node = optimizer_node(section)
     _refuse_uneven_shards(node, parts)
-    optimizer = _build(node, parts)
+    optimizer = node.build(parts)
     follow_optimizer(optimizer, parts)
     return optimizer
 
 
-def _refuse_uneven_shards(node: Any, parts: Sequence[nn.Module]) -> None:
+def _refuse_uneven_shards(node: OptimizerNode, parts: Sequence[nn.Module]) -> None:
     """Shards that borders cut anywhere suit optimizers that treat every element alone; others would be wrong without a
     word."""
     from automodel_cli.models.uneven import is_uneven
 
-    kind = node.func if isinstance(node, functools.partial) else type(node)
-    name = getattr(kind, "__name__", str(kind))
+    name = _name(node)
     if name in _WHOLE_MATRICES and any(is_uneven(param) for part in parts for param in part.parameters()):
         raise ConfigError(
             f"{name} works on whole rows or blocks of a matrix, which this parallelizer cuts anywhere",
@@ -276,39 +349,6 @@ def _refuse_uneven_shards(node: Any, parts: Sequence[nn.Module]) -> None:
         )
 
 
-def _build(node: Any, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    if not isinstance(node, functools.partial):
-        if not isinstance(node, OptimizerNode):
-            raise ConfigError(
-                f"optimizer is {node!r}, neither a node with `build(parts)` nor a `_partial_: true` target",
-                keys=("optimizer",),
-                fix="optimizer._target_=automodel_cli.training.optim.AdamW",
-            )
-        return node.build(parts)
-    import torch
-
-    from automodel_cli.training.param_groups import decay_groups, require_trainable
-
-    name = getattr(node.func, "__name__", str(node.func))  # a partial may wrap any callable
-    if node.func is torch.optim.Muon:
-        raise ConfigError(
-            "torch.optim.Muon takes hidden matrices only; a model has other parameters too",
-            keys=("optimizer",),
-            fix="optimizer._target_=automodel_cli.training.optim.Muon",
-        )
-    if node.func is torch.optim.LBFGS:
-        raise ConfigError(
-            "torch.optim.LBFGS evaluates the loss several times a step, which a training step does not offer",
-            keys=("optimizer",),
-            fix="optimizer._target_=automodel_cli.training.optim.AdamW",
-        )
-    accepted = inspect.signature(node.func).parameters
-    params = require_trainable(parts)
-    if "weight_decay" not in accepted:
-        groups = [{"params": g["params"]} for g in decay_groups(params, 0.0)]
-    else:
-        groups = decay_groups(params, node.keywords.get("weight_decay", accepted["weight_decay"].default))
-    try:
-        return node(groups)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} refused its options: {error}", keys=("optimizer",)) from error
+def _name(node: OptimizerNode) -> str:
+    kind = getattr(node, "kind", type(node))
+    return str(getattr(kind, "__name__", kind))

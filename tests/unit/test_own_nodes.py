@@ -40,6 +40,10 @@ class NoStep(Environment):
 class Bare:
     pass
 
+class NoCall:
+    def weight(self, batch):
+        return batch.num_label_tokens
+
 class NoRead(Format):
     fields = ("q",)
     makes = "conversations"
@@ -79,6 +83,10 @@ def build(conf: str, *overrides: str) -> Any:
             "data.format={_target_: mine.Bare}",
             "which lacks fields, makes, read of automodel_cli.data.format",
         ),
+        ("quickstart", "objective={_target_: mine.NoCall}", "lacks __call__ of automodel_cli.objectives.base"),
+        ("quickstart", "lr_scheduler={_target_: mine.Bare}", "lacks build of automodel_cli.training.lr_scheduler"),
+        ("quickstart", "optimizer={_target_: torch.optim.AdamW}", "torch.optim.AdamW, which lacks build of"),
+        ("quickstart", "data.task={_target_: mine.Bare}", "lacks cache_key, rows of automodel_cli.data.config"),
         ("quickstart", "logging.trackers=[{_target_: mine.Bare}]", "lacks start of automodel_cli.training.trackers"),
         (
             "quickstart_grpo",

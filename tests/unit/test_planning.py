@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from automodel_cli.pipelining.cut.probe import check_split
 from automodel_cli.pipelining.cut.stage_part import cut_stage
 from automodel_cli.pipelining.schedule.schedules import SCHEDULES
 from automodel_cli.planning.activations import trace_activations
-from automodel_cli.planning.memory import optimizer_bytes, sharded_rows
+from automodel_cli.planning.memory import sharded_rows, state_rule
 from automodel_cli.planning.plan import Request, make_plan
 from automodel_cli.planning.render import render, svg
 from automodel_cli.planning.units import read_units
@@ -115,9 +116,17 @@ def test_frozen_parameters_need_neither_gradients_nor_states() -> None:
     assert f"{plan.num_trained:,} trained" in render(plan, memory_gib=1)
 
 
+class Own:
+    """A user's node: it can build, and says nothing of its states."""
+
+    def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop([p for part in parts for p in part.parameters()], momentum=0.5, centered=True)
+
+
 @pytest.mark.parametrize(
     "node",
     [
+        Own(),
         AdamW(lr=1e-3),
         Muon(lr=1e-3),
         functools.partial(torch.optim.SGD, lr=0.1),
@@ -133,7 +142,7 @@ def test_optimizer_states_are_what_a_step_leaves(node: Any) -> None:
     for name, param in model.named_parameters():
         item = TrainableParam(name, param, model.get_submodule(name.rpartition(".")[0]))
         tensors = [t for t in optimizer.state[param].values() if isinstance(t, Tensor) and t.ndim]
-        assert optimizer_bytes(node, item, param.numel()) == sum(t.nbytes for t in tensors)
+        assert state_rule(node)(item, param.numel()) == sum(t.nbytes for t in tensors)
 
 
 def test_the_first_rank_has_the_largest_chunk() -> None:
