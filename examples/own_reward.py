@@ -1,7 +1,9 @@
 """A reward of your own: the share of a response's letters that are vowels.
 
-    automodel grpo llm -c quickstart_grpo \
-        '+rewards.vowels={_target_: own_reward.Vowels, weight: 0.5}' --trust-package own_reward
+    automodel grpo llm -c quickstart_grpo rewards=exact \
+        'rewards.vowels={_target_: own_reward.Vowels, weight: 0.5}' --trust-package own_reward
+
+Without `rewards=exact` it takes the place of that default.
 """
 
 from __future__ import annotations
