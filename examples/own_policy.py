@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.base import RewardKL
 from automodel_cli.objectives.documents import label_mask
 
@@ -36,7 +37,8 @@ class ClippedReinforce:
     def weight(self, batch: Batch) -> Tensor:
         return batch.num_label_tokens
 
-    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        logprobs_BT = output.logprobs_BT
         mask_BT = label_mask(batch)
         weight_BT = (logprobs_BT.detach() - batch.extra["sampler_logprobs_BT"]).exp().clamp(max=self.max_weight)
         losses_BT = -batch.extra["advantages_BT"] * weight_BT * logprobs_BT

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.preference import Pairs, gather_pairs, valid_pairs
 
 
@@ -28,7 +29,7 @@ class MarginHinge:
     def weight(self, batch: Batch) -> Tensor:
         return valid_pairs(batch).sum()
 
-    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
-        pairs: Pairs = gather_pairs(logprobs_BT, batch, reference=False, average=True)
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        pairs: Pairs = gather_pairs(output.logprobs_BT, batch, reference=False, average=True)
         losses_P = (self.margin - (pairs.c_P - pairs.r_P)).clamp(min=0)
         return (losses_P * pairs.valid_P).sum()  # a sum: the step divides by the weight of all ranks

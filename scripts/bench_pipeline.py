@@ -23,6 +23,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch, one_document
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.models.build import build_part
@@ -56,8 +57,8 @@ def make_pipeline(mesh: Mesh, schedule: str) -> AutoPipeline:
     return pipeline.build(part, loss)
 
 
-def loss(logprobs_BT: Tensor, batch: Batch) -> Tensor:
-    return -logprobs_BT.sum() / (MICROBATCHES * SEQ_LEN)
+def loss(output: HeadOutput, batch: Batch) -> Tensor:
+    return -output.logprobs_BT.sum() / (MICROBATCHES * SEQ_LEN)
 
 
 def make_batches(length: int, count: int = MICROBATCHES) -> list[Batch]:
@@ -106,6 +107,7 @@ def time_stage(part: nn.Module, times: Times, *, is_first: bool) -> None:
     hidden = None if is_first else torch.randn(1, SEQ_LEN, HIDDEN, requires_grad=True)
     began = time.perf_counter()
     output = part(hidden, labels=batch.labels_BT, **batch.model_inputs())
+    output = output.logprobs_BT if isinstance(output, HeadOutput) else output
     times.forward.append(time.perf_counter() - began)
     grad = torch.ones_like(output)
     if hidden is not None:

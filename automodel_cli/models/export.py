@@ -227,7 +227,7 @@ def _whole(parts: Sequence[ModelPart]) -> Score:
     def score(prompts: list[list[int]]) -> list[Tensor]:
         with _in_eval(part):
             batches = [one_document(ids).to(device) for ids in prompts]
-            return [part(labels=batch.labels_BT, **batch.model_inputs())[0, :-1].cpu() for batch in batches]
+            return [part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT[0, :-1].cpu() for batch in batches]
 
     return score
 

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.models import compat
 from automodel_cli.models.vocabulary import WHOLE, Vocabulary, vocabulary_of
 
@@ -76,8 +77,8 @@ class Head:
         self.model, self.kind, self.chunk_size = model, kind, chunk_size
         self.shaping: Shaping | None = None
 
-    def __call__(self, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
-        """fp32 `logprobs_BT`, 0 where the label is ignored."""
+    def __call__(self, hidden_BTD: Tensor, labels_BT: Tensor) -> HeadOutput:
+        """What `HeadOutput` says, of these tokens."""
         index_S = (labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
         labels_S = labels_BT.flatten()[index_S]
         linear = self.model.get_output_embeddings()
@@ -98,7 +99,7 @@ class Head:
             )
         zeros_BT = torch.zeros(labels_BT.shape, dtype=torch.float32, device=hidden_BTD.device)
         supervised = torch.unravel_index(index_S, labels_BT.shape)  # no view of a flat tensor: FSDP2 warns about views
-        return zeros_BT.index_put(supervised, logprobs_S)
+        return HeadOutput(zeros_BT.index_put(supervised, logprobs_S))
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """fp32 `[S, V]`, as the model gives them and not shaped: to draw from, never for a whole batch."""

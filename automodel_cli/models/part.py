@@ -1,4 +1,5 @@
-"""The module a rank owns: an unmodified Hugging Face model and the head that turns its hidden states into log-probs."""
+"""The module a rank owns: an unmodified Hugging Face model and the head that turns its hidden states into
+`HeadOutput`."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.context import Context, ContextGroup, local_length
 from automodel_cli.models.head import Head, HeadKind
@@ -48,7 +50,7 @@ def model_inputs_for(model: PreTrainedModel, ids_BT: Tensor, lengths: Sequence[i
 
 
 class ModelPart(nn.Module):
-    """One forward for every objective: batch in, per-token log-probs out.
+    """One forward for every objective: batch in, `HeadOutput` out.
 
     The child `model` is the library's own object, so a parameter's name is "model." + its hub name (`hub_name` takes
     that back, and an adapter's wrapping too). Wrap the whole part for data parallelism, and keep the output
@@ -74,8 +76,8 @@ class ModelPart(nn.Module):
         self._takes_keywords = takes_keywords(model)
         self._context_group: ContextGroup | None = None
 
-    def forward(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> Tensor:
-        """fp32 `logprobs_BT` of the labels, 0 where ignored.
+    def forward(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> HeadOutput:
+        """What the head gives for these tokens and labels.
 
         `model_inputs` is `Batch.model_inputs()`. `hidden_BTD` belongs to pipeline stages; a whole model takes None.
         """
@@ -85,8 +87,8 @@ class ModelPart(nn.Module):
         context: Context | None = inputs.get("context")
         if context is not None:
             labels = context.local(labels, IGNORE_INDEX)
-        logprobs_BT: Tensor = self.head(outputs[0], labels)
-        return logprobs_BT if context is None else context.whole(logprobs_BT)
+        output = self.head(outputs[0], labels)
+        return output if context is None else output.map(context.whole)
 
     def share_context(self, group: ContextGroup) -> None:
         """Work on this rank's tokens of every row from now on. `forward` stays the same from outside, and becomes

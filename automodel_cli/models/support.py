@@ -239,7 +239,7 @@ def _train_once(part: ModelPart, documents: tuple[int, ...]) -> None:
     """What forward and backward of a step may refuse, they refuse here."""
     ids_BT = _probe_row(part.model)
     output = part(labels=ids_BT.roll(-1, 1), **model_inputs_for(part.model, ids_BT, documents))
-    output.sum().backward()
+    output.logprobs_BT.sum().backward()
 
 
 def _dropout(hf_config: PretrainedConfig) -> dict[str, float]:

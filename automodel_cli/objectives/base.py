@@ -1,4 +1,5 @@
-"""What the step asks of an objective. An objective sees per-token log-probs, returns sums, and never divides.
+"""What the step asks of an objective. An objective sees what the head gives for each token (`HeadOutput`),
+returns sums, and never divides.
 
 Columns of `Batch.extra` that objectives read, and recipes fill (a document of the batch is a sequence: a response with
 its prompt; tokens whose label is ignored are not read):
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput
 
 KLType = Literal["k1", "k2", "k3"]
 ReferenceSource = Literal["auto", "precomputed", "adapters_off", "frozen_copy"]
@@ -31,7 +33,7 @@ ReferenceSource = Literal["auto", "precomputed", "adapters_off", "frozen_copy"]
 
 
 class Objective(Protocol):
-    """`objective(logprobs_BT, batch)` summed over all microbatches and ranks, divided by the sum of `weight(batch)`,
+    """`objective(output, batch)` summed over all microbatches and ranks, divided by the sum of `weight(batch)`,
     is the loss. Both are sums over the batch, so neither the number of ranks nor that of microbatches changes the
     gradient.
     """
@@ -40,10 +42,8 @@ class Objective(Protocol):
         """What this batch adds to the denominator (label tokens, pairs, sequences): scalar on the batch's device."""
         ...
 
-    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
-        """fp32 scalar with gradient: the batch's SUM, to be minimised. `logprobs_BT` is 0 where the label is
-        ignored.
-        """
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        """fp32 scalar with gradient: the batch's SUM, to be minimised."""
         ...
 
 
@@ -105,7 +105,7 @@ class MeasuredObjective(Objective, Protocol):
         """Every name that `measure` returns, the same on all ranks, known before anything runs."""
         ...
 
-    def measure(self, logprobs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
         """fp32 scalars of this batch, by the names in `metrics`: sums (never means), smallest or largest values.
         Called without gradient.
         """

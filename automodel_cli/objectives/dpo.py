@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput
     from automodel_cli.objectives.preference import Pairs
 
 Loss = Literal[
@@ -167,16 +168,16 @@ class DPO:
 
         return valid_pairs(batch).sum()
 
-    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
-        pairs = self._pairs(logprobs_BT, batch)
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        pairs = self._pairs(output.logprobs_BT, batch)
         loss = self.preference_weight * (self._losses(pairs) * pairs.valid_P).sum()
         if self.sft_weight:
             loss = loss + self.sft_weight * (self._nll(pairs) * pairs.valid_P).sum()
         return loss
 
-    def measure(self, logprobs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
         """See `MeasuredObjective`."""
-        pairs = self._pairs(logprobs_BT, batch)
+        pairs = self._pairs(output.logprobs_BT, batch)
         values = {
             "preference_loss": self._losses(pairs),
             "accuracy": (pairs.c_P > pairs.r_P).float(),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput
 
 
 @dataclass(frozen=True)
@@ -196,13 +197,13 @@ class GRPO:
 
         return batch.num_label_tokens if self.aggregation == "token" else num_sequences(batch)
 
-    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         from automodel_cli.objectives.policy import Update
 
-        return Update.of(self, logprobs_BT, batch).loss()
+        return Update.of(self, output, batch).loss()
 
-    def measure(self, logprobs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
         """See `MeasuredObjective`."""
         from automodel_cli.objectives.policy import Update
 
-        return Update.of(self, logprobs_BT, batch).metrics()
+        return Update.of(self, output, batch).metrics()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,19 @@ class KTO:
         good_S, bad_S = self._kinds(batch)
         return (good_S + bad_S).sum()
 
-    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         good_S, bad_S = self._kinds(batch)
-        gain_S = log_ratios(logprobs_BT, batch)
+        gain_S = log_ratios(output.logprobs_BT, batch)
         if self.reference_point == "kl":
             gain_S = gain_S - batch.extra["kl_baseline_1"]
         losses_S = self.desirable_weight * good_S * (1 - (self.beta * gain_S).sigmoid())
         losses_S = losses_S + self.undesirable_weight * bad_S * (1 - (-self.beta * gain_S).sigmoid())
         return losses_S.sum()
 
-    def measure(self, logprobs_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
         """See `MeasuredObjective`."""
         good_S, bad_S = self._kinds(batch)
-        ratios_S = log_ratios(logprobs_BT, batch)
+        ratios_S = log_ratios(output.logprobs_BT, batch)
         return {
             "rewards_chosen": (ratios_S * good_S).sum(),
             "rewards_rejected": (ratios_S * bad_S).sum(),
@@ -91,7 +92,7 @@ class KTO:
         return ((judged_S == 1) & spoken_S).float(), ((judged_S == 0) & spoken_S).float()
 
 
-def reference_point_sums(logprobs_BT: Tensor, batch: Batch) -> Tensor:
+def reference_point_sums(output: HeadOutput, batch: Batch) -> Tensor:
     """What `kl_baseline_1` is made of: sum of log-ratios over documents that are neither good nor bad (a prompt with
     another prompt's response), and their number. The baseline is sum / number over the whole step, at least 0.
     """
@@ -100,7 +101,7 @@ def reference_point_sums(logprobs_BT: Tensor, batch: Batch) -> Tensor:
     from automodel_cli.objectives.documents import labels_by_document
 
     other_S = (batch.extra["desirable_S"] == -1) & (labels_by_document(batch) > 0)
-    return torch.stack([(log_ratios(logprobs_BT, batch) * other_S).sum(), other_S.sum().float()])
+    return torch.stack([(log_ratios(output.logprobs_BT, batch) * other_S).sum(), other_S.sum().float()])
 
 
 def log_ratios(logprobs_BT: Tensor, batch: Batch) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.base import KLType, Metric
 from automodel_cli.objectives.documents import label_mask, labels_by_document, sum_by_document, to_tokens
 
@@ -99,7 +100,7 @@ class Update:
     advantages_BT: Tensor
 
     @classmethod
-    def of(cls, objective: GRPO, logprobs_BT: Tensor, batch: Batch) -> Update:
+    def of(cls, objective: GRPO, output: HeadOutput, batch: Batch) -> Update:
         """Columns out of `batch.extra`; a KeyError names one that the recipe has not filled. Without `old_logprobs_BT`
         the update is the only one of its rollout, and its log-probs are the old ones themselves."""
         mask_BT = label_mask(batch)
@@ -107,7 +108,7 @@ class Update:
         def column(name: str) -> Tensor:
             return batch.extra[name].masked_fill(~mask_BT, 0.0)
 
-        now_BT = logprobs_BT.masked_fill(~mask_BT, 0.0)
+        now_BT = output.logprobs_BT.masked_fill(~mask_BT, 0.0)
         given = objective.uses_old_logprobs and "old_logprobs_BT" in batch.extra
         old_BT = column("old_logprobs_BT") if given else now_BT.detach()
         return cls(objective, batch, mask_BT, now_BT, old_BT, column("sampler_logprobs_BT"), column("advantages_BT"))

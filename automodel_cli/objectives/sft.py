@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput
 
 
 @dataclass(frozen=True)
@@ -18,5 +19,5 @@ class SFT:
     def weight(self, batch: Batch) -> Tensor:
         return batch.num_label_tokens
 
-    def __call__(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
-        return -logprobs_BT.sum()
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        return -output.logprobs_BT.sum()

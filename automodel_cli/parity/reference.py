@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.models import compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import Objective
@@ -45,7 +46,7 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
     sums: dict[str, Tensor] = {}
     for batch in batches:
         model.zero_grad()
-        value = objective(_logprobs(model, batch), batch) / weight
+        value = objective(_output(model, batch), batch) / weight
         value.backward()
         loss += value.item()
         for name, grad in full_gradients([model]).items():
@@ -54,7 +55,7 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
     return Reference(loss, norm.item(), {name: grad.float() for name, grad in sums.items()})
 
 
-def _logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:
+def _output(model: PreTrainedModel, batch: Batch) -> HeadOutput:
     ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
     logprobs = []
     pristine = {name: copy.deepcopy(module) for name, module in model.named_modules() if hasattr(module, "rope_type")}
@@ -63,7 +64,7 @@ def _logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:
             model.set_submodule(name, copy.deepcopy(module))
         logits_TV = model(input_ids=ids_N[None, start:end], use_cache=False).logits[0]
         logprobs.append(logprobs_of(logits_TV, labels_N[start:end]))
-    return torch.cat(logprobs).view(batch.shape)
+    return HeadOutput(torch.cat(logprobs).view(batch.shape))
 
 
 def logprobs_of(logits_TV: Tensor, labels_T: Tensor) -> Tensor:

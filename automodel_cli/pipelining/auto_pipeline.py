@@ -33,7 +33,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
 
         pipeline = AutoPipeline(world_mesh=mesh, pp_schedule="interleaved_1f1b", pp_batch_size=8)
         pipeline.build(part, parallelize_fn=lambda part, **axes: parallelize(part, mesh, config))
-        loss = pipeline.forward_backward(batches, lambda logprobs_BT, batch: -logprobs_BT.sum() / weight)
+        loss = pipeline.forward_backward(batches, lambda output, batch: -output.logprobs_BT.sum() / weight)
 
     Every gradient is a plain sum over microbatches and data-parallel ranks: nothing is averaged or rescaled.
     """

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.probe import check_split
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LossFn = Callable[[Tensor, Batch], Tensor]
+LossFn = Callable[[HeadOutput, Batch], Tensor]
 AnyRuntime = Runtime | EagerRuntime
 
 
@@ -83,14 +84,14 @@ class PipelineStages:
         """Cut `model` (left as it is; best on the meta device) and set up this rank's stages. Collective over the
         pipeline.
 
-        `loss_fn(logprobs_BT, batch)` is what `forward_backward` uses when it is given none. `parallelize_fn(part,
+        `loss_fn(output, batch)` is what `forward_backward` uses when it is given none. `parallelize_fn(part,
         world_mesh=, moe_mesh=, dp_axis_names=, ...)` is applied to each local part, in place. Raises ConfigError: a
         wrong model or loss, a model whose split is not exact (with the layer that differs), stages that do not fit
         ranks or schedule, wrappers that would lose gradients.
         """
         part = _as_part(model)
         if loss_fn is not None and not callable(loss_fn):
-            raise ConfigError(f"loss_fn must be callable as loss_fn(logprobs_BT, batch), not {type(loss_fn).__name__}")
+            raise ConfigError(f"loss_fn must be callable as loss_fn(output, batch), not {type(loss_fn).__name__}")
         with self._spelling():
             return self._build(part, loss_fn, parallelize_fn)
 
@@ -232,7 +233,7 @@ class PipelineStages:
     def _run(self, runtime: AnyRuntime, batches: Sequence[Batch], on_last: LossFn) -> dict[int, Tensor]:
         keywords = [{"labels": batch.labels_BT, **batch.model_inputs()} for batch in batches]
         shapes = [self._boundary_shape(*batch.shape) for batch in batches]
-        return runtime.run(shapes, keywords, lambda logprobs_BT, index: on_last(logprobs_BT, batches[index]))
+        return runtime.run(shapes, keywords, lambda output, index: on_last(output, batches[index]))
 
     def _runtime(self, num_microbatches: int, train: bool) -> AnyRuntime:
         """The runtime for this many microbatches; made once."""

@@ -221,6 +221,6 @@ def _decoding_error(model: PreTrainedModel) -> float:
         prompts, sampler.generate(prompts, SamplingParams(max_new_tokens=_NEW_TOKENS, seed=0)), strict=True
     ):
         batch = one_document([*prompt, *completion.tokens])
-        whole_T = part(labels=batch.labels_BT, **batch.model_inputs())[0, len(prompt) - 1 : -1]
+        whole_T = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT[0, len(prompt) - 1 : -1]
         worst = max(worst, (whole_T - torch.tensor(completion.logprobs)).abs().max().item())
     return worst

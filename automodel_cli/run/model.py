@@ -78,7 +78,7 @@ class Model:
     def score(self, prompts: list[list[int]]) -> list[Tensor]:
         """Log-probs of each prompt's tokens after the first, `[len - 1]` on the CPU. Collective."""
         batches = [one_document(ids).to(self.mesh.device) for ids in prompts]
-        scores = self.stages.forward(batches, lambda logprobs_BT, _: logprobs_BT[0, :-1])
+        scores = self.stages.forward(batches, lambda output, _: output.logprobs_BT[0, :-1])
         return [score.cpu() for score in scores]
 
 

@@ -69,7 +69,7 @@ def _is_random(name: str) -> bool:
 
 def logprobs_of(stages: Stages, batches: Sequence[Batch], device: torch.device) -> list[Tensor]:
     """Log-probs [B, T] of the labels of every batch, as the model is now. Collective."""
-    return stages.forward([batch.to(device) for batch in batches], lambda logprobs_BT, _: logprobs_BT)
+    return stages.forward([batch.to(device) for batch in batches], lambda output, _: output.logprobs_BT)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective
 from automodel_cli.training.metric_accumulator import MetricAccumulator
@@ -33,8 +34,8 @@ def evaluate(stages: Stages, batches: Sequence[Batch], objective: Objective, mes
     weight = torch.zeros((), dtype=torch.float64, device=mesh.device)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
-    def reduce(logprobs_BT: Tensor, batch: Batch) -> Tensor:
-        return torch.cat([objective(logprobs_BT, batch)[None], tally.measure(logprobs_BT, batch)])
+    def reduce(output: HeadOutput, batch: Batch) -> Tensor:
+        return torch.cat([objective(output, batch)[None], tally.measure(output, batch)])
 
     for number, batch in enumerate(batches):  # one at a time: a validation set need not fit on the device
         on_device = batch.to(mesh.device)

@@ -1,4 +1,4 @@
-"""An objective's metrics over microbatches and ranks: gathered where the log-probs are, reduced once."""
+"""An objective's metrics over microbatches and ranks: gathered where the head is, reduced once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import MeasuredObjective, Objective, metrics_of
 
@@ -29,20 +30,20 @@ class MetricAccumulator:
         self._seen: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def measure(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+    def measure(self, output: HeadOutput, batch: Batch) -> Tensor:
         """fp32 vector of one microbatch: its sums, then its extrema."""
         if not self._metrics:
-            return torch.zeros(0, device=logprobs_BT.device)
-        values = self._measured.measure(logprobs_BT.detach(), batch)
+            return torch.zeros(0, device=output.logprobs_BT.device)
+        values = self._measured.measure(output.detach(), batch)
         assert set(values) == set(self._metrics), f"measured {sorted(values)}, declared {sorted(self._metrics)}"
         sums = [values[name].float() for name in self._sums]
         extrema = [self._signed(name, values[name].float()) for name in self._extrema]
         return torch.stack([*sums, *extrema])
 
-    def add(self, logprobs_BT: Tensor, batch: Batch) -> None:
+    def add(self, output: HeadOutput, batch: Batch) -> None:
         """Measure a microbatch, of a list that outlives this object, and keep the result."""
         if self._metrics:
-            self.keep(id(batch), self.measure(logprobs_BT, batch))
+            self.keep(id(batch), self.measure(output, batch))
 
     def keep(self, key: int, measured: Tensor) -> None:
         """Keep what `measure` returned for the microbatch of this key."""

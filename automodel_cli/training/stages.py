@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.sharded import handle_of
 
-LossFn = Callable[[Tensor, Batch], Tensor]
-"""(logprobs_BT, batch) -> scalar, already divided by the global weight."""
+LossFn = Callable[[HeadOutput, Batch], Tensor]
+"""(output, batch) -> scalar, already divided by the global weight."""
 
 
 class Stages(Protocol):
@@ -28,7 +29,7 @@ class Stages(Protocol):
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> Tensor:
         """Run every microbatch and leave summed gradients on the parts.
 
-        `loss` is called where the log-probs are (the last stage) and is already divided by the global weight; nothing
+        `loss` is called where the head is (the last stage) and is already divided by the global weight; nothing
         in here rescales. Collective: all ranks that share a batch must pass equally many microbatches. Gradients are
         reduced over the data-parallel ranks (by SUM) once, on the last microbatch.
 
@@ -37,7 +38,7 @@ class Stages(Protocol):
         ...
 
     def forward(self, batches: Sequence[Batch], reduce: LossFn) -> list[Tensor]:
-        """Forward only, no gradients: `reduce(logprobs_BT, batch)` per microbatch, on every rank of the batch."""
+        """Forward only, no gradients: `reduce(output, batch)` per microbatch, on every rank of the batch."""
         ...
 
     @property
@@ -80,7 +81,7 @@ class SingleStage:
         values = []
         for i, batch in enumerate(batches):
             with self._sharded.microbatch(is_last=i == len(batches) - 1):
-                value = loss(self._logprobs(batch), batch)
+                value = loss(self._output(batch), batch)
                 value.backward()
             values.append(value.detach())
         return torch.stack(values).sum()
@@ -91,7 +92,7 @@ class SingleStage:
         training = {module: module.training for module in self._module.modules()}
         self._module.eval()
         try:
-            return [reduce(self._logprobs(batch), batch) for batch in batches]
+            return [reduce(self._output(batch), batch) for batch in batches]
         finally:
             for module, mode in training.items():
                 module.training = mode
@@ -115,6 +116,6 @@ class SingleStage:
     def forward_size(self, num_microbatches: int) -> int:
         return 1
 
-    def _logprobs(self, batch: Batch) -> Tensor:
-        logprobs_BT: Tensor = self._module(labels=batch.labels_BT, **batch.model_inputs())
-        return logprobs_BT
+    def _output(self, batch: Batch) -> HeadOutput:
+        output: HeadOutput = self._module(labels=batch.labels_BT, **batch.model_inputs())
+        return output

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.gradients import clip_grad_norm_
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective
@@ -86,9 +87,9 @@ def train_step(
     for hook in hooks:
         hook.begin(batches)
 
-    def loss_of(logprobs_BT: Tensor, batch: Batch) -> Tensor:
-        tally.add(logprobs_BT, batch)
-        return objective(logprobs_BT, batch) / weight
+    def loss_of(output: HeadOutput, batch: Batch) -> Tensor:
+        tally.add(output, batch)
+        return objective(output, batch) / weight
 
     local_loss = stages.forward_backward(batches, loss_of)
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
@@ -133,7 +134,7 @@ def _suspects(stages: Stages, batches: Sequence[Batch]) -> list[int]:
     """Rows of all ranks with a non-finite log-prob in a fresh forward; all rows of the step if there is none.
     Collective.
     """
-    bad_B = stages.forward(batches, lambda logprobs_BT, batch: ~logprobs_BT.isfinite().all(1))
+    bad_B = stages.forward(batches, lambda output, batch: ~output.logprobs_BT.isfinite().all(1))
     row_ids = torch.cat([batch.row_ids_B for batch in batches])
     bad = torch.cat(bad_B)
     everywhere: list[tuple[list[int], list[int]]] = [([], []) for _ in range(dist.get_world_size())]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.data.batch import Batch
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, ProcessGroupCollection
@@ -44,15 +45,15 @@ class Chunk(nn.Module):
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         (self.input,) = input_tensor
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> HeadOutput | Tensor:
         return self.part(self.input, labels=batch.labels_BT, **batch.model_inputs())
 
 
-def forward_step(iterator: Any, chunk: Chunk) -> tuple[Tensor, Any]:
+def forward_step(iterator: Any, chunk: Chunk) -> tuple[HeadOutput | Tensor, Any]:
     batch = next(iterator)
 
-    def loss(logprobs_BT: Tensor) -> Any:
-        value, count = -logprobs_BT.sum(), batch.num_label_tokens
+    def loss(output: HeadOutput) -> Any:
+        value, count = -output.logprobs_BT.sum(), batch.num_label_tokens
         report = {"loss": value.detach()}
         return (value / count.clamp(min=1), report) if chunk.loss_kind == "mean" else (value, count, report)
 
@@ -122,7 +123,7 @@ def reference(whole: ModelPart, batches: Sequence[Batch], kind: str) -> tuple[li
     total = sum(int(b.num_label_tokens) for b in batches)
     losses = []
     for batch in batches:
-        value = -whole(labels=batch.labels_BT, **batch.model_inputs()).sum()
+        value = -whole(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum()
         losses.append(value.item())
         own = max(int(batch.num_label_tokens), 1) * len(batches)
         (value / (total if kind == "token" else own)).backward()

@@ -93,7 +93,7 @@ def make_batches(case: Case, count: int, step: int, dp_rank: int) -> list[Batch]
 
 
 def loss_over(weight: float) -> Callable[[Tensor, Batch], Tensor]:
-    return lambda logprobs_BT, batch: -logprobs_BT.sum() / weight
+    return lambda output, batch: -output.logprobs_BT.sum() / weight
 
 
 def run_cases(rank: int, world: int, cases: Sequence[Case], sabotage: str | None = None) -> list[Errors]:
@@ -119,7 +119,7 @@ def run_case(case: Case, mesh: Mesh, sabotage: str | None = None) -> Errors:
     loss_fn = loss_over(weight)
 
     losses = [pipeline.forward_backward(steps[0], loss_fn)]
-    values = pipeline.forward(steps[1][:3], lambda logprobs_BT, batch: logprobs_BT.detach())
+    values = pipeline.forward(steps[1][:3], lambda output, batch: output.logprobs_BT.detach())
     losses.append(pipeline.forward_backward(steps[1], loss_fn))
     loss = mesh.sum_over(mesh.loss, torch.stack(losses).sum())
     norm = grad_norm(pipeline.parts, mesh)
@@ -165,7 +165,7 @@ def _one_process(family: str, kind: str, dp: int, layers: int, count: int) -> Re
         loss += value.item()
     grads = gradients(whole)
     with torch.no_grad():
-        values = [whole(labels=b.labels_BT, **b.model_inputs()) for b in steps[1][0][:3]]
+        values = [whole(labels=b.labels_BT, **b.model_inputs()).logprobs_BT for b in steps[1][0][:3]]
     norm = torch.stack([g.norm(dtype=torch.float64) for g in grads.values()]).norm().item()
     return Reference(loss, norm, values, grads)
 

@@ -128,7 +128,7 @@ def run_case(case: Case, wanted: tuple[Reference, list[Tensor]] | None) -> Outco
     every = make_batches(case.packed)
     mine = every[mesh.dp_rank :: mesh.dp_size]
     stages = make_stages(case, mesh, len(mine))
-    values = stages.forward(mine, lambda logprobs_BT, batch: logprobs_BT.detach().clone())
+    values = stages.forward(mine, lambda output, batch: output.logprobs_BT.detach().clone())
     recorder = Recorder(*stages.parts)
     result = train_step(stages, mine, SFT(), recorder, mesh, max_grad_norm=None)
     shared: list[Reference | None] = [None if wanted is None else wanted[0]]

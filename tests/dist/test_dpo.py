@@ -91,8 +91,8 @@ def mean_of_microbatches(batches: list[Batch]) -> list[Batch]:
     """Each microbatch divided by its own pairs, as peers do."""
     whole = DPO.__call__
 
-    def own_mean(self, logprobs_BT, batch):
-        return whole(self, logprobs_BT, batch) / self.weight(batch).clamp(min=1)
+    def own_mean(self, output, batch):
+        return whole(self, output, batch) / self.weight(batch).clamp(min=1)
 
     dpo.DPO.__call__ = own_mean  # type: ignore[method-assign]
     return batches
@@ -179,7 +179,7 @@ def test_reports_do_not_depend_on_ranks_stages_or_microbatches(original, name):
 
 
 def _with_own_logprobs(stages: Stages, batches: list[Batch], name: str) -> list[Batch]:
-    values = stages.forward(batches, lambda logprobs_BT, _: logprobs_BT)
+    values = stages.forward(batches, lambda output, _: output.logprobs_BT)
     return [replace(b, extra={**b.extra, name: v}) for b, v in zip(batches, values, strict=True)]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.gradients import clip_grad_norm_
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
@@ -90,14 +91,14 @@ class Poisoned(nn.Module):
         self.part, self.token = part, token
 
     def forward(self, *, labels, **model_inputs):
-        logprobs_BT = self.part(labels=labels, **model_inputs)
-        return logprobs_BT.masked_fill(model_inputs["input_ids"] == self.token, torch.nan)
+        output = self.part(labels=labels, **model_inputs)
+        return HeadOutput(output.logprobs_BT.masked_fill(model_inputs["input_ids"] == self.token, torch.nan))
 
 
 class InfiniteGradient(SFT):
-    def __call__(self, logprobs_BT, batch):
-        logprobs_BT.register_hook(lambda grad: grad * torch.inf)
-        return super().__call__(logprobs_BT, batch)
+    def __call__(self, output, batch):
+        output.logprobs_BT.register_hook(lambda grad: grad * torch.inf)
+        return super().__call__(output, batch)
 
 
 def _refused(rank, world, kind):

@@ -215,7 +215,7 @@ def on_policy(rank: int, world: int, folder: Path, family: str, which: Row) -> d
     for part in stages.parts:
         part.head.shaping = shaping_of(PARAMS)  # type: ignore[union-attr]
     (update,) = updates_of(samples, True, mesh.dp_rank, mesh.dp_size)
-    old = stages.forward(update.batches, lambda logprobs_BT, _: logprobs_BT)
+    old = stages.forward(update.batches, lambda output, _: output.logprobs_BT)
     update = update.with_column("old_logprobs_BT", old).with_values("advantages_BT", ADVANTAGES, samples)
     recorder = Recorder(*stages.parts)
     result = train_step(stages, update.batches, GRPO(), recorder, mesh, max_grad_norm=None)

@@ -105,7 +105,7 @@ def _trained(config, world, folder, *, resume=False, async_save=False):
         count = len(everyone) // mesh.dp_size
         mine = everyone[mesh.dp_rank * count :][:count]
         if step == 1:
-            stages.forward(mine, lambda logprobs_BT, batch: logprobs_BT.sum())  # a forward alone, as validation is
+            stages.forward(mine, lambda output, batch: output.logprobs_BT.sum())  # a forward alone, as validation is
         result = train_step(stages, mine, SFT(), optimizer, mesh, max_grad_norm=0.5)
         scheduler.step()
         results += [result.loss.item(), result.grad_norm.item()]
@@ -187,7 +187,7 @@ def _sgd_updates(rank, world):
             )
         for i, batch in enumerate(everyone[rank]):
             with handle_of(module).microbatch(is_last=i == 1):
-                (-module(labels=batch.labels_BT, **batch.model_inputs()).sum() / weight).backward()
+                (-module(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum() / weight).backward()
         optimizer.step()
         updates.append({name: before[name] - gathered(param) for name, param in part.named_parameters()})
     return updates
@@ -198,7 +198,7 @@ def test_the_documented_functions():
     everyone = [batch for batches in step_batches(Case(num_microbatches=2), 2) for batch in batches]
     weight = sum(int(batch.num_label_tokens) for batch in everyone)
     for batch in everyone:
-        (-model(labels=batch.labels_BT, **batch.model_inputs()).sum() / weight).backward()
+        (-model(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum() / weight).backward()
     want = tiny.gradients(model)
     for update in launch(_sgd_updates, 2):
         assert tiny.gradient_error(want, update) < TOLERANCE

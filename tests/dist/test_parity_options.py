@@ -157,7 +157,7 @@ def _dtypes_and_modes(rank, world):
     stages = SingleStage(part)
     batches = step_batches(Case(), world)[rank]
     part.model.model.layers[0].mlp.eval()
-    (first, *_) = stages.forward(batches, lambda logprobs_BT, batch: logprobs_BT)
+    (first, *_) = stages.forward(batches, lambda output, batch: output.logprobs_BT)
     kinds = {type(param) for param in part.parameters()}
     modes = part.training, part.model.model.layers[0].mlp.training
     return first.dtype, first.requires_grad, [k is DTensor or issubclass(k, DTensor) for k in kinds], modes

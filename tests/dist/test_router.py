@@ -86,7 +86,7 @@ def explicit(family: str, batches: list[Batch], coef: float) -> Wanted:
     loads: dict[str, Tensor] = {}
     for batch in batches:
         seen.clear()
-        loss = loss - part(labels=batch.labels_BT, **batch.model_inputs()).sum() / weight
+        loss = loss - part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum() / weight
         real_N = has_label(batch)
         for name, logits_NE, index_NK in seen:
             num_experts = logits_NE.shape[-1]
@@ -209,8 +209,8 @@ def _refused_step(rank, world):
     batches = batches_of(rank, 2)
 
     class Broken(SFT):
-        def __call__(self, logprobs_BT, batch):
-            return super().__call__(logprobs_BT, batch) * float("inf")
+        def __call__(self, output, batch):
+            return super().__call__(output, batch) * float("inf")
 
     optimizer = Recorder(stages.parts)
     with pytest.raises(NonFiniteError):

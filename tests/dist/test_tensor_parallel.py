@@ -144,7 +144,7 @@ def _logprobs(rank, world, fields):
     parallelize(part, mesh, TP)
     load_weights(part, config, device="cpu", seed=3)
     batch = step_batches(packed=True)[0]
-    logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs())
+    logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     gradient_BT = torch.linspace(0, 1, logprobs_BT.numel()).view_as(logprobs_BT)  # no two tokens have the same
     (logprobs_BT * gradient_BT).sum().backward()
     return logprobs_BT.detach(), tiny.gradients(part)
@@ -178,7 +178,7 @@ def _adapted(rank, world, sp):
         whole = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i)) * 0.05
         _fill(weight, whole)
     for batch in step_batches(packed=True)[1:3]:
-        part(labels=batch.labels_BT, **batch.model_inputs()).sum().backward()
+        part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum().backward()
     return tiny.gradients(part)
 
 

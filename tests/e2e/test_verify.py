@@ -18,9 +18,9 @@ import torch.distributed as dist
 from automodel_cli.objectives.sft import SFT
 
 class Skewed(SFT):
-    def __call__(self, logprobs_BT, batch):
+    def __call__(self, output, batch):
         weight = 2 if dist.is_initialized() and dist.get_rank() > 0 else 1
-        return weight * super().__call__(logprobs_BT, batch)
+        return weight * super().__call__(output, batch)
 """
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch, one_document
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.rollout.rewards.base import Judged
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -28,8 +29,8 @@ def test_own_preference_objective() -> None:
     )
     logprobs_BT = torch.tensor([[-1.0, -3.0, 0.0, -2.0, -2.5, -3.0, 0.0]])
     chosen, rejected = (-1.0 - 3.0) / 2, (-2.0 - 2.5 - 3.0) / 3
-    assert MarginHinge(margin=2.0)(logprobs_BT, batch).item() == pytest.approx(2.0 - (chosen - rejected))
-    assert MarginHinge(margin=0.25)(logprobs_BT, batch).item() == 0.0
+    assert MarginHinge(margin=2.0)(HeadOutput(logprobs_BT), batch).item() == pytest.approx(2.0 - (chosen - rejected))
+    assert MarginHinge(margin=0.25)(HeadOutput(logprobs_BT), batch).item() == 0.0
     assert MarginHinge().weight(batch) == 1
 
 
@@ -42,7 +43,7 @@ def test_own_policy_objective() -> None:
         "sampler_logprobs_BT": torch.tensor([[-3.0, -1.5, 0.0]]),
     }
     batch = replace(one_document([1, 1, 1]), extra=columns)  # the third token has no label
-    loss = ClippedReinforce(max_weight=2.0)(now, batch)
+    loss = ClippedReinforce(max_weight=2.0)(HeadOutput(now), batch)
     weights = [2.0, torch.tensor(-0.5).exp().item()]  # e^2 is above the bound
     assert loss.item() == pytest.approx(0.5 * weights[0] * 1.0 - 2.0 * weights[1] * 2.0)
     loss.backward()

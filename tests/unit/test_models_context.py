@@ -230,8 +230,8 @@ def test_a_part_gives_whole_rows_of_log_probs():
     model.set_attn_implementation("packed")
     part = ModelPart(model, HeadKind("plain"))
     batch = packed_batch([[token_row(4), token_row(7, 1)], [token_row(11, 2)]])
-    want = part(labels=batch.labels_BT, **batch.model_inputs())
+    want = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     part.share_context(Exchange(0, 1, [], ring=False))
     assert part.boundary_shape(2, 11) == (2, 12)
-    got = part(labels=batch.labels_BT, **batch.model_inputs())
+    got = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     assert got.shape == (2, 11) and torch.allclose(got, want, atol=1e-6)

@@ -38,7 +38,7 @@ def test_smollm2_from_gguf_to_a_folder_that_loads(tmp_path: Path):
     library = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
     with torch.no_grad():
-        ours = part.eval()(input_ids=ids, labels=labels)[:, :-1]
+        ours = part.eval()(input_ids=ids, labels=labels).logprobs_BT[:, :-1]
         theirs = library(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     assert (ours - theirs).abs().max() < 1e-4
     assert ours.mean() > -5  # a trained model, not noise

@@ -87,7 +87,7 @@ def test_only_supervised_positions_are_computed(kind: str, monkeypatch: pytest.M
     labels = torch.full((2, 16), IGNORE_INDEX)
     labels[0, 3] = labels[1, 7] = labels[1, 8] = 5
     hidden = torch.randn(2, 16, 64, requires_grad=True)
-    logprobs = Head(model, HeadKind(kind))(hidden, labels)  # type: ignore[arg-type]
+    logprobs = Head(model, HeadKind(kind))(hidden, labels).logprobs_BT  # type: ignore[arg-type]
     assert sum(seen) == 3
     assert (logprobs != 0).nonzero().tolist() == [[0, 3], [1, 7], [1, 8]]
     logprobs.sum().backward()
@@ -98,7 +98,7 @@ def test_only_supervised_positions_are_computed(kind: str, monkeypatch: pytest.M
 def test_a_microbatch_without_labels_still_gives_every_parameter_a_gradient(kind: str):
     model = build_hf("llama")
     hidden = torch.randn(1, 4, 64, requires_grad=True)
-    logprobs = Head(model, HeadKind(kind))(hidden, torch.full((1, 4), IGNORE_INDEX))  # type: ignore[arg-type]
+    logprobs = Head(model, HeadKind(kind))(hidden, torch.full((1, 4), IGNORE_INDEX)).logprobs_BT  # type: ignore[arg-type]
     assert logprobs.tolist() == [[0.0] * 4]
     logprobs.sum().backward()
     assert hidden.grad is not None and not hidden.grad.any()
@@ -109,6 +109,6 @@ def test_a_head_with_a_bias_takes_the_generic_path():
     model = build_hf("llama")
     model.lm_head = nn.Linear(64, 160, bias=True)
     hidden, labels = torch.randn(1, 6, 64), torch.randint(0, 160, (1, 6))
-    logprobs = Head(model, HeadKind("plain"), chunk_size=4)(hidden, labels)
+    logprobs = Head(model, HeadKind("plain"), chunk_size=4)(hidden, labels).logprobs_BT
     assert torch.allclose(logprobs, logprobs_of(model.lm_head(hidden), labels), atol=2e-6)
     assert torch.equal(head_logits(model, hidden), model.lm_head(hidden))

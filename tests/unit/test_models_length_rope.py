@@ -80,7 +80,7 @@ def test_packed_documents_get_the_tables_that_they_get_alone(name: str):
     part, batch = ours(model), packed_batch(ROWS)
     for _ in range(2):  # nothing is remembered from the first time
         model.zero_grad()
-        logprobs = part(labels=batch.labels_BT, **batch.model_inputs())
+        logprobs = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
         logprobs.sum().backward()
         assert (logprobs - want_logprobs).abs().max() < 2e-6
         assert gradient_error(want, gradients(model)) < 2e-6
@@ -93,7 +93,7 @@ def test_the_librarys_own_tables_are_wrong_for_packed_rows(name: str):
     want, _ = alone(model)
     attention.register()
     model.set_attn_implementation("packed")
-    got = ModelPart(model, HeadKind("generic"))(labels=batch.labels_BT, **batch.model_inputs())
+    got = ModelPart(model, HeadKind("generic"))(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     assert (got - want).abs().max() > 1e-4
 
 

@@ -149,7 +149,7 @@ def test_a_trained_pad_token_keeps_its_gradient():
     part, _ = _random("llama", pad_token_id=2)
     row = torch.cat([token_row(5), torch.tensor([2]), token_row(4, 1)])
     batch = packed_batch([[row]])
-    part(labels=batch.labels_BT, **batch.model_inputs()).sum().backward()
+    part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum().backward()
     grad = part.model.get_input_embeddings().weight.grad
     assert grad is not None and grad[2].abs().max() > 0
     reference = AutoModelForCausalLM.from_config(tiny_config("llama", pad_token_id=2))

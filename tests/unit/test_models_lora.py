@@ -35,7 +35,7 @@ def _step(part: ModelPart) -> None:
     batch = packed_batch(ROWS)
     optimizer = torch.optim.SGD([p for p in part.parameters() if p.requires_grad], lr=0.5)
     for _ in range(3):
-        part(labels=batch.labels_BT, **batch.model_inputs()).mean().neg().backward()
+        part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.mean().neg().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -49,7 +49,7 @@ def test_only_adapters_train_and_step_zero_is_the_base(tmp_path: Path):
     base = build_part(base_config)
     load_weights(base, base_config, device="cpu", seed=0)
     batch = packed_batch(ROWS)
-    calls = [p(labels=batch.labels_BT, **batch.model_inputs()) for p in (part, base)]
+    calls = [p(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT for p in (part, base)]
     assert torch.equal(*calls)
     frozen = {n: p.detach().clone() for n, p in part.named_parameters() if not p.requires_grad}
     _step(part)
@@ -79,11 +79,11 @@ def test_merged_export_in_bf16_is_compared_at_bf16_and_leaves_the_model_as_it_wa
     _step(part)
     before = {name: tensor.clone() for name, tensor in part.state_dict().items()}
     batch = packed_batch(ROWS)
-    logprobs = part(labels=batch.labels_BT, **batch.model_inputs())
+    logprobs = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     export_hf([part], config, None, tmp_path / "out")
     assert verify_export(tmp_path / "out", [part], [token_row(12, 4).tolist()]) < 1e-5
     assert all(torch.equal(tensor, before[name]) for name, tensor in part.state_dict().items())
-    assert torch.equal(part(labels=batch.labels_BT, **batch.model_inputs()), logprobs)
+    assert torch.equal(part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT, logprobs)
 
 
 def test_peft_loads_what_we_save(tmp_path: Path):
@@ -96,7 +96,7 @@ def test_peft_loads_what_we_save(tmp_path: Path):
     ids = token_row(11, 3)[None]
     labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
     with torch.no_grad():
-        ours = part.eval()(input_ids=ids, labels=labels)[:, :-1]
+        ours = part.eval()(input_ids=ids, labels=labels).logprobs_BT[:, :-1]
         theirs = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     assert (ours - theirs).abs().max() < 1e-5
 

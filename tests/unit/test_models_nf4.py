@@ -52,7 +52,7 @@ def three_steps(part: ModelPart) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD([p for p in part.parameters() if p.requires_grad], lr=0.5)
     seen = []
     for _ in range(4):
-        logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs())
+        logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
         seen.append(logprobs_BT.detach())
         logprobs_BT.mean().neg().backward()
         optimizer.step()
@@ -83,12 +83,14 @@ def test_its_export_is_the_model_that_was_trained(dtype: torch.dtype, tmp_path: 
     part, config = built(tmp_path / "base")
     three_steps(part)
     batch = packed_batch(ROWS)
-    before = part(labels=batch.labels_BT, **batch.model_inputs())
+    before = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     export_hf([part], config, None, tmp_path / "out")
     prompts = [token_row(12, 4).tolist()]
     assert verify_export(tmp_path / "out", [part], prompts) < 1e-5
     assert verify_export(tmp_path / "base", [part], prompts) > 1e-3
-    assert torch.equal(part(labels=batch.labels_BT, **batch.model_inputs()), before), "the model is as it was"
+    assert torch.equal(part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT, before), (
+        "the model is as it was"
+    )
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
     assert all(tensor.dtype == dtype for tensor in exported.values())

@@ -53,7 +53,7 @@ def test_packed_equals_separate_documents(family: str, path: str):
     model.set_attn_implementation("packed")
     kind = detect_head(tiny_config(family)) if path == "fused" else HeadKind("generic")
     assert path == "generic" or kind.name != "generic"
-    logprobs = ModelPart(model, kind, chunk_size=11)(labels=batch.labels_BT, **batch.model_inputs())
+    logprobs = ModelPart(model, kind, chunk_size=11)(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     (logprobs * weights).sum().backward()
     assert (logprobs - want_logprobs).abs().max() < 2e-6
     assert gradient_error(want, gradients(model)) < TOLERANCE
@@ -66,7 +66,7 @@ def test_the_comparison_sees_a_dropped_document_boundary(family: str):
     want_logprobs, want = _reference(model, torch.ones(batch.shape))
     model.set_attn_implementation("packed")
     inputs = {**batch.model_inputs(), "cu_seq_lens_q": None}
-    logprobs = ModelPart(model, HeadKind("plain"))(labels=batch.labels_BT, **inputs)
+    logprobs = ModelPart(model, HeadKind("plain"))(labels=batch.labels_BT, **inputs).logprobs_BT
     logprobs.sum().backward()
     assert (logprobs - want_logprobs).abs().max() > 1e-3
     assert gradient_error(want, gradients(model)) > 1e-3

@@ -32,7 +32,7 @@ def test_families_whose_head_needed_care_train_like_the_library(family: str):
     part = part_of(copy.deepcopy(small), ModelConfig(pretrained="-"), device="cpu")
     part.model.load_state_dict(model.state_dict())
     batch = step_batches(packed=False, count=1)[0]
-    got = part(labels=batch.labels_BT, **batch.model_inputs())
+    got = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     for row, length in enumerate((11, 20)):
         logits_TV = model(input_ids=batch.input_ids_BT[row : row + 1, :length], use_cache=False).logits[0]
         assert (got[row, :length] - logprobs_of(logits_TV, batch.labels_BT[row, :length])).abs().max() < 1e-5
@@ -87,7 +87,7 @@ def test_gemma_4s_shared_keys_and_values_are_exact_but_for_the_networks_own_cond
     part = part_of(copy.deepcopy(small), ModelConfig(pretrained="-"), device="cpu")
     part.model.load_state_dict(model.state_dict())
     for batch in batches:
-        (-part(labels=batch.labels_BT, **batch.model_inputs()).sum() / weight).backward()
+        (-part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum() / weight).backward()
     got = {part.hub_name(name): param.grad for name, param in part.named_parameters() if param.grad is not None}
     assert _worst(got, exact.gradients) < 4 * own < 1e-3
 

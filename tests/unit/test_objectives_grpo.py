@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.policy import kl_penalty
 from tests.unit.test_objectives_vectors import judge, rows_as_batch
@@ -170,10 +171,10 @@ def test_all_masked_is_zero_and_has_a_gradient_of_zero():
     )
     logprobs_BT = torch.zeros(1, 4, requires_grad=True)
     for objective in (GRPO(), GRPO(ratio="sequence", aggregation="sequence")):
-        loss = objective(logprobs_BT, batch)
+        loss = objective(HeadOutput(logprobs_BT), batch)
         loss.backward()
         assert loss == 0 and not logprobs_BT.grad.any() and objective.weight(batch) == 0
-    metrics = GRPO().measure(logprobs_BT.detach(), batch)
+    metrics = GRPO().measure(HeadOutput(logprobs_BT.detach()), batch)
     assert metrics["probs_ratio_min"] == math.inf and metrics["probs_ratio_max"] == -math.inf
 
 

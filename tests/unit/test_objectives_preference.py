@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.kto import KTO
 from tests.unit.test_objectives_vectors import rows_as_batch
@@ -46,7 +47,7 @@ def one_pair(chosen: float, rejected: float, *, reference: float = 0.0):
 
 
 def loss_of(objective: DPO, logprobs_BT: Tensor, batch) -> float:
-    return (objective(logprobs_BT, batch) / objective.weight(batch)).item()
+    return (objective(HeadOutput(logprobs_BT), batch) / objective.weight(batch)).item()
 
 
 @pytest.mark.parametrize(("loss", "value"), PUBLISHED.items())
@@ -84,7 +85,7 @@ def test_orpo_is_nll_plus_log_odds_ratio():
 def test_orpo_of_a_certain_response_is_finite():
     logprobs_BT, batch = one_pair(0.0, -3.0)
     objective = DPO(loss="orpo", sft_weight=1.0)
-    objective(logprobs_BT, batch).backward()
+    objective(HeadOutput(logprobs_BT), batch).backward()
     assert logprobs_BT.grad.isfinite().all()
 
 
@@ -102,16 +103,16 @@ def test_a_pair_with_a_masked_side_counts_for_nothing():
     batch.labels_BT[1] = -100
     objective = DPO(sft_weight=1.0)
     assert objective.weight(batch) == 0
-    loss = objective(logprobs_BT, batch)
+    loss = objective(HeadOutput(logprobs_BT), batch)
     loss.backward()
     assert loss == 0 and not logprobs_BT.grad.any()
-    assert objective.measure(logprobs_BT.detach(), batch)["num_pairs"] == 0
+    assert objective.measure(HeadOutput(logprobs_BT.detach()), batch)["num_pairs"] == 0
 
 
 def test_no_pairs_give_a_zero_that_can_be_differentiated():
     logprobs_BT, batch = one_pair(CHOSEN, REJECTED)
     batch.extra["pairs_P2"] = torch.zeros(0, 2, dtype=torch.int64)
-    loss = DPO()(logprobs_BT, batch)
+    loss = DPO()(HeadOutput(logprobs_BT), batch)
     loss.backward()
     assert loss == 0 and not logprobs_BT.grad.any() and DPO().weight(batch) == 0
 
@@ -132,15 +133,21 @@ def test_kto_by_hand():
     logprobs_BT, batch = judged(0.3)
     objective = KTO(beta=0.5, desirable_weight=1.0, undesirable_weight=2.0)
     want = (1 - sigmoid(0.5 * (CHOSEN - 0.3))) + 2.0 * (1 - sigmoid(0.5 * (0.3 - REJECTED)))
-    assert (objective(logprobs_BT, batch) / objective.weight(batch)).item() == pytest.approx(want / 2, abs=1e-7)
-    measured = objective.measure(logprobs_BT.detach(), batch)
+    assert (objective(HeadOutput(logprobs_BT), batch) / objective.weight(batch)).item() == pytest.approx(
+        want / 2, abs=1e-7
+    )
+    measured = objective.measure(HeadOutput(logprobs_BT.detach()), batch)
     assert measured["rewards_chosen"].item() == pytest.approx(CHOSEN)
     assert measured["rewards_rejected"].item() == pytest.approx(REJECTED)
 
 
 def test_kto_without_a_reference_point_measures_from_zero():
     at_zero, from_zero = judged(0.0), judged(None)
-    assert KTO()(*at_zero).item() == pytest.approx(KTO(reference_point="zero")(*from_zero).item(), abs=1e-9)
+    values = [
+        objective(HeadOutput(logprobs_BT), batch).item()
+        for objective, (logprobs_BT, batch) in ((KTO(), at_zero), (KTO(reference_point="zero"), from_zero))
+    ]
+    assert values[0] == pytest.approx(values[1], abs=1e-9)
 
 
 REFUSED = [

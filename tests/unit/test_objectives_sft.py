@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.sft import SFT
 from tests import tiny
 
@@ -18,7 +19,7 @@ def test_sum_and_weight_are_the_token_mean():
     logprobs_BT = tiny.logprobs_of(logits_BTV, batch.labels_BT)
     sft = SFT()
     assert sft.weight(batch) == 12 - 2 - 2  # two documents have no next token at their end, two labels are masked
-    loss = sft(logprobs_BT, batch) / sft.weight(batch)
+    loss = sft(HeadOutput(logprobs_BT), batch) / sft.weight(batch)
     want = F.cross_entropy(logits_BTV.flatten(0, 1), batch.labels_BT.flatten(), ignore_index=IGNORE_INDEX)
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
     (got_grad,) = torch.autograd.grad(loss, logits_BTV, retain_graph=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.grpo import GRPO
@@ -44,12 +45,12 @@ def judge(objective: Any, batch: Batch, next_token_logprobs: Tensor) -> tuple[fl
     leaf = next_token_logprobs.double().requires_grad_()
     logprobs_BT = torch.nn.functional.pad(leaf, (0, 1)).masked_fill(batch.labels_BT == IGNORE_INDEX, 0.0)
     weight = objective.weight(batch)
-    loss = objective(logprobs_BT, batch) / weight
+    loss = objective(HeadOutput(logprobs_BT), batch) / weight
     loss.backward()
     if isinstance(objective, SFT):
         return loss.item(), leaf.grad, {}
     rules = objective.metrics
-    sums = objective.measure(logprobs_BT.detach(), batch)
+    sums = objective.measure(HeadOutput(logprobs_BT.detach()), batch)
     assert set(sums) == set(rules)
     values = {n: (v / sums[rules[n].per] if rules[n].per else v).item() for n, v in sums.items()}
     return loss.item(), leaf.grad, values

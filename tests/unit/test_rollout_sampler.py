@@ -61,7 +61,7 @@ def trainer_logprobs(part: ModelPart, prompt, tokens, shaping):
     batch = one_document([*prompt, *tokens])
     part.head.shaping = shaping
     try:
-        return part(labels=batch.labels_BT, **batch.model_inputs())[0, len(prompt) - 1 : -1]
+        return part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT[0, len(prompt) - 1 : -1]
     finally:
         part.head.shaping = None
 
@@ -176,7 +176,7 @@ def test_gradients_of_shaped_logprobs(kind, shaping):
     for factor_S in (torch.ones(11), torch.linspace(-1, 2, 11)):
         part.zero_grad()
         part.head.shaping = shaping
-        logprobs_S = part(labels=batch.labels_BT, **batch.model_inputs())[0, :-1]
+        logprobs_S = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT[0, :-1]
         (logprobs_S * factor_S).sum().backward()
         got = tiny.gradients(part.model)
         part.head.shaping = None

@@ -133,7 +133,7 @@ def _part(family: str, engine: TransformerEngineConfig | None):
 
 def _logprobs_and_gradients(part):
     batch = tiny.packed_batch([[tiny.token_row(9, 1), tiny.token_row(23, 2)]])
-    logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs())
+    logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     logprobs_BT.sum().backward()
     return logprobs_BT.detach(), tiny.gradients(part)
 

@@ -126,8 +126,7 @@ def _forward_backward(parts: Sequence[ModelPart]) -> Tensor:
         received = output.detach().requires_grad_()
         boundaries.append((output, received))
         output = part(received, **inputs)
-    output.sum().backward()
+    output.logprobs_BT.sum().backward()
     for sent, received in reversed(boundaries):
         sent.backward(received.grad)
-    logprobs_BT: Tensor = output.detach()
-    return logprobs_BT
+    return output.logprobs_BT.detach()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.cut.anatomy import Anatomy, tied_embedding
 
@@ -94,7 +95,7 @@ class StagePart(ModelPart):
     one.
 
     `forward(hidden_BTD, labels=..., **model_inputs)`: `hidden_BTD` comes from the previous stage (None on the first).
-    Returns hidden states, or `logprobs_BT` on the last stage. Made by `cut_stage` only.
+    Returns hidden states, or the `HeadOutput` on the last stage. Made by `cut_stage` only.
     """
 
     boundary: Boundary
@@ -106,7 +107,7 @@ class StagePart(ModelPart):
     held_elsewhere: frozenset[str] = frozenset()
     """The same on the last stage: the gradient norm counts a shared table on the first one."""
 
-    def forward(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> Tensor:
+    def forward(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> HeadOutput | Tensor:  # type: ignore[override]
         if not (self.is_first or self.is_last or self.layers):
             assert hidden_BTD is not None, "a stage without layers passes on what it receives"
             return hidden_BTD.clone()  # the backward needs an output that is neither the input leaf nor a view of it

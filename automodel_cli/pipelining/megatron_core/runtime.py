@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.activation_checkpointing import apply_activation_checkpointing
 from automodel_cli.distributed.layers import transformer_layers
 from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp_modules
@@ -92,7 +93,7 @@ class EagerRuntime:
         self,
         shapes: Sequence[tuple[int, int]],
         keywords: list[dict[str, Any]],
-        on_result: Callable[[Tensor, int], Tensor],
+        on_result: Callable[[HeadOutput, int], Tensor],
     ) -> dict[int, Tensor]:
         """One step; see `torch_runtime.compat.Runtime.run`."""
         count = len(shapes)
@@ -148,7 +149,7 @@ class _Chunk:
         stage: Stage,
         config: ModelParallelConfig,
         keywords: list[dict[str, Any]],
-        on_result: Callable[[Tensor, int], Tensor],
+        on_result: Callable[[HeadOutput, int], Tensor],
         num_results: int,
         checkpointed: list[nn.Module],
     ):
@@ -163,26 +164,28 @@ class _Chunk:
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         self._hidden = tuple(tensor for tensor in input_tensor if tensor is not None)
 
-    def forward(self, microbatch: int, recompute: bool | None) -> Tensor:
+    def forward(self, microbatch: int, recompute: bool | None) -> HeadOutput | Tensor:
         if recompute is not None:
             for layer in self.checkpointed:
                 layer.gradient_checkpointing = recompute  # type: ignore[assignment]  # read when the layer is called
         hidden, self._hidden = self._hidden, ()
         output = self.stage.forward_maybe_with_nosync(*hidden, **self.keywords[microbatch])
-        # A view could not be released once it is sent: its base would stay.
-        return output if output._base is None else output.clone()
+        if isinstance(output, HeadOutput) or output._base is None:
+            return output
+        return output.clone()  # a view could not be released once it is sent: its base would stay
 
-    def result(self, output: Tensor, microbatch: int) -> tuple[Tensor, int, Tensor]:
+    def result(self, output: HeadOutput, microbatch: int) -> tuple[Tensor, int, Tensor]:
         """The loss and what is kept of it, as `loss_func` returns them: with its count of tokens, which is not used."""
-        if microbatch < self.num_results:
-            output = self.on_result(output, microbatch)
-            self.results[microbatch] = output.detach()
-        return output, 0, output.detach()
+        if microbatch >= self.num_results:  # a filler of a forward pass
+            return output.logprobs_BT, 0, output.logprobs_BT
+        value = self.on_result(output, microbatch)
+        self.results[microbatch] = value.detach()
+        return value, 0, value.detach()
 
 
 def _forward_step(
     iterator: Iterator[int], chunk: _Chunk, recompute: bool | None = None
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, int, Tensor]]]:
+) -> tuple[HeadOutput | Tensor, Callable[[HeadOutput], tuple[Tensor, int, Tensor]]]:
     microbatch = next(iterator)
     return chunk.forward(microbatch, recompute), lambda output: chunk.result(output, microbatch)
 

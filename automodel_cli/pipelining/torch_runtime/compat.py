@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining import stage as torch_stage
 
+from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.pipelining.schedule.program import Program
 from automodel_cli.pipelining.torch_runtime.actions import to_torch
 
@@ -152,7 +153,7 @@ class Stage(PipelineStage):
 
     # Compute.
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> HeadOutput | Tensor:
         hidden_BTD = args[0].to(self.compute_dtype) if args else None
         output = self.submod(hidden_BTD, **kwargs)
         return output if self.is_last else output.to(self.boundary_dtype)
@@ -161,8 +162,12 @@ class Stage(PipelineStage):
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         for info in self.args_recv_info[fwd_chunk_id]:
             info.buffer = None  # the forward cache holds it until the backward
-        if not self.has_backward and self.is_last:
-            self.fwd_cache.pop(fwd_chunk_id)
+        if self.is_last:
+            # The loss holds the graph of what it reads. torch would detach every tensor of the output, and keep them.
+            self.output_chunks.clear()
+            _, inputs = self.fwd_cache.pop(fwd_chunk_id)
+            if self.has_backward:
+                self.fwd_cache[fwd_chunk_id] = ((), inputs)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -264,7 +269,7 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
             scale_grads=False,
         )
         self.program = program
-        self.on_result: Callable[[Tensor, int], Tensor] = _no_step
+        self.on_result: Callable[[HeadOutput, int], Tensor] = _no_step
         self._has_backward = train
         self.results: dict[int, Tensor] = {}
         self.stage_index_to_group_rank = dict(enumerate(program.owner))
@@ -276,9 +281,9 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         self,
         shapes: Sequence[tuple[int, int]],
         keywords: list[dict[str, Any]],
-        on_result: Callable[[Tensor, int], Tensor],
+        on_result: Callable[[HeadOutput, int], Tensor],
     ) -> dict[int, Tensor]:
-        """One step. `on_result(logprobs_BT, microbatch)` is the loss, or what a forward pass keeps, on the rank of the
+        """One step. `on_result(output, microbatch)` is the loss, or what a forward pass keeps, on the rank of the
         last stage.
 
         Returns its values by microbatch (detached), empty on the other ranks.
@@ -324,7 +329,7 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         """Results stay where `run` returns them from."""
 
 
-def _no_step(output: Tensor, microbatch: int) -> Tensor:
+def _no_step(output: HeadOutput, microbatch: int) -> Tensor:
     raise AssertionError("no step is running")
 
 
