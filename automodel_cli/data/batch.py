@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from automodel_cli.data.head_output import LOGPROBS, HeadRequest
+
 IGNORE_INDEX = -100
 
 
@@ -18,8 +20,8 @@ class Batch:
     shifted: `labels[b, t]` is the token that follows `input_ids[b, t]` in the same document, or `IGNORE_INDEX`.
     `cu_seqlens` is int32 `[documents + 1]` over the B*T tokens in row-major order; every row start is a boundary, and
     padding at the end of a row is a document of its own. `max_seqlen` (host int) is the longest document.
-    `row_ids_B` int64 names the rows for error messages. `extra` holds more columns of the objective, by token `[B, T]`,
-    document or pair (`objectives/base.py` lists them).
+    `row_ids_B` int64 names the rows for error messages. `extra` holds more columns of the objective, by token `[B, T]`
+    (or `[B, T, N]`), document or pair (`objectives/base.py` lists them).
     """
 
     input_ids_BT: Tensor
@@ -67,6 +69,11 @@ class Batch:
             row_ids_B=move(self.row_ids_B),
             extra={k: move(v) for k, v in self.extra.items()},
         )
+
+    def head_inputs(self, request: HeadRequest = LOGPROBS) -> dict[str, Tensor | HeadRequest | None]:
+        """The keywords for the head of the model. A KeyError names a column that is asked for and not there."""
+        token_ids_BTN = None if request.token_ids is None else self.extra[request.token_ids]
+        return {"labels": self.labels_BT, "request": request, "token_ids": token_ids_BTN}
 
     def model_inputs(self) -> dict[str, Tensor | int]:
         """The keywords that every pipeline stage of the model receives (the labels reach only the head)."""

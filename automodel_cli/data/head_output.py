@@ -5,6 +5,7 @@ Torch-free to import: objectives are nodes of the config.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,19 +14,45 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True)
+class HeadRequest:
+    """The optional fields of `HeadOutput` that somebody wants."""
+
+    entropy: bool = False
+    """`entropy_BT`."""
+    topk: int = 0
+    """`topk_logprobs_BTK` and `topk_ids_BTK` of so many tokens."""
+    token_ids: str | None = None
+    """`token_logprobs_BTN` of the tokens in this column of `Batch.extra`: int64 `[B, T, N]`, below 0 for none."""
+
+
+LOGPROBS = HeadRequest()
+"""Nothing but the log-probs of the labels."""
+
+
 class HeadOutput(NamedTuple):
     """One microbatch through the model: what leaves its head, whole or the last stage of a pipeline.
 
-    `logprobs_BT` fp32: log-prob of each label, 0 where it is ignored.
+    fp32, and 0 (also the ids) where the label is ignored. All but the ids are differentiable. Under a `Shaping` all
+    are of the distribution that completions were drawn from. Fields that were not asked for are None.
 
     A named tuple, so that FSDP, DDP and torch's pipeline find the tensors in it.
     """
 
     logprobs_BT: Tensor
+    """Log-prob of each label."""
+    entropy_BT: Tensor | None = None
+    """Entropy in nats of the distribution that the label is drawn from: exact, over the whole vocabulary."""
+    topk_logprobs_BTK: Tensor | None = None
+    """Log-probs of the likeliest tokens in the label's place, largest first."""
+    topk_ids_BTK: Tensor | None = None
+    """Which tokens those are, int64."""
+    token_logprobs_BTN: Tensor | None = None
+    """Log-probs of given tokens in the label's place, as of a teacher's likeliest ones; 0 for an id below 0."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> HeadOutput:
-        """Every field changed alike."""
-        return HeadOutput(*(change(field) for field in self))
+        """Every field that is there changed alike."""
+        return HeadOutput(*(None if field is None else change(field) for field in self))  # type: ignore[arg-type]
 
     def detach(self) -> HeadOutput:
         """The same without gradients."""

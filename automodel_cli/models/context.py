@@ -92,8 +92,9 @@ class Context:
         return tuple(bounds)
 
     def local(self, x_BT: Tensor, fill: int) -> Tensor:
-        """This rank's tokens of a whole column; `fill` in the padding."""
-        return F.pad(x_BT, (0, self.tokens - self._length), value=fill).index_select(1, self._local_t)
+        """This rank's tokens of a whole column `[B, T, ...]`; `fill` in the padding."""
+        after = (0, 0) * (x_BT.ndim - 2)
+        return F.pad(x_BT, (*after, 0, self.tokens - self._length), value=fill).index_select(1, self._local_t)
 
     def local_positions(self, position_ids_BT: Tensor) -> Tensor:
         """The same for positions, which start again in the padding, as in any document."""

@@ -1,25 +1,26 @@
-"""Hidden states and labels -> per-token log-probs, in chunks, so that `[B, T, V]` logits never exist.
+"""Hidden states and labels -> `HeadOutput`, in chunks, so that `[B, T, V]` logits never exist.
 
-Two paths. *Fused*: one autograd function that computes fp32 log-probs chunk by chunk and recomputes each chunk's
-logits in backward; for heads that are a matrix product, optionally scaled (Granite, Cohere) or soft-capped (Gemma-2).
+Two paths. *Fused* (`head_fused.py`): one autograd function that computes in fp32 chunk by chunk and recomputes each
+chunk's logits in backward; for heads that are a matrix product, optionally scaled (Granite, Cohere) or soft-capped
+(Gemma-2).
 *Generic*: the library's own ForCausalLM forward with the base model replaced by a stub, checkpointed per chunk; for
 every other head. Which one is decided by measurement on a small random copy of the user's own config (`detect_head`),
 never by family name.
 
-Under tensor parallelism the fused head has a shard of the vocabulary: logits stay local, and ranks exchange three
-numbers per token. Log-probs and entropies come out whole on every rank.
+Under tensor parallelism the fused head has a shard of the vocabulary: logits stay local, and ranks exchange a few
+numbers per token. Everything comes out whole on every rank.
 
 Positions whose label is IGNORE_INDEX are skipped, not masked: prompts cost nothing here. (On CUDA finding them is one
 host sync per microbatch.)
 
-Shapes: B rows, T tokens, D hidden, V vocabulary, S supervised positions.
+Shapes: B rows, T tokens, D hidden, V vocabulary, S supervised positions; N tokens whose log-probs are asked for, K the
+likeliest ones.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models import compat
+from automodel_cli.models.head_fused import HeadKind, Scores, Settings, Shaping, fused_scores, merged, plain_scores
 from automodel_cli.models.vocabulary import WHOLE, Vocabulary, vocabulary_of
 
 if TYPE_CHECKING:
@@ -38,29 +40,6 @@ if TYPE_CHECKING:
 _CHUNK_BYTES_CPU = 24 * 2**20  # of fp32 logits: what stays in the last-level cache
 _CHUNK_BYTES_DEVICE = 512 * 2**20
 _PROBE_VOCAB = 64
-
-
-@dataclass(frozen=True)
-class HeadKind:
-    """What the head does to `hidden @ W.T`: nothing, `* value`, `value * tanh(. / value)`, or something else."""
-
-    name: Literal["plain", "scale", "softcap", "generic"]
-    value: float = 1.0
-
-
-class Shaping(Protocol):
-    """How sampling turned logits into the distribution it drew from (`rollout.sampling.Shaping`)."""
-
-    @property
-    def temperature(self) -> float:
-        """What logits are divided by."""
-
-    @property
-    def filters(self) -> bool:
-        """Does a token's fate depend on the logits of the others?"""
-
-    def __call__(self, logits_SV: Tensor, drawn_S: Tensor, /) -> Tensor:
-        """fp32 logits, filtered tokens at -inf and the drawn one never."""
 
 
 class Head:
@@ -77,29 +56,36 @@ class Head:
         self.model, self.kind, self.chunk_size = model, kind, chunk_size
         self.shaping: Shaping | None = None
 
-    def __call__(self, hidden_BTD: Tensor, labels_BT: Tensor) -> HeadOutput:
-        """What `HeadOutput` says, of these tokens."""
+    def __call__(
+        self,
+        hidden_BTD: Tensor,
+        labels_BT: Tensor,
+        request: HeadRequest = LOGPROBS,
+        token_ids_BTN: Tensor | None = None,
+    ) -> HeadOutput:
+        """What `HeadOutput` says, of these tokens; `token_ids_BTN` are those of `request.token_ids`."""
         index_S = (labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
-        labels_S = labels_BT.flatten()[index_S]
-        linear = self.model.get_output_embeddings()
-        if self.kind.name == "generic" or not _is_plain_linear(linear):
-            logprobs_S = self._generic(hidden_BTD, index_S, labels_S)
-        else:
-            weight_VD, vocabulary = vocabulary_of(linear.weight)
-            hidden_SD = hidden_BTD.flatten(0, 1)[index_S]
-            chunk = self.chunk_size or default_chunk_size(weight_VD.shape[0], hidden_SD.device)
-            logprobs_S = fused_logprobs(
-                hidden_SD,
-                weight_VD,
-                labels_S,
-                self.kind,
-                chunk,
-                shaping=self.shaping,
-                vocabulary=vocabulary,
-            )
-        zeros_BT = torch.zeros(labels_BT.shape, dtype=torch.float32, device=hidden_BTD.device)
-        supervised = torch.unravel_index(index_S, labels_BT.shape)  # no view of a flat tensor: FSDP2 warns about views
-        return HeadOutput(zeros_BT.index_put(supervised, logprobs_S))
+        ids_SN = labels_BT.flatten()[index_S, None]
+        if token_ids_BTN is not None:
+            ids_SN = torch.cat([ids_SN, token_ids_BTN.flatten(0, 1)[index_S]], 1)
+        scores = self._scores(hidden_BTD.flatten(0, 1)[index_S], ids_SN, request)
+        where = torch.unravel_index(index_S, labels_BT.shape)  # no view of a flat tensor: FSDP2 warns about views
+
+        def whole(of_S: Tensor | None) -> Tensor | None:
+            if of_S is None:
+                return None
+            zeros = torch.zeros(*labels_BT.shape, *of_S.shape[1:], dtype=of_S.dtype, device=of_S.device)
+            return zeros.index_put(where, of_S)
+
+        logprobs_BT = whole(scores.logprobs_SN[:, 0])
+        assert logprobs_BT is not None
+        return HeadOutput(
+            logprobs_BT,
+            entropy_BT=whole(scores.entropy_S),
+            topk_logprobs_BTK=whole(scores.topk_logprobs_SK),
+            topk_ids_BTK=whole(scores.topk_ids_SK),
+            token_logprobs_BTN=None if token_ids_BTN is None else whole(scores.logprobs_SN[:, 1:]),
+        )
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """fp32 `[S, V]`, as the model gives them and not shaped: to draw from, never for a whole batch."""
@@ -107,23 +93,34 @@ class Head:
         if self.kind.name == "generic" or not _is_plain_linear(linear):
             return head_logits(self.model, hidden_SD[None])[0].float()
         weight_VD, vocabulary = vocabulary_of(linear.weight)
-        return vocabulary.gather(_logits(hidden_SD, weight_VD, self.kind))
+        settings = self._settings(LOGPROBS, len(weight_VD), hidden_SD.device, vocabulary)
+        return vocabulary.gather(settings.logits(hidden_SD, weight_VD))
 
-    def _generic(self, hidden_BTD: Tensor, index_S: Tensor, labels_S: Tensor) -> Tensor:
-        vocab = self.model.config.get_text_config().vocab_size
-        chunk = self.chunk_size or default_chunk_size(vocab, hidden_BTD.device)
+    def _scores(self, hidden_SD: Tensor, ids_SN: Tensor, request: HeadRequest) -> Scores:
+        linear = self.model.get_output_embeddings()
+        if self.kind.name == "generic" or not _is_plain_linear(linear):
+            vocab = self.model.config.get_text_config().vocab_size
+            return self._generic(hidden_SD, ids_SN, self._settings(request, vocab, hidden_SD.device))
+        weight_VD, vocabulary = vocabulary_of(linear.weight)
+        settings = self._settings(request, len(weight_VD), hidden_SD.device, vocabulary)
+        return fused_scores(hidden_SD, weight_VD, ids_SN, settings)
 
-        def part(hidden: Tensor, labels: Tensor) -> Tensor:
-            logits_SV = head_logits(self.model, hidden[None])[0].float()
-            logprobs_SV = _shaped(logits_SV, labels, self.shaping).log_softmax(-1)
-            return logprobs_SV.gather(-1, labels[:, None])[:, 0]
+    def _settings(
+        self, request: HeadRequest, num_logits: int, device: torch.device, vocabulary: Vocabulary = WHOLE
+    ) -> Settings:
+        chunk = self.chunk_size or default_chunk_size(num_logits, device)
+        return Settings(self.kind, chunk, self.shaping, vocabulary, request.entropy, request.topk)
 
-        if len(labels_S) == 0:  # run one token for nothing: every rank must give the head's parameters a gradient
-            zero = labels_S.new_zeros(1)
-            return self._generic(hidden_BTD, zero, zero)[:0]
-        hidden_SD = hidden_BTD.flatten(0, 1)[index_S]
-        chunks = zip(hidden_SD.split(chunk), labels_S.split(chunk), strict=True)
-        return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in chunks])
+    def _generic(self, hidden_SD: Tensor, ids_SN: Tensor, settings: Settings) -> Scores:
+        def part(hidden: Tensor, ids: Tensor) -> Scores:
+            return plain_scores(head_logits(self.model, hidden[None])[0], ids, settings)
+
+        if len(ids_SN) == 0:  # run one token for nothing: every rank must give the head's parameters a gradient
+            hidden_1D = hidden_SD.new_zeros(1, hidden_SD.shape[1]) + hidden_SD.sum()
+            found = self._generic(hidden_1D, ids_SN.new_zeros(1, ids_SN.shape[1]), settings)
+            return merged([found], lambda of_chunks: of_chunks[0][:0])
+        chunks = zip(hidden_SD.split(settings.chunk), ids_SN.split(settings.chunk), strict=True)
+        return merged([checkpoint(part, h, ids, use_reentrant=False) for h, ids in chunks], torch.cat)
 
 
 def default_chunk_size(vocab: int, device: torch.device) -> int:
@@ -135,137 +132,6 @@ def default_chunk_size(vocab: int, device: torch.device) -> int:
 def _is_plain_linear(module: nn.Module | None) -> bool:
     """Exactly torch's linear, no bias: a subclass or an adapter wrapper may compute something else."""
     return type(module) is nn.Linear and module.bias is None
-
-
-def _shaped(logits_SV: Tensor, labels_S: Tensor, shaping: Shaping | None, vocabulary: Vocabulary = WHOLE) -> Tensor:
-    if shaping is None:
-        return logits_SV
-    if not shaping.filters:
-        return shaping(logits_SV, labels_S)
-    return vocabulary.own(shaping(vocabulary.gather(logits_SV), labels_S))
-
-
-def fused_logprobs(
-    hidden_SD: Tensor,
-    weight_VD: Tensor,
-    labels_S: Tensor,
-    kind: HeadKind,
-    chunk: int,
-    *,
-    shaping: Shaping | None = None,
-    vocabulary: Vocabulary = WHOLE,
-) -> Tensor:
-    """fp32 log-probs of the labels (none may be IGNORE_INDEX).
-
-    `weight_VD` has the rows of this rank's `vocabulary`; everything else is the same on all ranks that share it.
-    """
-    # Early gradients hold one fp32 copy of the weight's gradient through the whole backward: a fair price for a third
-    # of the head's time on CPU, not on a GPU, where the head is cheap and memory is not.
-    early = torch.is_grad_enabled() and hidden_SD.device.type == "cpu"
-    logprobs_S: Tensor = _FusedLogProbs.apply(hidden_SD, weight_VD, labels_S, kind, chunk, early, shaping, vocabulary)
-    return logprobs_S
-
-
-class _FusedLogProbs(torch.autograd.Function):
-    """(S, D) hidden, (V, D) weight, (S,) labels -> (S,) fp32 log-probs.
-
-    d log p = onehot(y) - softmax(z), through temperature, soft cap and scale. Backward normally recomputes each chunk's
-    logits: four products where plain cross-entropy has three. With `early`, forward already takes the gradients for
-    an incoming gradient of 1 while the logits are at hand. They hold for any incoming gradient that is equal for all
-    tokens, as every token-mean loss has; backward recomputes when it is not. The weight's gradient is accumulated
-    over chunks in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, kind, chunk, early, shaping, vocabulary):  # type: ignore[no-untyped-def]
-        ctx.kind, ctx.chunk, ctx.shaping, ctx.vocabulary = kind, chunk, shaping, vocabulary
-        logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-        lse = torch.empty_like(logprobs)
-        grads = _Gradients(hidden, weight, kind, shaping, vocabulary, *ctx.needs_input_grad[:2]) if early else None
-        for start in range(0, len(labels), chunk):
-            part = slice(start, start + chunk)
-            z = _logits(hidden[part], weight, kind)
-            drawn_from = _shaped(z, labels[part], shaping, vocabulary)
-            lse[part], picked = vocabulary.statistics(drawn_from, labels[part])
-            logprobs[part] = picked - lse[part]
-            if grads is not None:
-                grads.add(part, z, drawn_from, lse[part], labels[part], torch.ones_like(lse[part]))
-        kept = (grads.hidden, grads.weight) if grads is not None else (None, None)
-        ctx.save_for_backward(hidden, weight, labels, lse, *kept)
-        return logprobs
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        hidden, weight, labels, lse, grad_hidden, grad_weight = ctx.saved_tensors
-        early = grad_hidden is not None or grad_weight is not None
-        if early and len(labels) > 0 and bool((grad == grad[0]).all()):
-            grad_hidden = None if grad_hidden is None else grad_hidden * grad[0]
-            grad_weight = None if grad_weight is None else grad_weight * grad[0]
-        else:
-            grads = _Gradients(hidden, weight, ctx.kind, ctx.shaping, ctx.vocabulary, *ctx.needs_input_grad[:2])
-            for start in range(0, len(labels), ctx.chunk):
-                part = slice(start, start + ctx.chunk)
-                z = _logits(hidden[part], weight, ctx.kind)
-                drawn_from = _shaped(z, labels[part], ctx.shaping, ctx.vocabulary)
-                grads.add(part, z, drawn_from, lse[part], labels[part], grad[part])
-            grad_hidden, grad_weight = grads.hidden, grads.weight
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_hidden is not None:
-            grad_hidden = ctx.vocabulary.sum(grad_hidden)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
-
-
-class _Gradients:
-    """Gradients of hidden (what this rank's vocabulary adds to it) and weight (fp32), filled chunk by chunk; None where
-    not needed.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        kind: HeadKind,
-        shaping: Shaping | None,
-        vocabulary: Vocabulary,
-        need_hidden: bool,
-        need_weight: bool,
-    ):
-        self._hidden, self._weight, self._kind, self._vocabulary = hidden, weight, kind, vocabulary
-        self._slope = 1.0 if shaping is None else 1 / shaping.temperature
-        self.hidden = torch.empty_like(hidden) if need_hidden else None
-        self.weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-
-    def add(self, part: slice, z: Tensor, drawn_from: Tensor, lse: Tensor, labels: Tensor, grad: Tensor) -> None:
-        """One chunk: logits z, the shaped ones (overwritten; may be z) with their log-sum-exp, labels and incoming
-        gradient per token."""
-        slope = 1 - (z / self._kind.value).square_() if self._kind.name == "softcap" else None
-        dz = drawn_from.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
-        index, is_own = self._vocabulary.local(labels)
-        dz.scatter_add_(-1, index[:, None], torch.where(is_own, grad, 0)[:, None])
-        if slope is not None:
-            dz.mul_(slope)
-        elif self._kind.name == "scale":
-            dz.mul_(self._kind.value)
-        if self._slope != 1:
-            dz.mul_(self._slope)
-        dz = dz.to(self._hidden.dtype)
-        if self.hidden is not None:
-            torch.mm(dz, self._weight, out=self.hidden[part])
-        if self.weight is not None and self.weight.dtype == dz.dtype:
-            self.weight.addmm_(dz.t(), self._hidden[part])
-        elif self.weight is not None:
-            self.weight += (dz.t() @ self._hidden[part]).float()
-
-
-def _logits(hidden: Tensor, weight: Tensor, kind: HeadKind) -> Tensor:
-    """A fresh fp32 tensor, which the caller may overwrite."""
-    z = F.linear(hidden, weight).float()
-    if kind.name == "scale":
-        return z.mul_(kind.value)
-    if kind.name == "softcap":
-        return z.div_(kind.value).tanh_().mul_(kind.value)
-    return z
 
 
 class _BaseStub(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.context import Context, ContextGroup, local_length
 from automodel_cli.models.head import Head, HeadKind
@@ -76,8 +76,16 @@ class ModelPart(nn.Module):
         self._takes_keywords = takes_keywords(model)
         self._context_group: ContextGroup | None = None
 
-    def forward(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> HeadOutput:
-        """What the head gives for these tokens and labels.
+    def forward(
+        self,
+        hidden_BTD: Tensor | None = None,
+        *,
+        labels: Tensor,
+        request: HeadRequest = LOGPROBS,
+        token_ids: Tensor | None = None,
+        **model_inputs: Any,
+    ) -> HeadOutput:
+        """What the head gives for these tokens and labels (`Batch.head_inputs(request)`).
 
         `model_inputs` is `Batch.model_inputs()`. `hidden_BTD` belongs to pipeline stages; a whole model takes None.
         """
@@ -87,7 +95,8 @@ class ModelPart(nn.Module):
         context: Context | None = inputs.get("context")
         if context is not None:
             labels = context.local(labels, IGNORE_INDEX)
-        output = self.head(outputs[0], labels)
+            token_ids = None if token_ids is None else context.local(token_ids, IGNORE_INDEX)
+        output = self.head(outputs[0], labels, request, token_ids)
         return output if context is None else output.map(context.whole)
 
     def share_context(self, group: ContextGroup) -> None:

@@ -1,11 +1,13 @@
 """The rows of a head's matrix that this rank has: all of them, or its shard under tensor parallelism.
 
-Shards meet in one small exchange per chunk of tokens: log-sum-exp and the label's logit.
+Shards meet in one small exchange per chunk of tokens: log-sum-exp, the logits of the tokens that are asked about, and,
+for those who want it, the entropy of the rank's share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,14 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import compat
+
+
+class Statistics(NamedTuple):
+    """fp32 by token: log-sum-exp of all logits, log-probs of the given ids, entropy if it was asked for."""
+
+    lse_S: Tensor
+    logprobs_SN: Tensor
+    entropy_S: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -26,25 +36,55 @@ class Vocabulary:
     size: int | None = None
     group: dist.ProcessGroup | None = None
 
-    def local(self, labels_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each label in this rank's logits (0 where it has none), and whether it has one."""
-        if self.size is None:
-            return labels_S, torch.ones_like(labels_S, dtype=torch.bool)
-        index_S = labels_S - self.start
-        is_own_S = (index_S >= 0) & (index_S < self.size)
-        return torch.where(is_own_S, index_S, 0), is_own_S
+    def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each token in this rank's logits (0 where it has none), and whether it has one."""
+        index = ids - self.start
+        is_own = (index >= 0) if self.size is None else (index >= 0) & (index < self.size)
+        return torch.where(is_own, index, 0), is_own
 
-    def statistics(self, logits_SV: Tensor, labels_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Of fp32 logits over this rank's tokens: log-sum-exp over all tokens, and the label's logit."""
+    def statistics(
+        self, logits_SV: Tensor, ids_SN: Tensor, *, entropy: bool, masked: bool = False, overwrite: bool = False
+    ) -> Statistics:
+        """Of the distribution over all tokens that fp32 logits over this rank's tokens are a part of.
+
+        An id below 0 is no token: log-prob 0. `masked`: some logits are -inf. `overwrite`: the logits may be lost.
+        """
         lse_S = torch.logsumexp(logits_SV, -1)
-        index_S, is_own_S = self.local(labels_S)
-        picked_S = logits_SV.gather(-1, index_S[:, None])[:, 0].where(is_own_S, 0)
+        index_SN, is_own_SN = self.local(ids_SN)
+        picked_SN = logits_SV.gather(-1, index_SN).where(is_own_SN, 0)
+        own = _entropy(logits_SV, lse_S, masked, overwrite) if entropy else None
+        if self.group is not None:
+            lse_S, picked_SN, own = self._combine(lse_S, picked_SN, own)
+        return Statistics(lse_S, (picked_SN - lse_S[:, None]).where(ids_SN >= 0, 0), own)
+
+    def _combine(
+        self, lse_S: Tensor, picked_SN: Tensor, entropy_S: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """From the ranks' shares: with w a rank's probability, H = sum of w (H of the rank - log w)."""
+        mine = [lse_S, *picked_SN.unbind(1)] + ([] if entropy_S is None else [entropy_S])
+        of_ranks = torch.empty(dist.get_world_size(self.group), len(mine), len(lse_S), device=lse_S.device)
+        dist.all_gather_into_tensor(of_ranks.flatten(0, 1), torch.stack(mine), group=self.group)
+        of_rank_RS = of_ranks[:, 0]
+        lse_S = torch.logsumexp(of_rank_RS, 0)
+        picked_SN = of_ranks[:, 1 : 1 + picked_SN.shape[1]].sum(0).t()
+        if entropy_S is not None:
+            log_w_RS = of_rank_RS - lse_S
+            terms_RS = log_w_RS.exp() * (of_ranks[:, -1] - log_w_RS)
+            entropy_S = terms_RS.where(log_w_RS.isfinite(), 0).sum(0)  # a rank may have filtered tokens only
+        return lse_S, picked_SN, entropy_S
+
+    def topk(self, logits_SV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest logits over all tokens, largest first, and whose they are."""
+        values, ids = logits_SV.topk(min(k, logits_SV.shape[-1]))
         if self.group is None:
-            return lse_S, picked_S
-        ranks = dist.get_world_size(self.group)
-        of_ranks = logits_SV.new_empty(ranks, 2, len(labels_S))
-        dist.all_gather_into_tensor(of_ranks.flatten(0, 1), torch.stack([lse_S, picked_S]), group=self.group)
-        return torch.logsumexp(of_ranks[:, 0], 0), of_ranks[:, 1].sum(0)
+            return values, ids
+        ids = ids + self.start
+        ranks = range(dist.get_world_size(self.group))
+        all_values, all_ids = ([torch.empty_like(t) for _ in ranks] for t in (values, ids))
+        dist.all_gather(all_values, values.contiguous(), group=self.group)
+        dist.all_gather(all_ids, ids, group=self.group)
+        values, index = torch.cat(all_values, -1).topk(k)
+        return values, torch.cat(all_ids, -1).gather(-1, index)
 
     def gather(self, logits_SV: Tensor) -> Tensor:
         """Logits over all tokens."""
@@ -65,6 +105,17 @@ class Vocabulary:
         total = tensor.clone()
         dist.all_reduce(total, group=self.group)
         return total
+
+
+def _entropy(logits_SV: Tensor, lse_S: Tensor, masked: bool, overwrite: bool) -> Tensor:
+    """-sum of p log p of the softmax of these logits; 0 for a row of -inf alone."""
+    if masked:
+        lse_S = lse_S.where(lse_S.isfinite(), 0)
+    logp_SV = logits_SV.sub_(lse_S[:, None]) if overwrite else logits_SV - lse_S[:, None]
+    p_SV = logp_SV.exp()
+    if masked:
+        logp_SV = logp_SV.masked_fill_(p_SV == 0, 0)
+    return -torch.einsum("sv,sv->s", p_SV, logp_SV)
 
 
 WHOLE = Vocabulary()

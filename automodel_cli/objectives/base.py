@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from automodel_cli.data.head_output import LOGPROBS, HeadRequest
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -95,6 +97,21 @@ class Metric:
     per: str | None = None
     combine: Literal["sum", "min", "max"] = "sum"
     shown: bool = False
+
+
+class RequestingObjective(Objective, Protocol):
+    """An objective that reads more of `HeadOutput` than the log-probs of labels: one that has `needs`."""
+
+    @property
+    def needs(self) -> HeadRequest:
+        """Which other fields."""
+        ...
+
+
+def request_of(objective: Objective) -> HeadRequest:
+    """What the head must give for this objective."""
+    needs: HeadRequest = getattr(objective, "needs", LOGPROBS)
+    return needs
 
 
 class MeasuredObjective(Objective, Protocol):

@@ -10,16 +10,16 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
-from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.models import compat
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.objectives.base import Objective
+from automodel_cli.objectives.base import Objective, request_of
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.gradients import full_gradients, gradient_errors
 
@@ -46,7 +46,7 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
     sums: dict[str, Tensor] = {}
     for batch in batches:
         model.zero_grad()
-        value = objective(_output(model, batch), batch) / weight
+        value = objective(_output(model, batch, request_of(objective)), batch) / weight
         value.backward()
         loss += value.item()
         for name, grad in full_gradients([model]).items():
@@ -55,16 +55,22 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
     return Reference(loss, norm.item(), {name: grad.float() for name, grad in sums.items()})
 
 
-def _output(model: PreTrainedModel, batch: Batch) -> HeadOutput:
+def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest) -> HeadOutput:
     ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
-    logprobs = []
+    asked_NK = None if request.token_ids is None else batch.extra[request.token_ids].flatten(0, 1)
+    found = []
     pristine = {name: copy.deepcopy(module) for name, module in model.named_modules() if hasattr(module, "rope_type")}
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         for name, module in pristine.items():  # some rotary tables remember the longest document that they saw
             model.set_submodule(name, copy.deepcopy(module))
         logits_TV = model(input_ids=ids_N[None, start:end], use_cache=False).logits[0]
-        logprobs.append(logprobs_of(logits_TV, labels_N[start:end]))
-    return HeadOutput(torch.cat(logprobs).view(batch.shape))
+        asked_TK = None if asked_NK is None else asked_NK[start:end]
+        found.append(output_of(logits_TV, labels_N[start:end], request, asked_TK))
+    fields: Any = (
+        None if of_documents[0] is None else torch.cat(of_documents).unflatten(0, batch.shape)
+        for of_documents in zip(*found, strict=True)
+    )
+    return HeadOutput(*fields)
 
 
 def logprobs_of(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -72,6 +78,27 @@ def logprobs_of(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     logprobs_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
     picked_T = logprobs_TV.gather(-1, labels_T.clamp(min=0)[..., None])[..., 0]
     return picked_T.masked_fill(labels_T == IGNORE_INDEX, 0.0)
+
+
+def output_of(
+    logits_TV: Tensor, labels_T: Tensor, request: HeadRequest, token_ids_TN: Tensor | None = None
+) -> HeadOutput:
+    """`HeadOutput` of tokens `[T, ...]` by its definition, from whole logits, in fp32 or better."""
+    logprobs_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)).log_softmax(-1)
+    ignored_T = labels_T == IGNORE_INDEX
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1).masked_fill(ignored_T, 0.0)
+    topk = logprobs_TV.topk(request.topk)
+    given = None
+    if token_ids_TN is not None:
+        absent_TN = (token_ids_TN < 0) | ignored_T[:, None]
+        given = logprobs_TV.gather(-1, token_ids_TN.clamp(min=0)).masked_fill(absent_TN, 0.0)
+    return HeadOutput(
+        logprobs_of(logits_TV, labels_T),
+        entropy_BT=entropy_T if request.entropy else None,
+        topk_logprobs_BTK=topk.values.masked_fill(ignored_T[:, None], 0.0) if request.topk else None,
+        topk_ids_BTK=topk.indices.masked_fill(ignored_T[:, None], 0) if request.topk else None,
+        token_logprobs_BTN=given,
+    )
 
 
 @dataclass(frozen=True)

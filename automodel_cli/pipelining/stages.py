@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
-from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.probe import check_split
@@ -205,7 +205,9 @@ class PipelineStages:
         """The modules of this rank, in pipeline order."""
         return self._built().model_parts or []
 
-    def forward_backward(self, batches: Sequence[Batch], loss: LossFn | None = None) -> Tensor:
+    def forward_backward(
+        self, batches: Sequence[Batch], loss: LossFn | None = None, request: HeadRequest = LOGPROBS
+    ) -> Tensor:
         """See `Stages.forward_backward`. Microbatches may have different lengths, and other ones in the next step."""
         info, loss = self._built(), loss or self._loss_fn
         if loss is None:
@@ -214,7 +216,7 @@ class PipelineStages:
             runtime = self._runtime(len(batches), train=True)
         plain, tied = self._plain_parameters(), self._tied_copies()
         with contributions.only_this_step([*plain, *tied]):
-            results = self._run(runtime, batches, loss)
+            results = self._run(runtime, batches, loss, request)
             contributions.sum_over_groups(plain, self._axes.sum_groups())
             if tied:
                 contributions.sum_tied(tied, self._tied_peer(), self._axes.group)
@@ -222,16 +224,18 @@ class PipelineStages:
         return torch.stack([results[i].detach() for i in range(len(batches))]).sum() if info.has_last_stage else total
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Batch], reduce: LossFn) -> list[Tensor]:
+    def forward(self, batches: Sequence[Batch], reduce: LossFn, request: HeadRequest = LOGPROBS) -> list[Tensor]:
         """See `Stages.forward`: reduced where the last stage is, then sent to every rank of the pipeline. Gradients
         stay untouched."""
         self._built()
         with self._evaluation_mode():
-            results = self._run(self._runtime(len(batches), train=False), batches, reduce)
+            results = self._run(self._runtime(len(batches), train=False), batches, reduce, request)
         return self._share([results[i] for i in sorted(results)])
 
-    def _run(self, runtime: AnyRuntime, batches: Sequence[Batch], on_last: LossFn) -> dict[int, Tensor]:
-        keywords = [{"labels": batch.labels_BT, **batch.model_inputs()} for batch in batches]
+    def _run(
+        self, runtime: AnyRuntime, batches: Sequence[Batch], on_last: LossFn, request: HeadRequest
+    ) -> dict[int, Tensor]:
+        keywords = [{**batch.head_inputs(request), **batch.model_inputs()} for batch in batches]
         shapes = [self._boundary_shape(*batch.shape) for batch in batches]
         return runtime.run(shapes, keywords, lambda output, index: on_last(output, batches[index]))
 

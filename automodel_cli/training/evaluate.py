@@ -11,7 +11,7 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.objectives.base import Objective
+from automodel_cli.objectives.base import Objective, request_of
 from automodel_cli.training.metric_accumulator import MetricAccumulator
 from automodel_cli.training.stages import Stages
 
@@ -40,7 +40,7 @@ def evaluate(stages: Stages, batches: Sequence[Batch], objective: Objective, mes
     for number, batch in enumerate(batches):  # one at a time: a validation set need not fit on the device
         on_device = batch.to(mesh.device)
         weight += objective.weight(on_device)
-        values = stages.forward([on_device], reduce)[0]
+        values = stages.forward([on_device], reduce, request_of(objective))[0]
         total += values[0]
         tally.keep(number, values[1:])
     # every rank of a pipeline holds these values, so they add up over dp only

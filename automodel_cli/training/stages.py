@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.sharded import handle_of
 
 LossFn = Callable[[HeadOutput, Batch], Tensor]
@@ -26,18 +26,19 @@ class Stages(Protocol):
         """The modules whose parameters are trained, never a wrapper's."""
         ...
 
-    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], loss: LossFn, request: HeadRequest = LOGPROBS) -> Tensor:
         """Run every microbatch and leave summed gradients on the parts.
 
-        `loss` is called where the head is (the last stage) and is already divided by the global weight; nothing
-        in here rescales. Collective: all ranks that share a batch must pass equally many microbatches. Gradients are
-        reduced over the data-parallel ranks (by SUM) once, on the last microbatch.
+        `loss` is called where the head is (the last stage), on the fields that `request` asks for, and is already
+        divided by the global weight; nothing in here rescales. Collective: all ranks that share a batch must pass
+        equally many microbatches. Gradients are reduced over the data-parallel ranks (by SUM) once, on the last
+        microbatch.
 
         Returns the summed loss of this rank's rows, a detached scalar; zero on ranks without the last stage.
         """
         ...
 
-    def forward(self, batches: Sequence[Batch], reduce: LossFn) -> list[Tensor]:
+    def forward(self, batches: Sequence[Batch], reduce: LossFn, request: HeadRequest = LOGPROBS) -> list[Tensor]:
         """Forward only, no gradients: `reduce(output, batch)` per microbatch, on every rank of the batch."""
         ...
 
@@ -77,22 +78,22 @@ class SingleStage:
         self._module, self._sharded = module, handle_of(module)
         self.parts: list[nn.Module] = [self._sharded.part]
 
-    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], loss: LossFn, request: HeadRequest = LOGPROBS) -> Tensor:
         values = []
         for i, batch in enumerate(batches):
             with self._sharded.microbatch(is_last=i == len(batches) - 1):
-                value = loss(self._output(batch), batch)
+                value = loss(self._output(batch, request), batch)
                 value.backward()
             values.append(value.detach())
         return torch.stack(values).sum()
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Batch], reduce: LossFn) -> list[Tensor]:
+    def forward(self, batches: Sequence[Batch], reduce: LossFn, request: HeadRequest = LOGPROBS) -> list[Tensor]:
         """Runs in evaluation mode (no dropout, nothing recomputed) and leaves modes and shards as they were."""
         training = {module: module.training for module in self._module.modules()}
         self._module.eval()
         try:
-            return [reduce(self._output(batch), batch) for batch in batches]
+            return [reduce(self._output(batch, request), batch) for batch in batches]
         finally:
             for module, mode in training.items():
                 module.training = mode
@@ -116,6 +117,6 @@ class SingleStage:
     def forward_size(self, num_microbatches: int) -> int:
         return 1
 
-    def _output(self, batch: Batch) -> HeadOutput:
-        output: HeadOutput = self._module(labels=batch.labels_BT, **batch.model_inputs())
+    def _output(self, batch: Batch, request: HeadRequest) -> HeadOutput:
+        output: HeadOutput = self._module(**batch.head_inputs(request), **batch.model_inputs())
         return output

@@ -15,7 +15,7 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.gradients import clip_grad_norm_
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.objectives.base import Objective
+from automodel_cli.objectives.base import Objective, request_of
 from automodel_cli.training.metric_accumulator import MetricAccumulator
 from automodel_cli.training.stages import Stages
 
@@ -91,7 +91,7 @@ def train_step(
         tally.add(output, batch)
         return objective(output, batch) / weight
 
-    local_loss = stages.forward_backward(batches, loss_of)
+    local_loss = stages.forward_backward(batches, loss_of, request_of(objective))
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
     loss, num_bad_norms, sums = _sum_of_losses(local_loss, grad_norm, tally.sums(), mesh)
     if not bool(loss.isfinite() & (num_bad_norms == 0)):

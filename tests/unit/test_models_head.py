@@ -1,4 +1,4 @@
-"""The head: what it is, its log-probs, entropies and gradients against the plain definition, and what it skips."""
+"""The head: what it is, everything it gives and its gradients against the plain definition, and what it skips."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import torch
 from torch import nn
 
 from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.models import head as head_module
-from automodel_cli.models.head import Head, HeadKind, classify, detect_head, fused_logprobs, head_logits
+from automodel_cli.models.head import Head, HeadKind, classify, detect_head, head_logits
+from automodel_cli.models.head_fused import Settings, add_product_, fused_scores
+from automodel_cli.parity.reference import output_of
+from automodel_cli.rollout.sampling import Shaping
 from tests.tiny import build_hf, logprobs_of, tiny_config
 
 VOCAB, WIDTH = 50, 12
@@ -44,8 +48,12 @@ def _final(product: torch.Tensor, kind: HeadKind) -> torch.Tensor:
     return kind.value * torch.tanh(product / kind.value) if kind.name == "softcap" else product
 
 
+KINDS = [HeadKind("plain"), HeadKind("scale", 0.3), HeadKind("softcap", 2.5)]
+EVERYTHING = HeadRequest(entropy=True, topk=3, token_ids="teacher")
+
+
 @pytest.mark.parametrize("uniform", [True, False])
-@pytest.mark.parametrize("kind", [HeadKind("plain"), HeadKind("scale", 0.3), HeadKind("softcap", 2.5)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_fused_equals_the_definition(kind: HeadKind, uniform: bool):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(23, WIDTH, generator=generator, requires_grad=True)
@@ -55,35 +63,128 @@ def test_fused_equals_the_definition(kind: HeadKind, uniform: bool):
     logits = _final(hidden @ weight.t(), kind)
     expected = logprobs_of(logits, labels)
     want = torch.autograd.grad((expected * incoming).sum(), (hidden, weight))
-    logprobs = fused_logprobs(hidden, weight, labels, kind, 5)
+    logprobs = fused_scores(hidden, weight, labels[:, None], Settings(kind, 5)).logprobs_SN[:, 0]
     got = torch.autograd.grad((logprobs * incoming).sum(), (hidden, weight))
     assert torch.allclose(logprobs, expected, atol=2e-6)
     for ours, theirs in zip(got, want, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
+def _case(kind: HeadKind | None) -> tuple[Head, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A head in chunks of 4 tokens, its hidden states, labels (some ignored) and a teacher's tokens (some absent)."""
+    generator = torch.Generator().manual_seed(1)
+    model = build_hf("llama")
+    if kind is None:
+        model.lm_head = nn.Linear(64, 160)  # the bias takes it off the fused path
+    with torch.no_grad():
+        model.lm_head.weight.normal_(generator=generator)
+    hidden_BTD = torch.randn(2, 9, 64, generator=generator) * 0.2
+    labels_BT = torch.randint(0, 160, (2, 9), generator=generator)
+    labels_BT[0, 3] = labels_BT[1, :2] = IGNORE_INDEX
+    teacher_BTN = torch.randint(0, 160, (2, 9, 5), generator=generator)
+    teacher_BTN[:, ::2, 3:] = IGNORE_INDEX
+    return Head(model, kind or HeadKind("plain"), chunk_size=4), hidden_BTD, labels_BT, teacher_BTN
+
+
+def _gradients_of(
+    output: HeadOutput, fields: tuple[str, ...], leaves: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """With another incoming gradient for every number of these fields."""
+    total = torch.zeros((), dtype=torch.float64)
+    for seed, name in enumerate(fields):
+        value = getattr(output, name).double()
+        total = total + (value * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).double()).sum()
+    return torch.autograd.grad(total, leaves)
+
+
+DIFFERENTIABLE = ("logprobs_BT", "entropy_BT", "topk_logprobs_BTK", "token_logprobs_BTN")
+
+
+@pytest.mark.parametrize("fields", [*((name,) for name in DIFFERENTIABLE), DIFFERENTIABLE], ids=lambda f: f[-1][:5])
+@pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: kind.name if kind else "generic")
+def test_every_field_and_its_gradients_are_those_of_whole_logits(kind: HeadKind | None, fields: tuple[str, ...]):
+    head, hidden_BTD, labels_BT, teacher_BTN = _case(kind)
+    linear = head.model.lm_head
+    got = head(hidden_BTD.requires_grad_(), labels_BT, EVERYTHING, teacher_BTN)
+    hidden_64, weight_64 = (t.detach().double().requires_grad_() for t in (hidden_BTD, linear.weight))
+    bias = 0 if linear.bias is None else linear.bias.detach().double()
+    logits = _final(hidden_64 @ weight_64.t() + bias, head.kind)
+    want = output_of(logits.flatten(0, 1), labels_BT.flatten(), EVERYTHING, teacher_BTN.flatten(0, 1))
+    for name, ours, theirs in zip(HeadOutput._fields, got, want, strict=True):
+        assert ours.shape[:2] == labels_BT.shape, name
+        assert torch.allclose(ours.flatten(0, 1).double(), theirs.double(), atol=1e-5), name
+    grads = zip(
+        _gradients_of(got, fields, (hidden_BTD, linear.weight)),
+        _gradients_of(HeadOutput(*(f.unflatten(0, (2, 9)) for f in want)), fields, (hidden_64, weight_64)),
+        strict=True,
+    )
+    for ours, theirs in grads:
+        assert (ours - theirs).abs().max() < 3e-6 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("shaping", [Shaping(temperature=0.7), Shaping(temperature=1.3, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize("kind", [KINDS[2], None], ids=["softcap", "generic"])
+def test_entropy_and_its_gradient_are_those_of_the_distribution_that_was_drawn_from(kind, shaping: Shaping):
+    head, hidden_BTD, labels_BT, _ = _case(kind)
+    head.shaping = shaping
+    got = head(hidden_BTD.requires_grad_(), labels_BT, HeadRequest(entropy=True))
+    index = (labels_BT != IGNORE_INDEX).flatten().nonzero()[:, 0]
+    hidden_64 = hidden_BTD.detach().double().flatten(0, 1)[index].requires_grad_()
+    linear = head.model.lm_head
+    product = hidden_64 @ linear.weight.detach().double().t() + (0 if linear.bias is None else linear.bias.detach())
+    shaped = shaping(_final(product, head.kind), labels_BT.flatten()[index])
+    probs = shaped.softmax(-1)
+    entropy_S = torch.special.entr(probs).sum(-1)
+    assert (got.entropy_BT.flatten()[index] - entropy_S).abs().max() < 1e-5
+    incoming_S = torch.linspace(-1, 1, len(index))
+    (ours,) = torch.autograd.grad((got.entropy_BT.flatten()[index] * incoming_S).sum(), hidden_BTD)
+    logp = shaped.log_softmax(-1)
+    again_S = -(probs * logp.masked_fill(logp.isinf(), 0)).sum(-1)
+    (theirs,) = torch.autograd.grad((again_S * incoming_S).sum(), hidden_64)
+    assert (ours.flatten(0, 1)[index] - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+def test_entropy_of_confident_and_of_flat_logits_is_exact_to_float32():
+    weight = torch.cat([torch.full((1, 1), 90.0), torch.full((VOCAB - 1, 1), 60.0)])
+    hidden = torch.tensor([[1.0], [0.0], [0.05]])
+    settings = Settings(KINDS[0], 2, entropy=True)
+    entropy_S = fused_scores(hidden, weight, torch.zeros(3, 1, dtype=torch.long), settings).entropy_S
+    want = torch.special.entr((hidden.double() @ weight.double().t()).softmax(-1)).sum(-1)
+    assert entropy_S is not None and torch.allclose(entropy_S.double(), want, rtol=2e-6, atol=1e-10)
+
+
 def test_a_frozen_weight_gets_no_gradient_and_bf16_stays_close():
     hidden = torch.randn(9, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(VOCAB, WIDTH, dtype=torch.bfloat16)
     labels = torch.randint(0, VOCAB, (9,))
-    logprobs = fused_logprobs(hidden, weight, labels, HeadKind("plain"), 4)
+    logprobs = fused_scores(hidden, weight, labels[:, None], Settings(HeadKind("plain"), 4)).logprobs_SN[:, 0]
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32 and weight.grad is None and hidden.grad is not None
     assert torch.allclose(logprobs, logprobs_of(hidden.float() @ weight.float().t(), labels), atol=0.1)
+
+
+def test_a_product_of_bf16_adds_to_float32_without_a_copy_of_the_total():
+    left, right = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((300, 8), (8, 40)))
+    total = torch.full((300, 40), 1000.0)
+    add_product_(total, left, right)
+    exact = 1000.0 + left.double() @ right.double()
+    assert (total - exact).abs().max() < 2.0**-7 * (left.float() @ right.float()).abs().max()
 
 
 @pytest.mark.parametrize("kind", ["plain", "generic"])
 def test_only_supervised_positions_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch):
     model = build_hf("llama")
     seen = []
-    for name in ("_logits", "head_logits"):
-        real = getattr(head_module, name)
 
-        def count(a, b, *rest, real=real, name=name):
-            seen.append((a if name == "_logits" else b).flatten(0, -2).shape[0])
-            return real(a, b, *rest)
+    def counted(real):
+        def count(owner, hidden, *rest):
+            seen.append(hidden.flatten(0, -2).shape[0])
+            return real(owner, hidden, *rest)
 
-        monkeypatch.setattr(head_module, name, count)
+        return count
+
+    monkeypatch.setattr(Settings, "logits", counted(Settings.logits))
+    monkeypatch.setattr(head_module, "head_logits", counted(head_logits))
     labels = torch.full((2, 16), IGNORE_INDEX)
     labels[0, 3] = labels[1, 7] = labels[1, 8] = 5
     hidden = torch.randn(2, 16, 64, requires_grad=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.cut.anatomy import Anatomy, tied_embedding
 
@@ -107,13 +107,21 @@ class StagePart(ModelPart):
     held_elsewhere: frozenset[str] = frozenset()
     """The same on the last stage: the gradient norm counts a shared table on the first one."""
 
-    def forward(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> HeadOutput | Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        hidden_BTD: Tensor | None = None,
+        *,
+        labels: Tensor,
+        request: HeadRequest = LOGPROBS,
+        token_ids: Tensor | None = None,
+        **model_inputs: Any,
+    ) -> HeadOutput | Tensor:
         if not (self.is_first or self.is_last or self.layers):
             assert hidden_BTD is not None, "a stage without layers passes on what it receives"
             return hidden_BTD.clone()  # the backward needs an output that is neither the input leaf nor a view of it
         self.boundary.hidden_BTD = hidden_BTD
         if self.is_last:
-            result = super().forward(None, labels=labels, **model_inputs)
+            result = super().forward(None, labels=labels, request=request, token_ids=token_ids, **model_inputs)
             self.boundary.hidden_BTD = None
             return result
         self.model.base_model(**self.accepted(self.local_inputs(model_inputs)), use_cache=False)

@@ -1,0 +1,274 @@
+"""Everything that objectives read of a linear head, in one pass over chunks of tokens, logits recomputed in backward.
+
+With z the logits that completions are drawn from, p = softmax(z), H the entropy of p:
+
+    d log p(i) / dz = onehot(i) - p            d H / dz = -p (log p + H)
+
+so whatever is asked for, a chunk's logits get the gradient  -p (sum of g_i + e (log p + H)) + sum of g_i onehot(i),
+where g_i and e are the incoming gradients of the log-prob of token i (the label, tokens that were asked for, the
+likeliest ones) and of the entropy. Then come temperature, soft cap and scale, and two matrix products.
+
+Under tensor parallelism a rank has a shard of the vocabulary; logits stay local (see `vocabulary.py`).
+
+Shapes: S supervised tokens, s those of a chunk, D hidden, V vocabulary (of this rank), N tokens whose log-probs are
+asked for, the label first, K the likeliest ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from automodel_cli.models.vocabulary import WHOLE, Vocabulary
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """What the head does to `hidden @ W.T`: nothing, `* value`, `value * tanh(. / value)`, or something else."""
+
+    name: Literal["plain", "scale", "softcap", "generic"]
+    value: float = 1.0
+
+
+class Shaping(Protocol):
+    """How sampling turned logits into the distribution it drew from (`rollout.sampling.Shaping`)."""
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
+
+    @property
+    def filters(self) -> bool:
+        """Does a token's fate depend on the logits of the others?"""
+
+    def __call__(self, logits_SV: Tensor, drawn_S: Tensor, /) -> Tensor:
+        """fp32 logits, filtered tokens at -inf and the drawn one never."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a head computes. `chunk` tokens at a time; None shaping is the plain softmax."""
+
+    kind: HeadKind
+    chunk: int
+    shaping: Shaping | None = None
+    vocabulary: Vocabulary = WHOLE
+    entropy: bool = False
+    topk: int = 0
+
+    @property
+    def filters(self) -> bool:
+        return self.shaping is not None and self.shaping.filters
+
+    def logits(self, hidden_sD: Tensor, weight_VD: Tensor) -> Tensor:
+        """A fresh fp32 tensor, which the caller may overwrite."""
+        z_sV = F.linear(hidden_sD, weight_VD).float()
+        if self.kind.name == "scale":
+            return z_sV.mul_(self.kind.value)
+        if self.kind.name == "softcap":
+            return z_sV.div_(self.kind.value).tanh_().mul_(self.kind.value)
+        return z_sV
+
+    def shaped(self, z_sV: Tensor, labels_s: Tensor) -> Tensor:
+        """The logits of the distribution that tokens were drawn from; `z_sV` itself where that is the model's own."""
+        if self.shaping is None:
+            return z_sV
+        if not self.shaping.filters:
+            return self.shaping(z_sV, labels_s)
+        return self.vocabulary.own(self.shaping(self.vocabulary.gather(z_sV), labels_s))
+
+
+class Scores(NamedTuple):
+    """fp32 of S tokens: log-probs of the asked tokens (0 for an id below 0), entropies, the likeliest tokens."""
+
+    logprobs_SN: Tensor
+    entropy_S: Tensor | None = None
+    topk_logprobs_SK: Tensor | None = None
+    topk_ids_SK: Tensor | None = None
+
+
+def merged(of_chunks: Sequence[Scores], merge: Callable[[list[Tensor]], Tensor]) -> Scores:
+    """The scores of all chunks, each field that is there merged."""
+    fields: Any = (None if values[0] is None else merge(list(values)) for values in zip(*of_chunks, strict=True))
+    return Scores(*fields)
+
+
+def plain_scores(logits_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Scores:
+    """The definition, from whole logits, differentiable by autograd; for heads that this file cannot fuse."""
+    logp_sV = settings.shaped(logits_sV.float(), ids_sN[:, 0]).log_softmax(-1)
+    picked_sN = logp_sV.gather(-1, ids_sN.clamp(min=0)).masked_fill(ids_sN < 0, 0)
+    if not settings.entropy and not settings.topk:
+        return Scores(picked_sN)
+    finite_sV = logp_sV.masked_fill(logp_sV.isinf(), 0) if settings.filters else logp_sV
+    entropy_s = -(logp_sV.exp() * finite_sV).sum(-1) if settings.entropy else None
+    if not settings.topk:
+        return Scores(picked_sN, entropy_s)
+    return Scores(picked_sN, entropy_s, *logp_sV.topk(settings.topk))
+
+
+def fused_scores(hidden_SD: Tensor, weight_VD: Tensor, ids_SN: Tensor, settings: Settings) -> Scores:
+    """`ids_SN[:, 0]` are the labels, all of them tokens; another id may be below 0 for none.
+
+    `weight_VD` has the rows of this rank's `settings.vocabulary`; everything else is the same on all ranks that share
+    it, and so is what comes out.
+    """
+    # Early gradients hold one fp32 copy of the weight's gradient through the whole backward: a fair price for a third
+    # of the head's time on CPU, not on a GPU, where the head is cheap and memory is not.
+    alone = ids_SN.shape[1] == 1 and not settings.entropy and not settings.topk
+    early = alone and torch.is_grad_enabled() and hidden_SD.device.type == "cpu"
+    return Scores(*_FusedScores.apply(hidden_SD, weight_VD, ids_SN, settings, early))
+
+
+class _FusedScores(torch.autograd.Function):
+    """See the module's docstring.
+
+    Backward normally recomputes each chunk's logits: four products where plain cross-entropy has three. With `early`,
+    forward already takes the gradients for an incoming gradient of 1 while the logits are at hand. They hold for any
+    incoming gradient that is equal for all tokens, as every token-mean loss has; backward recomputes when it is not.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, settings: Settings, early: bool
+    ) -> tuple[Tensor | None, ...]:
+        vocabulary = settings.vocabulary
+        logprobs = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
+        lse = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(lse) if settings.entropy else None
+        topk_ids = ids.new_empty(len(ids), settings.topk) if settings.topk else None
+        topk = torch.empty(topk_ids.shape, dtype=torch.float32, device=hidden.device) if topk_ids is not None else None
+        grads = _Gradients(hidden, weight, settings, *ctx.needs_input_grad[:2]) if early else None
+        for start in range(0, len(ids), settings.chunk):
+            part = slice(start, start + settings.chunk)
+            z = settings.logits(hidden[part], weight)
+            drawn_from = settings.shaped(z, ids[part, 0])
+            if topk is not None and topk_ids is not None:
+                topk[part], topk_ids[part] = vocabulary.topk(drawn_from, settings.topk)
+            found = vocabulary.statistics(
+                drawn_from, ids[part], entropy=settings.entropy, masked=settings.filters, overwrite=grads is None
+            )
+            lse[part], logprobs[part] = found.lse_S, found.logprobs_SN
+            if entropy is not None and found.entropy_S is not None:
+                entropy[part] = found.entropy_S
+            if grads is not None:
+                grads.add(_Chunk(part, ids[part], torch.ones_like(logprobs[part])), z, drawn_from, lse[part])
+        if topk is not None:
+            topk -= lse[:, None]
+        kept = (grads.hidden, grads.weight) if grads is not None else (None, None)
+        ctx.save_for_backward(hidden, weight, ids, lse, entropy, topk_ids, *kept)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        if topk_ids is not None:
+            ctx.mark_non_differentiable(topk_ids)
+        return logprobs, entropy, topk, topk_ids
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, ids, lse, entropy, topk_ids, grad_hidden, grad_weight = ctx.saved_tensors
+        settings: Settings = ctx.settings
+        grad, grad_entropy, grad_topk, _ = incoming
+        early = grad_hidden is not None or grad_weight is not None
+        if early and grad is not None and len(ids) > 0 and bool((grad == grad[0]).all()):
+            grad_hidden = None if grad_hidden is None else grad_hidden * grad[0]
+            grad_weight = None if grad_weight is None else grad_weight * grad[0]
+        else:
+            if grad is None:
+                grad = torch.zeros(ids.shape, dtype=torch.float32, device=hidden.device)
+            if grad_topk is not None:
+                ids, grad = torch.cat([ids, topk_ids], 1), torch.cat([grad, grad_topk], 1)
+            grads = _Gradients(hidden, weight, settings, *ctx.needs_input_grad[:2])
+            for start in range(0, len(ids), settings.chunk):
+                part = slice(start, start + settings.chunk)
+                z = settings.logits(hidden[part], weight)
+                chunk = _Chunk(part, ids[part], grad[part])
+                if grad_entropy is not None:
+                    chunk = chunk._replace(entropy_s=entropy[part], grad_entropy_s=grad_entropy[part])
+                grads.add(chunk, z, settings.shaped(z, ids[part, 0]), lse[part])
+            grad_hidden, grad_weight = grads.hidden, grads.weight
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_hidden is not None:
+            grad_hidden = settings.vocabulary.sum(grad_hidden)
+        return grad_hidden, grad_weight, None, None, None
+
+
+class _Chunk(NamedTuple):
+    """Tokens `part` of all: whose log-probs were asked for, and the incoming gradients."""
+
+    part: slice
+    ids_sN: Tensor
+    grad_sN: Tensor
+    entropy_s: Tensor | None = None
+    grad_entropy_s: Tensor | None = None
+
+
+class _Gradients:
+    """Gradients of hidden (what this rank's vocabulary adds to it) and weight (fp32), filled chunk by chunk; None where
+    not needed.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, settings: Settings, need_hidden: bool, need_weight: bool):
+        self._hidden, self._weight, self._settings = hidden, weight, settings
+        self.hidden = torch.empty_like(hidden) if need_hidden else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+
+    def add(self, chunk: _Chunk, z_sV: Tensor, drawn_from_sV: Tensor, lse_s: Tensor) -> None:
+        """One chunk: logits z, and the shaped ones (overwritten; may be z) with their log-sum-exp."""
+        kind, shaping = self._settings.kind, self._settings.shaping
+        slope_sV = 1 - (z_sV / kind.value).square_() if kind.name == "softcap" else None
+        dz_sV = self._of_logits(chunk, drawn_from_sV.sub_(lse_s[:, None]))
+        if slope_sV is not None:
+            dz_sV.mul_(slope_sV)
+        elif kind.name == "scale":
+            dz_sV.mul_(kind.value)
+        if shaping is not None and shaping.temperature != 1:
+            dz_sV.mul_(1 / shaping.temperature)
+        dz_sV = dz_sV.to(self._hidden.dtype)
+        if self.hidden is not None:
+            torch.mm(dz_sV, self._weight, out=self.hidden[chunk.part])
+        if self.weight is not None:
+            add_product_(self.weight, dz_sV.t(), self._hidden[chunk.part])
+
+    def _of_logits(self, chunk: _Chunk, logp_sV: Tensor) -> Tensor:
+        """Gradient of the shaped logits, from their log-probs (overwritten)."""
+        is_token_sN = chunk.ids_sN >= 0
+        grad_sN = chunk.grad_sN.where(is_token_sN, 0)
+        total_s1 = grad_sN.sum(1, keepdim=True)
+        if chunk.grad_entropy_s is None or chunk.entropy_s is None:
+            dz_sV = logp_sV.exp_().mul_(-total_s1)
+        else:
+            p_sV = logp_sV.exp()
+            if self._settings.filters:
+                logp_sV.masked_fill_(p_sV == 0, 0)  # -inf where a token was filtered out
+            factor_sV = logp_sV.add_(chunk.entropy_s[:, None]).mul_(chunk.grad_entropy_s[:, None]).add_(total_s1)
+            dz_sV = factor_sV.mul_(p_sV).neg_()
+        index_sN, is_own_sN = self._settings.vocabulary.local(chunk.ids_sN.clamp(min=0))
+        return dz_sV.scatter_add_(-1, index_sN, grad_sN.where(is_own_sN, 0))
+
+
+def add_product_(total_VD: Tensor, left_Vs: Tensor, right_sD: Tensor) -> None:
+    """`total_VD += left_Vs @ right_sD`, in float32 whatever the factors have: one product, where the device can."""
+    if total_VD.dtype == right_sD.dtype:
+        total_VD.addmm_(left_Vs, right_sD)
+    elif _products_add_in_float32(right_sD.device.type, right_sD.dtype):
+        torch.addmm(total_VD, left_Vs, right_sD, out_dtype=torch.float32, out=total_VD)  # type: ignore[call-overload]
+    else:
+        total_VD.add_(left_Vs @ right_sD)
+
+
+@functools.cache
+def _products_add_in_float32(device: str, dtype: torch.dtype) -> bool:
+    """Whether `addmm` accumulates products of `dtype` in place in float32, by trying it: neither all devices nor all
+    versions of torch can."""
+    total, ones = torch.full((16, 16), 1000.0, device=device), torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return bool((total == 1016).all())
