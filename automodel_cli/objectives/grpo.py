@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.head_output import HeadRequest
 from automodel_cli.objectives.base import KLType, Metric, RewardKL
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GRPO:
-    """Loss = mean of w x policy loss + `kl_coef` x KL + `positive_nll` x NLL, over label tokens or over sequences.
+    """Loss = mean of w x policy loss + `kl_coef` x KL + `positive_nll` x NLL - `entropy_coef` x entropy, over label
+    tokens or over sequences.
 
     Policy loss of a token with advantage A and probability ratio q (now against the rollout's weights).
     `surrogate`: `clip` is max(-A q, -A clamp(q)), `cispo` is -A clamp(q) log p with the clamp detached, `reinforce`
@@ -39,7 +41,8 @@ class GRPO:
     response): `none`; `plain`; `truncate` clamps w to [`correction_min` or 0, `correction_max`]; `icepop` sets w to 0
     outside of them; `sequence_mask` drops responses whose mean ratio is outside.
 
-    `positive_nll` adds the NLL of responses with a reward above 0. Metrics: see `objectives/policy.py`.
+    `positive_nll` adds the NLL of responses with a reward above 0. The entropy is exact, of the distribution that each
+    response token was drawn from, and a metric in any case. Metrics: see `objectives/policy.py`.
     """
 
     surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
@@ -60,6 +63,7 @@ class GRPO:
     correction_max: float | None = None
     correction_min: float | None = None
     positive_nll: float = 0.0
+    entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_surrogate()
@@ -68,6 +72,8 @@ class GRPO:
         self._check_correction()
         if not self.positive_nll >= 0:
             raise ConfigError(f"positive_nll={self.positive_nll} must be at least 0", keys=("positive_nll",))
+        if not self.entropy_coef >= 0:
+            self._refuse("a bonus is at least 0", "entropy_coef", fix="objective.entropy_coef=0.001")
 
     def _refuse(self, what: str, *keys: str, fix: str) -> None:
         said = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
@@ -168,6 +174,11 @@ class GRPO:
         found |= {"old_logprobs_BT"} if self.uses_old_logprobs else set()
         found |= {"ref_logprobs_BT"} if self.loss_kl_coef else set()
         return frozenset(found | ({"rewards_BT"} if self.positive_nll else set()))
+
+    @property
+    def needs(self) -> HeadRequest:
+        """See `RequestingObjective`."""
+        return HeadRequest(entropy=True)
 
     @property
     def reward_kl(self) -> RewardKL | None:

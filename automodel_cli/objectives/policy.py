@@ -2,7 +2,8 @@
 
 Metrics are means over label tokens unless said otherwise. `token_mult_prob_error` e^|sampler - old| (1 when the sampler
 and the trainer agree); `gen_kl_error`, `policy_kl_error` (k3 both ways) and `js_divergence_error` between the two;
-`sampling_importance_ratio` the correction's weight (ratio=sequence: mean over responses); `approx_entropy`;
+`sampling_importance_ratio` the correction's weight (ratio=sequence: mean over responses); `entropy`
+exact, and `approx_entropy` its estimate from the drawn tokens alone;
 `probs_ratio`, `probs_ratio_clamped` with `_min` and `_max`; `clip_fraction` tokens whose ratio the clamp changes;
 `kl_penalty` the KL as the loss aggregates it, without its coefficient; `is_oob_ratio` what the correction's bounds
 touch (tokens; sequence_mask: responses); `num_valid_samples` responses with a label token.
@@ -68,12 +69,13 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
         "gen_kl_error",
         "policy_kl_error",
         "js_divergence_error",
+        "entropy",
         "approx_entropy",
         "probs_ratio",
         "probs_ratio_clamped",
         "clip_fraction",
     )
-    shown = ("approx_entropy", "token_mult_prob_error", "clip_fraction")
+    shown = ("entropy", "token_mult_prob_error", "clip_fraction")
     found = {name: Metric(_TOKENS, shown=name in shown) for name in by_tokens}
     for name in ("probs_ratio", "probs_ratio_clamped"):
         found |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
@@ -95,6 +97,7 @@ class Update:
     batch: Batch
     mask_BT: Tensor
     now_BT: Tensor
+    entropy_BT: Tensor
     old_BT: Tensor
     sampler_BT: Tensor
     advantages_BT: Tensor
@@ -111,7 +114,18 @@ class Update:
         now_BT = output.logprobs_BT.masked_fill(~mask_BT, 0.0)
         given = objective.uses_old_logprobs and "old_logprobs_BT" in batch.extra
         old_BT = column("old_logprobs_BT") if given else now_BT.detach()
-        return cls(objective, batch, mask_BT, now_BT, old_BT, column("sampler_logprobs_BT"), column("advantages_BT"))
+        assert output.entropy_BT is not None, "GRPO needs entropies"
+        entropy_BT = output.entropy_BT.masked_fill(~mask_BT, 0.0)
+        return cls(
+            objective,
+            batch,
+            mask_BT,
+            now_BT,
+            entropy_BT,
+            old_BT,
+            column("sampler_logprobs_BT"),
+            column("advantages_BT"),
+        )
 
     def loss(self) -> Tensor:
         """The SUM that `GRPO.weight` divides."""
@@ -123,6 +137,8 @@ class Update:
             losses_BT = losses_BT + objective.loss_kl_coef * self._kl()
         if objective.positive_nll:
             losses_BT = losses_BT + objective.positive_nll * self._positive_nll()
+        if objective.entropy_coef:
+            losses_BT = losses_BT - objective.entropy_coef * self.entropy_BT
         return self._aggregate(losses_BT)
 
     def metrics(self) -> dict[str, Tensor]:
@@ -136,6 +152,7 @@ class Update:
             "gen_kl_error": _k3(gap_BT),
             "policy_kl_error": _k3(-gap_BT),
             "js_divergence_error": (_k3(self.old_BT - middle_BT) + _k3(self.sampler_BT - middle_BT)) / 2,
+            "entropy": self.entropy_BT,
             "approx_entropy": -(self.now_BT - self.sampler_BT).exp() * self.now_BT,
             "probs_ratio": q_BT,
             "probs_ratio_clamped": clamped_BT,

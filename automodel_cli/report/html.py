@@ -86,7 +86,7 @@ def write_report(
 _LEAD = {
     "reward": "Reward",
     "response_length": "Response length",
-    "approx_entropy": "Entropy",
+    "entropy": "Entropy",
     "token_mult_prob_error": "Mismatch of sampler and trainer",
     "kl_penalty": "KL to the reference",
 }

@@ -26,7 +26,7 @@ _KNOWN = frozenset(
 _LEAD = {
     "reward": "reward",
     "response_length": "length",
-    "approx_entropy": "entropy",
+    "entropy": "entropy",
     "token_mult_prob_error": "mismatch",
 }
 """What says how reinforcement learning goes, and how it is called on the line; its loss does not say."""

@@ -171,11 +171,33 @@ def test_all_masked_is_zero_and_has_a_gradient_of_zero():
     )
     logprobs_BT = torch.zeros(1, 4, requires_grad=True)
     for objective in (GRPO(), GRPO(ratio="sequence", aggregation="sequence")):
-        loss = objective(HeadOutput(logprobs_BT), batch)
+        loss = objective(HeadOutput(logprobs_BT, entropy_BT=logprobs_BT), batch)
         loss.backward()
         assert loss == 0 and not logprobs_BT.grad.any() and objective.weight(batch) == 0
-    metrics = GRPO().measure(HeadOutput(logprobs_BT.detach()), batch)
+    metrics = GRPO().measure(HeadOutput(logprobs_BT, entropy_BT=logprobs_BT).detach(), batch)
     assert metrics["probs_ratio_min"] == math.inf and metrics["probs_ratio_max"] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("options", "mean"),
+    [
+        ({}, (0.5 + 1.5 + 1.0 + 4.0) / 4),
+        ({"aggregation": "sequence"}, (3.0 / 3 + 4.0 / 1) / 2),
+        ({"aggregation": "max_tokens", "max_tokens": 8}, 7.0 / (2 * 8)),
+    ],
+)
+def test_the_entropy_bonus_is_divided_like_the_loss(options, mean):
+    mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]])
+    columns = {f"{n}_BT": torch.zeros(2, 5) for n in ("advantages", "old_logprobs", "sampler_logprobs")}
+    batch = rows_as_batch(mask, torch.ones(2), **columns)
+    entropy_BT = torch.tensor([[0.5, 1.5, 1.0, 9.0, 9.0], [4.0, 9.0, 9.0, 9.0, 9.0]], requires_grad=True)
+    objective = GRPO(entropy_coef=0.25, **options)
+    output = HeadOutput(torch.zeros(2, 5), entropy_BT=entropy_BT)
+    loss = objective(output, batch) / objective.weight(batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.25 * mean)
+    assert entropy_BT.grad is not None and (entropy_BT.grad < 0).sum() == 4
+    assert objective.measure(output.detach(), batch)["entropy"] == 7.0
 
 
 REFUSED = [
@@ -190,6 +212,7 @@ REFUSED = [
     ({"surrogate": "cispo", "aggregation": "sequence"}, "aggregation"),
     ({"aggregation": "max_tokens"}, "max_tokens"),
     ({"max_tokens": 5}, "max_tokens"),
+    ({"entropy_coef": -0.1}, "entropy_coef"),
     ({"aggregation": "max_tokens", "max_tokens": 0}, "max_tokens"),
     ({"kl_coef": -1.0}, "kl_coef"),
     ({"kl_input_clamp": 0.0}, "kl_input_clamp"),

@@ -44,13 +44,14 @@ def judge(objective: Any, batch: Batch, next_token_logprobs: Tensor) -> tuple[fl
     """(loss, gradient by next-token log-prob, metrics) as a step of this batch alone would report them."""
     leaf = next_token_logprobs.double().requires_grad_()
     logprobs_BT = torch.nn.functional.pad(leaf, (0, 1)).masked_fill(batch.labels_BT == IGNORE_INDEX, 0.0)
+    output = HeadOutput(logprobs_BT, entropy_BT=torch.full_like(logprobs_BT, 0.5))
     weight = objective.weight(batch)
-    loss = objective(HeadOutput(logprobs_BT), batch) / weight
+    loss = objective(output, batch) / weight
     loss.backward()
     if isinstance(objective, SFT):
         return loss.item(), leaf.grad, {}
     rules = objective.metrics
-    sums = objective.measure(HeadOutput(logprobs_BT.detach()), batch)
+    sums = objective.measure(output.detach(), batch)
     assert set(sums) == set(rules)
     values = {n: (v / sums[rules[n].per] if rules[n].per else v).item() for n, v in sums.items()}
     return loss.item(), leaf.grad, values

@@ -156,7 +156,7 @@ def test_columns_without_content_are_not_shown(tmp_path):
 
 def test_reinforcement_learning_leads_with_rewards(tmp_path):
     """What says how it goes stands first, in the curves as in the tiles; long names have places to break."""
-    keys = ("reward", "response_length", "approx_entropy", "token_mult_prob_error")
+    keys = ("reward", "response_length", "entropy", "token_mult_prob_error")
     learnt = [{**row, **dict.fromkeys(keys, 1.0)} for row in rows(40)]
     numbers = {"loss": "0.08", "sampling_importance_ratio": "1", "reward": "0.7", "val_reward": "0.6", "lr": "1"}
     path = write_report(tmp_path, rows=learnt, numbers=numbers, environment={}, config_yaml="")

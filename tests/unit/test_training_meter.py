@@ -175,7 +175,7 @@ def test_live_line_is_redrawn_in_place_and_other_lines_scroll():
 def test_a_line_of_reinforcement_learning_leads_with_the_reward():
     row = {"step": 1, "loss": 0.02, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": None, "mfu": None}
     row |= {"memory_gib": None, "clip_fraction": 0.0, "reward": 0.5, "response_length": 3.0}
-    row |= {"approx_entropy": 0.25, "token_mult_prob_error": 1.0}
+    row |= {"entropy": 0.25, "token_mult_prob_error": 1.0}
     assert step_text(row, 1) == (
         "reward 0.500  length 3.000  entropy 0.250  mismatch 1.000  loss 0.02  gnorm 0.500  lr 1.00e-03  "
         "clip_fraction 0.0"
