@@ -20,6 +20,8 @@ class HeadRequest:
 
     entropy: bool = False
     """`entropy_BT`."""
+    values: bool = False
+    """`values_BT`: the model gets a value head (`models/value_head.py`), trained, checkpointed and exported with it."""
     topk: int = 0
     """`topk_logprobs_BTK` and `topk_ids_BTK` of so many tokens."""
     token_ids: str | None = None
@@ -33,8 +35,8 @@ LOGPROBS = HeadRequest()
 class HeadOutput(NamedTuple):
     """One microbatch through the model: what leaves its head, whole or the last stage of a pipeline.
 
-    fp32, and 0 (also the ids) where the label is ignored. All but the ids are differentiable. Under a `Shaping` all
-    are of the distribution that completions were drawn from. Fields that were not asked for are None.
+    fp32, and all but the values 0 (also the ids) where the label is ignored. All but the ids are differentiable. Under
+    a `Shaping` they are of the distribution that completions were drawn from. Fields that nobody asked for are None.
 
     A named tuple, so that FSDP, DDP and torch's pipeline find the tensors in it.
     """
@@ -43,6 +45,8 @@ class HeadOutput(NamedTuple):
     """Log-prob of each label."""
     entropy_BT: Tensor | None = None
     """Entropy in nats of the distribution that the label is drawn from: exact, over the whole vocabulary."""
+    values_BT: Tensor | None = None
+    """What the value head makes of each token's last hidden state; of every token, ignored or not."""
     topk_logprobs_BTK: Tensor | None = None
     """Log-probs of the likeliest tokens in the label's place, largest first."""
     topk_ids_BTK: Tensor | None = None

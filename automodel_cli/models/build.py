@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.models import attention, compat, length_rope, source, transformer_engine
 from automodel_cli.models.config import ModelConfig, MoEConfig
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> ModelPart:
+def build_part(
+    config: ModelConfig, *, device: torch.device | str = "meta", request: HeadRequest = LOGPROBS
+) -> ModelPart:
     """A part in train mode with adapters injected and attention chosen; `load_weights` fills it after it is
     parallelised.
 
     Parameters have dtype `config.dtype` (a family's fp32-kept ones stay fp32). On another `device` than meta the
-    memory is allocated, but the values are no defined initialisation: load anyway.
+    memory is allocated, but the values are no defined initialisation: load anyway. It can give what `request` asks for.
     Raises ConfigError for a config the library refuses, an unknown attention name, QLoRA without bitsandbytes, or
     Transformer Engine where it cannot run.
     """
@@ -32,6 +35,8 @@ def build_part(config: ModelConfig, *, device: torch.device | str = "meta") -> M
     stored = hf_config.dtype
     part = part_of(hf_config, config, device=device)
     part.hub_dtype = stored if config.config is None and isinstance(stored, torch.dtype) else part.model.dtype
+    if request.values:
+        part.add_value_head()
     return part
 
 

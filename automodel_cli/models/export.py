@@ -23,10 +23,10 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import one_document
-from automodel_cli.models import compat, lora, nf4
+from automodel_cli.models import compat, lora, nf4, value_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
-from automodel_cli.models.weights import iter_hf_weights
+from automodel_cli.models.weights import iter_hf_weights, over_stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,7 @@ def export_hf(
     shard_bytes: int = _SHARD_BYTES,
     pp_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the whole model in the hub's names, layout and dtype; adapters are merged in.
+    """Write the whole model in the hub's names, layout and dtype; adapters are merged in, a value head lies beside it.
 
     Collective; rank 0 writes. `title` and `summary` (markdown) are for the model card (data, steps, scores). The folder
     is safe to load only after this returns: write into a new one and `publish` it.
@@ -64,8 +64,11 @@ def export_hf(
     for bucket in iter_hf_weights(parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group):
         if writer:
             shards.append(_write_shard(folder, len(shards), bucket))
+    mine = value_head.named_weights(parts)
+    values = list(mine if pp_group is None else over_stages(mine, pp_group, parts[0], "cpu"))
     if writer:
         _write_index(folder, shards)
+        value_head.write(folder, values)
         _write_config(folder, parts[0])
         if tokenizer is not None:
             _write_tokenizer(folder, tokenizer)

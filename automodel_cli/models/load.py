@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import compat, lora, nf4, quantized, source
+from automodel_cli.models import compat, lora, nf4, quantized, source, value_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.seeds import seed_for
@@ -64,6 +64,8 @@ def load_weights(
                 report = _load_safetensors(skeleton, mapping, target, weights)
             _init_buffers(skeleton, target)
     lora.init_adapters(part.model, seed)
+    if part.value_head is not None:
+        value_head.fill(part.value_head, source.folder(config))
     return report
 
 

@@ -19,6 +19,7 @@ from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.context import Context, ContextGroup, local_length
 from automodel_cli.models.head import Head, HeadKind
+from automodel_cli.models.value_head import ValueHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -71,6 +72,7 @@ class ModelPart(nn.Module):
         super().__init__()
         self.model = model
         self.head = Head(model, kind, chunk_size)
+        self.value_head: ValueHead | None = None
         self.hub_dtype = hub_dtype or model.dtype
         self.source_config = source_config or copy.deepcopy(model.config)
         self._takes_keywords = takes_keywords(model)
@@ -97,7 +99,15 @@ class ModelPart(nn.Module):
             labels = context.local(labels, IGNORE_INDEX)
             token_ids = None if token_ids is None else context.local(token_ids, IGNORE_INDEX)
         output = self.head(outputs[0], labels, request, token_ids)
+        if request.values:
+            assert self.value_head is not None, "who asks for values builds the part with a value head"
+            output = output._replace(values_BT=self.value_head(outputs[0]))
         return output if context is None else output.map(context.whole)
+
+    def add_value_head(self) -> None:
+        """From now on the part can give values; `load_weights` fills the new parameters."""
+        width = self.model.config.get_text_config().hidden_size
+        self.value_head = ValueHead(width, self.model.dtype, self.model.device)
 
     def share_context(self, group: ContextGroup) -> None:
         """Work on this rank's tokens of every row from now on. `forward` stays the same from outside, and becomes

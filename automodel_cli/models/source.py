@@ -101,6 +101,14 @@ def weights(config: ModelConfig) -> Weights:
     return Weights(files=tuple(path / name for name in names), quantization=quantization)
 
 
+def folder(config: ModelConfig) -> Path | None:
+    """Where the checkpoint lies; None for random weights and GGUF files."""
+    if config.config is not None:
+        return None
+    found = weights(config)
+    return found.files[0].parent if found.files else None
+
+
 def model_files(config: ModelConfig) -> list[Path]:
     """Every file that decides what a loaded model computes: its weights, its config, code that came along; [] for
     random weights.

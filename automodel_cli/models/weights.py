@@ -39,7 +39,7 @@ def iter_hf_weights(
     bucket: Bucket = []
     size = 0
     mine = (item for part in parts for item in _named_full_weights(part, dtype or part.hub_dtype, device, hub_names))
-    for name, tensor in mine if pp_group is None else _over_stages(mine, pp_group, parts[0], device):
+    for name, tensor in mine if pp_group is None else over_stages(mine, pp_group, parts[0], device):
         bucket.append((name, tensor))
         size += tensor.numel() * tensor.element_size()
         if size >= bucket_bytes:
@@ -49,7 +49,7 @@ def iter_hf_weights(
         yield bucket
 
 
-def _over_stages(
+def over_stages(
     mine: Iterator[tuple[str, Tensor]],
     group: dist.ProcessGroup,
     part: ModelPart,

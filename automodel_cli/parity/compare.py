@@ -19,7 +19,8 @@ from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.models.build import build_part
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
-from automodel_cli.parity import adapters
+from automodel_cli.objectives.base import request_of
+from automodel_cli.parity import adapters, values
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.gradients import full_gradients, gradient_errors, missing, worst_of
 from automodel_cli.parity.reference import Original, Reference
@@ -101,11 +102,18 @@ def build_stages(original: Original, row: Row, mesh: Mesh) -> Stages:
     """The way a recipe builds them: meta, cut, parallelised, then filled from the saved model."""
     config = replace(original.model_config(), lora=row.lora)
     count = row.num_microbatches // mesh.dp_size
-    stages = build.build_stages(build_part(config), mesh, row.pipeline, row.parallelizer, num_microbatches=count)
+    stages = build.build_stages(
+        build_part(config, request=request_of(row.objective)),
+        mesh,
+        row.pipeline,
+        row.parallelizer,
+        num_microbatches=count,
+    )
     for local in stages.parts:
         assert isinstance(local, ModelPart)
         device = row.parallelizer.parameter_device(mesh.device)
         load_weights(local, config, device=device, buffer_device=mesh.device, seed=0)
+        values.fill(local)
     return stages
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.models import compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import Objective, request_of
+from automodel_cli.parity import values
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.gradients import full_gradients, gradient_errors
 
@@ -42,20 +43,26 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
     Microbatches are added up in float64, so that an error is that of the other side.
     """
     weight = float(sum(objective.weight(batch) for batch in batches))
+    request = request_of(objective)
+    head = values.reference_head(model.config.get_text_config().hidden_size) if request.values else None
     loss = 0.0
     sums: dict[str, Tensor] = {}
     for batch in batches:
         model.zero_grad()
-        value = objective(_output(model, batch, request_of(objective)), batch) / weight
+        value = objective(_output(model, batch, request, head), batch) / weight
         value.backward()
         loss += value.item()
-        for name, grad in full_gradients([model]).items():
+        found = full_gradients([model])
+        if head is not None:
+            found |= {f"{values.NAME}.{name}": grad for name, grad in full_gradients([head]).items()}
+            head.zero_grad()
+        for name, grad in found.items():
             sums[name] = sums.get(name, torch.zeros(())) + grad.double()
     norm = torch.stack([grad.square().sum() for grad in sums.values()]).sum().sqrt()
     return Reference(loss, norm.item(), {name: grad.float() for name, grad in sums.items()})
 
 
-def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest) -> HeadOutput:
+def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest, value_head: nn.Linear | None) -> HeadOutput:
     ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
     asked_NK = None if request.token_ids is None else batch.extra[request.token_ids].flatten(0, 1)
     found = []
@@ -63,9 +70,14 @@ def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest) -> HeadO
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         for name, module in pristine.items():  # some rotary tables remember the longest document that they saw
             model.set_submodule(name, copy.deepcopy(module))
-        logits_TV = model(input_ids=ids_N[None, start:end], use_cache=False).logits[0]
+        inputs = {"input_ids": ids_N[None, start:end], "use_cache": False}
+        logits_TV = model(**inputs).logits[0]
         asked_TK = None if asked_NK is None else asked_NK[start:end]
-        found.append(output_of(logits_TV, labels_N[start:end], request, asked_TK))
+        output = output_of(logits_TV, labels_N[start:end], request, asked_TK)
+        if value_head is not None:
+            hidden_TD = model.base_model(**inputs)[0][0]
+            output = output._replace(values_BT=value_head(hidden_TD.to(value_head.weight.dtype))[:, 0])
+        found.append(output)
     fields: Any = (
         None if of_documents[0] is None else torch.cat(of_documents).unflatten(0, batch.shape)
         for of_documents in zip(*found, strict=True)

@@ -156,7 +156,7 @@ def _logits_head(part: Part, wanted_S: Tensor) -> Iterator[None]:
     """The part's forward gives logits instead of log-probs: all it does around the head stays (gathering, autocast)."""
     head = part.head
 
-    def logits(hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+    def logits(hidden_BTD: Tensor, *not_looked_at: object) -> Tensor:
         logits_SV: Tensor = head.logits(hidden_BTD.flatten(0, 1)[wanted_S])
         return logits_SV
 

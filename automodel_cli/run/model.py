@@ -22,6 +22,7 @@ from automodel_cli.models.part import ModelPart
 from automodel_cli.models.router import RouterWatch
 from automodel_cli.models.source import hf_config
 from automodel_cli.models.support import Rows, probe_context, probe_packing
+from automodel_cli.objectives.base import request_of
 from automodel_cli.pipelining.build import build_stages
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepHook
@@ -57,7 +58,7 @@ class Model:
         if mesh.layout.cp > 1:
             probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
         stages = build_stages(
-            build_part(config),
+            build_part(config, request=request_of(recipe.objective)),
             mesh,
             recipe.pipeline,
             recipe.parallelizer,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
@@ -13,8 +16,19 @@ from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models import head_fused, vocabulary
+from automodel_cli.models.export import export_hf
+from automodel_cli.models.value_head import FILE, ValueHead
 from automodel_cli.objectives.base import Metric
-from automodel_cli.parity.compare import Errors, run_rows
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.models.build import build_part
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.load import load_weights
+from automodel_cli.models.part import ModelPart
+from automodel_cli.models.value_head import fill
+from automodel_cli.objectives.documents import label_mask
+from automodel_cli.parity.batches import step_batches
+from automodel_cli.training.step import train_step
+from automodel_cli.parity.compare import Errors, build_stages, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining import stages
@@ -22,14 +36,14 @@ from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist.harness import launch
 
-TOLERANCE = 2e-6
+TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Everything:
     """A sum of all fields, each token's with a weight of its own, so that no two errors cancel."""
 
-    needs: HeadRequest = HeadRequest(entropy=True, topk=3, token_ids="teacher_ids_BTN")
+    needs: HeadRequest = HeadRequest(entropy=True, values=True, topk=3, token_ids="teacher_ids_BTN")
 
     def weight(self, batch: Batch) -> Tensor:
         return batch.num_label_tokens
@@ -39,6 +53,8 @@ class Everything:
         total = -(output.logprobs_BT * weight_BT).sum()
         assert output.entropy_BT is not None
         total = total - (output.entropy_BT * weight_BT.flip(1)).sum()
+        assert output.values_BT is not None
+        total = total + (output.values_BT * weight_BT.roll(1, 1)).square().sum()
         for field in (output.topk_logprobs_BTK, output.token_logprobs_BTN):
             assert field is not None
             total = total - (field * self._weights(field, batch)).sum()
@@ -117,6 +133,13 @@ def _entropy_without_gradient(batches: list[Batch]) -> list[Batch]:
     return batches
 
 
+def _values_without_gradient(batches: list[Batch]) -> list[Batch]:
+    """Of the hidden states; the value head itself gets one."""
+    real = ValueHead.forward
+    ValueHead.forward = lambda self, hidden_BTD: real(self, hidden_BTD.detach())  # type: ignore[method-assign]
+    return batches
+
+
 def _request_lost_between_stages(batches: list[Batch]) -> list[Batch]:
     """Teacher's tokens of another microbatch."""
     real = stages.PipelineStages._run
@@ -136,9 +159,61 @@ def _request_lost_between_stages(batches: list[Batch]) -> list[Batch]:
         (_entropies_apart, "tp"),
         (_likeliest_of_this_rank, "tp"),
         (_entropy_without_gradient, "fsdp2"),
+        (_values_without_gradient, "pp"),
         (_request_lost_between_stages, "pp"),
     ],
 )
 def test_sabotage_is_noticed(originals: dict[str, Original], sabotage: object, layout: str):
     (errors,) = launch(run_rows, 2, originals["llama"], [LAYOUTS[layout]], sabotage)
     assert isinstance(errors, Errors) and errors.gradient > 1e-4, errors
+
+
+@dataclass(frozen=True)
+class ValueRegression:
+    """A critic's loss: squared distance of each label token's value to its reward."""
+
+    needs: HeadRequest = HeadRequest(values=True)
+
+    def weight(self, batch: Batch) -> Tensor:
+        return batch.num_label_tokens
+
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        assert output.values_BT is not None
+        errors_BT = output.values_BT - batch.extra["rewards_BT"]
+        return errors_BT.square().masked_fill(~label_mask(batch), 0.0).sum()
+
+
+def _trained_values(rank: int, world: int, original: Original, folder: str) -> list[float]:
+    """Losses of three steps from a value head of zeros, which are then exported."""
+    layout = Row(MeshConfig(dp_size=1, pp_size=world), FSDP2Config(mp_policy=FP32), objective=ValueRegression())
+    layout = replace(layout, pipeline=PipelineConfig(schedule="1f1b") if world > 1 else None)
+    mesh = build_mesh(layout.mesh.resolve(world), "cpu")
+    stages = build_stages(original, layout, mesh)
+    parts = [part for part in stages.parts if isinstance(part, ModelPart)]
+    for part in parts:
+        if part.value_head is not None:
+            fill(part.value_head, None)
+    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.01)
+    batches = step_batches(packed=True)
+    losses = [
+        train_step(stages, batches, layout.objective, optimizer, mesh, max_grad_norm=None).loss.item() for _ in range(3)
+    ]
+    export_hf(parts, original.model_config(), None, folder, pp_group=stages.pp_group)
+    return losses
+
+
+def test_a_value_head_trains_in_stages_like_in_one_process_and_is_exported_beside_the_model(originals, tmp_path: Path):
+    paths = [tmp_path / "whole", tmp_path / "cut"]
+    whole, cut = (
+        launch(_trained_values, world, originals["llama"], str(path)) for world, path in zip((1, 2), paths, strict=True)
+    )
+    assert whole[2] < whole[0] and cut == pytest.approx(whole, rel=1e-6)
+    ours, theirs = (load_file(path / FILE) for path in paths)
+    assert ours.keys() == theirs.keys() == {"weight", "bias"} and ours["weight"].abs().max() > 0
+    for path in paths:
+        assert not any("value" in name for name in load_file(path / "model.safetensors"))
+    for name, value in ours.items():
+        assert torch.allclose(value, theirs[name], atol=1e-6)
+    part = build_part(ModelConfig(pretrained=str(paths[1])), request=HeadRequest(values=True))
+    load_weights(part, ModelConfig(pretrained=str(paths[1])), device="cpu", seed=0)
+    assert part.value_head is not None and torch.equal(part.value_head.weight, theirs["weight"])

@@ -144,6 +144,7 @@ def cut_stage(part: ModelPart, anatomy: Anatomy, *, layers: range, is_first: boo
             if not (is_last and name == tied):  # a tied last stage keeps the table: it is the head's weight
                 _replace(model, name, _discard_output(model.get_submodule(name), stage.boundary, dtype))
     if not is_last:
+        stage.value_head = None
         for name in anatomy.after:
             _replace(model, name, PassThrough())
         model.all_tied_weights_keys = {}  # else the library's tie step would tie the head to a stand-in
