@@ -29,7 +29,7 @@ def grad_norm(parts: Sequence[nn.Module], mesh: Mesh) -> Tensor:
     """
     squares = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for (device_mesh, axes), local_grads in _groups(_gradients(parts, count_once=True)).items():
-        square = torch.stack([_norm(g) for g in local_grads]).square().sum().to(mesh.device)
+        square = _norms(local_grads).square().sum().to(mesh.device)
         for axis in axes:
             assert device_mesh is not None
             dist.all_reduce(square, group=device_mesh.get_group(axis))
@@ -47,9 +47,12 @@ def clip_grad_norm_(parts: Sequence[nn.Module], max_norm: float | None, mesh: Me
     norm = grad_norm(parts, mesh)
     if max_norm is not None:
         factor = (max_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in _gradients(parts):
             local = _local(grad)
-            local.mul_(factor.to(device=local.device, dtype=local.dtype))
+            alike.setdefault((local.device, local.dtype), []).append(local)
+        for (device, dtype), grads in alike.items():
+            torch._foreach_mul_(grads, factor.to(device=device, dtype=dtype))
     return norm
 
 
@@ -76,6 +79,13 @@ def _groups(grads: Iterable[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[int,
         else:
             groups.setdefault((None, ()), []).append(grad)
     return groups
+
+
+def _norms(local_grads: list[Tensor]) -> Tensor:
+    """float64 [len(local_grads)], on the device of the gradients (several where some are offloaded: on the first's)."""
+    if all(grad.device.type == "cuda" for grad in local_grads):  # a few kernels for all
+        return torch.stack(torch._foreach_norm(local_grads, 2, dtype=torch.float64))
+    return torch.stack([_norm(grad) for grad in local_grads])
 
 
 def _norm(local_grad: Tensor) -> Tensor:

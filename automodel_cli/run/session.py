@@ -88,6 +88,7 @@ class Session:
         self._owed_to: Path | None = None
         self.first_step = self._resume()
         self.stopped_by = 0
+        self._noticed: int | None = None
         self.at_exit = ExitStack()
         self._metrics: dict[str, float] = {}
         self.meter = Meter(
@@ -114,9 +115,10 @@ class Session:
         self.meter.start()
         for step in range(self.first_step + 1, self.num_steps + 1):
             self.profiler.before(step)
+            self._noticed = None
             yield step, self.loader.next_step()
             self.profiler.after(step)
-            self.stopped_by = self._agree_to_stop()
+            self.stopped_by = self._agree_to_stop() if self._noticed is None else self._noticed
             if self.recipe.validation.due(step, self.num_steps) and not self.stopped_by:
                 self.validate(step)
                 self.stopped_by = self._agree_to_stop()  # it may have taken long, and a notice does not wait
@@ -139,6 +141,7 @@ class Session:
         on the step line. A step that is not finite ends the run with its rows named.
         """
         results = [self._update(step, batches) for batches in updates]
+        self._noticed = max((result.notice for result in results), default=None)
         lr = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
         counts = [(b.input_ids_BT.numel(), int(b.num_label_tokens)) for batches in updates for b in batches]
@@ -173,6 +176,7 @@ class Session:
                 self.mesh,
                 max_grad_norm=self.recipe.train.max_grad_norm,
                 hooks=self.model.step_hooks,
+                notice=stop.requested() or 0,
             )
         except NonFiniteError as error:
             raise error.located(step, self.data.train.describe) from error
@@ -240,6 +244,7 @@ class Session:
                     f"{_model_name(recipe)}   {_count(model.num_parameters)} parameters{share}   {recipe.model.dtype}",
                 ),
                 ("layout", f"{ranks}   {_layout(recipe, self.mesh)}"),
+                *([("allocator", startup.allocator())] if self.mesh.device.type == "cuda" else []),
                 ("data", "\n".join(self.data.report.lines())),
                 ("steps", f"{steps}   {num_rows} {recipe.row_name} a step{begin}"),
             ]
@@ -260,7 +265,8 @@ class Session:
         return resumed.step
 
     def _agree_to_stop(self) -> int:
-        """The signal that any rank received, 0 for none, the same on all ranks. Collective."""
+        """The signal that any rank received, 0 for none, the same on all ranks. Collective; where a step has been
+        taken, its loss has brought the answer along."""
         return int(max_over_ranks(stop.requested() or 0, self.mesh.device))
 
     def _memory(self) -> float:

@@ -18,6 +18,9 @@ from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective, request_of
 from automodel_cli.training.metric_accumulator import MetricAccumulator
 from automodel_cli.training.stages import Stages
+from automodel_cli.training.torch_compat import step_unless
+
+_NUM_NOTICES = 32
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class StepResult:
     """What the loss was divided by: label tokens, pairs or sequences."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """What the objective measures besides (see `MeasuredObjective`)."""
+    notice: int = 0
+    """The largest `notice` that a rank brought: on the host, where the step is waited for anyway."""
 
 
 class StepHook(Protocol):
@@ -73,13 +78,17 @@ def train_step(
     *,
     max_grad_norm: float | None,
     hooks: Sequence[StepHook] = (),
+    notice: int = 0,
 ) -> StepResult:
     """One optimizer step over this rank's microbatches; every rank must bring equally many.
 
+    `notice`, 0 to 31, is for all ranks to know after the step (a signal that this one received).
+
     The denominator of the loss is summed over ranks before the first forward, so each microbatch is divided once, by
     the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss (with
-    the sums that the objective measures; one more where it also measures extrema). One host synchronisation, to refuse
-    a non-finite step before it reaches the optimizer (NonFiniteError, on all ranks alike).
+    the sums that the objective measures, and the notice; one more where it also measures extrema). One host
+    synchronisation, to refuse a non-finite step (NonFiniteError, on all ranks alike). The optimizer is launched before
+    it where its kernel can be told on the device to change nothing, else after it.
     """
     batches = [batch.to(mesh.device) for batch in batches]
     weight = mesh.sum_over(mesh.dp, torch.stack([objective.weight(batch) for batch in batches]).sum())
@@ -93,26 +102,39 @@ def train_step(
 
     local_loss = stages.forward_backward(batches, loss_of, request_of(objective))
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
-    loss, num_bad_norms, sums = _sum_of_losses(local_loss, grad_norm, tally.sums(), mesh)
-    if not bool(loss.isfinite() & (num_bad_norms == 0)):
+    total = _over_all_ranks(torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()]), notice, mesh)
+    loss, num_bad_norms, sums, notices = total[0], total[1], total[2:-_NUM_NOTICES], total[-_NUM_NOTICES:]
+    is_good = loss.isfinite() & (num_bad_norms == 0)
+    launched = step_unless(~is_good, optimizer, mesh.device)
+    noticed = (notices.sign() * torch.arange(_NUM_NOTICES, device=mesh.device)).amax()
+    answer = torch.where(is_good, noticed, -1.0).item()  # the one host synchronisation
+    if answer < 0:
         _refuse(loss, grad_norm, weight, stages, batches)
-    optimizer.step()
+    if not launched:
+        optimizer.step()
     optimizer.zero_grad()
     metrics = tally.result(sums, mesh)
     for hook in hooks:
         metrics |= hook.finish()
-    return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics)
+    return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics, notice=int(answer))
 
 
-def _sum_of_losses(
-    local_loss: Tensor, grad_norm: Tensor, measured: Tensor, mesh: Mesh
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The step's loss, on how many ranks the gradient norm is not finite, and the objective's sums: one collective, so
-    all ranks agree.
+def _is_bad(grad_norm: Tensor) -> Tensor:
+    return (~grad_norm.isfinite()).float()
+
+
+def _over_all_ranks(local: Tensor, notice: int, mesh: Mesh) -> Tensor:
+    """`local` (loss, 1 for a bad norm, the objective's sums) summed over the axes whose losses add up, then how many
+    ranks brought each notice. One collective over all ranks, so that all agree; those that hold a copy of another's
+    loss add nothing to it.
     """
-    bad_norm = (~grad_norm.isfinite()).to(local_loss.dtype)
-    total = mesh.sum_over(mesh.loss, torch.cat([torch.stack([local_loss, bad_norm]), measured]))
-    return total[0], total[1], total[2:]
+    is_copy = mesh.tp.get_local_rank() > 0 or mesh.cp.get_local_rank() > 0
+    notices = torch.zeros(_NUM_NOTICES, dtype=local.dtype, device=local.device)
+    notices[notice] = 1
+    total = torch.cat([torch.zeros_like(local) if is_copy else local.detach(), notices])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total
 
 
 def _refuse(loss: Tensor, grad_norm: Tensor, weight: Tensor, stages: Stages, batches: Sequence[Batch]) -> NoReturn:

@@ -1,8 +1,9 @@
-"""The one place that touches names of `torch.distributed.checkpoint` which are not its public API. torch 2.11 to 2.13.
+"""Names of `torch.distributed.checkpoint` and of fused optimizers which are not public API. torch 2.11 to 2.13.
 
-Relied on: what `.metadata` is a pickle of, and that `FileSystemReader` finds, reads and hands it on by
-`_get_metadata_path`, `fs.create_stream` and `read_metadata`. tests/unit/test_training_torch_compat.py reads a real
-checkpoint through it.
+Relied on: that fused optimizers say `_step_supports_amp_scaling` and look at `found_inf`; of checkpoints, what
+`.metadata` is a pickle of, and that `FileSystemReader` finds, reads and hands it on by `_get_metadata_path`,
+`fs.create_stream` and `read_metadata`. tests/unit/test_training_torch_compat.py reads a real checkpoint through it,
+tests/dist/test_step.py has a fused optimizer refuse a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -126,3 +128,21 @@ def _refused(path: Path, what: str) -> RunError:
         keys=("checkpoint.resume",),
         fix="checkpoint.resume=an earlier step-NNNNNN of the run",
     )
+
+
+def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Launch `optimizer.step()` so that it changes nothing, states included, where `bad` (bool scalar on `device`) is
+    true; nobody waits for that. False, and nothing done, for optimizers whose kernels cannot be told.
+
+    The way is that of `torch.amp.GradScaler`, which hands fused kernels a `found_inf`. It is a copy in flight for
+    parameters on another device, which those would not wait for.
+    """
+    there = {param.device.type for group in optimizer.param_groups for param in group["params"]}
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or there != {device.type}:
+        return False
+    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    return True
