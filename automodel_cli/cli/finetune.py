@@ -85,6 +85,7 @@ def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> i
         if num_ranks > 1:
             return local.run(arguments, num_ranks=num_ranks)
     startup.share_cores()
+    startup.grow_segments()
     startup.hold_garbage()
     if not worker.is_ours():  # else `worker.begin` has done both
         worker.redirect_output()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automodel_cli.distributed.layout import AXES, Layout
-from automodel_cli.distributed.process_group import wait_for_each_collective
+from automodel_cli.distributed.process_group import hold_timeout, wait_for_each_collective
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Mesh:
     """What FSDP2 works on: (shard,), or (replicate, shard) for hybrid sharding."""
     expert: DeviceMesh | None
     """(pp, ep_shard, ep) over the same ranks, tp neighbours innermost; None where experts are not distributed."""
+    ep_group: dist.ProcessGroup | None = None
+    """The ranks of `ep`, for tokens only: on a communicator of their own they do not queue behind parameters."""
 
     @property
     def ep(self) -> DeviceMesh | None:
@@ -88,7 +90,8 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     root = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
-    return Mesh(
+    expert = expert_mesh(layout, device_type) if layout.ep > 1 else None
+    mesh = Mesh(
         layout=layout,
         device=device,
         root=root,
@@ -97,14 +100,24 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         dp_shard_cp=root["dp_shard", "cp"]._flatten("dp_shard_cp"),
         loss=root["pp", "dp_replicate", "dp_shard"]._flatten("loss"),
         fsdp=fsdp_mesh(root),
-        expert=expert_mesh(layout, device_type) if layout.ep > 1 else None,
+        expert=expert,
+        ep_group=None if expert is None else _own_group(expert["ep"]),
     )
+    hold_timeout()
+    return mesh
 
 
 def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """(pp, ep_shard, ep): inside each pipeline stage, the ranks of dp, cp and tp taken `ep` neighbours at a time."""
     sizes = (layout.pp, layout.ep_shard, layout.ep)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "ep_shard", "ep"))
+
+
+def _own_group(axis: DeviceMesh) -> dist.ProcessGroup:
+    """A group that nothing else uses: DeviceMesh takes the world's for an axis of that size. Collective."""
+    if axis.size() < dist.get_world_size():
+        return axis.get_group()
+    return dist.new_group(group_desc="experts")
 
 
 def fsdp_mesh(root: DeviceMesh) -> DeviceMesh:

@@ -8,6 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed import distributed_c10d
+
+_timeout: timedelta | None = None
 
 
 def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.device:
@@ -15,12 +18,13 @@ def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.devi
 
     Rank and size come from RANK, WORLD_SIZE, LOCAL_RANK as torchrun and our Slurm launcher set them; without them, or
     with one rank, the group is made in memory and needs no network. `backend="nccl"` means CUDA where there is CUDA and
-    gloo on the CPU elsewhere; `"gloo"` means the CPU in any case. The timeout holds for every group made later: it is
-    how long a rank waits for one that is stuck, so it must exceed the longest difference between ranks (a slow
-    checkpoint file system). Collective. Starting twice is a bug of ours.
+    gloo on the CPU elsewhere; `"gloo"` means the CPU in any case. The timeout holds for every group of the mesh too
+    (`hold_timeout`): it is how long a rank waits for one that is stuck, so it must exceed the longest difference
+    between ranks (a slow checkpoint file system). Collective. Starting twice is a bug of ours.
     """
+    global _timeout
     assert not dist.is_initialized(), "the process group was started twice"
-    timeout = timedelta(minutes=timeout_minutes)
+    _timeout = timeout = timedelta(minutes=timeout_minutes)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device, backends = _device_and_backends(backend)
     bound_device = device if device.type == "cuda" else None  # lets nccl connect now, with the right GPU
@@ -30,6 +34,17 @@ def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.devi
     else:
         dist.init_process_group(backends, timeout=timeout, device_id=bound_device)
     return device
+
+
+def hold_timeout() -> None:
+    """Give every group that exists the timeout that `start` was called with; none where it was not called.
+
+    torch gives a group made from another one its backend's default instead, 10 minutes for nccl, and DeviceMesh has no
+    argument for it.
+    """
+    if _timeout is not None:
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(_timeout, group)
 
 
 def stop() -> None:

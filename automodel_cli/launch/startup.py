@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 
+ALLOCATOR = "expandable_segments:True"
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads either
+
 
 def share_cores() -> None:
     """Let idle OpenMP threads sleep instead of spin, unless the user has chosen.
@@ -13,6 +16,22 @@ def share_cores() -> None:
     2-core machine took 195 s of CPU spinning and 10 s sleeping. On a quiet machine the two are alike.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def grow_segments() -> None:
+    """Let CUDA's allocator grow its blocks, unless the user has chosen how it works.
+
+    Rows and the tokens of an expert differ in number from step to step; blocks of fixed size then leave gaps that
+    nothing fits into, and a run stops for want of memory that it has.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = ALLOCATOR
+
+
+def allocator() -> str:
+    """How CUDA's allocator was told to work, as a line of a run's header."""
+    (name, value), *_ = [(n, os.environ[n]) for n in _ALLOCATOR_VARIABLES if n in os.environ] or [("", "torch's own")]
+    return f"{value}   ({name})" if name else value
 
 
 def hold_garbage() -> None:

@@ -17,6 +17,7 @@ keys.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ from automodel_cli.models import attention_kernels as kernels
 from automodel_cli.models import attention_segments as segments
 from automodel_cli.models.attention_ring import Setting, ring_attention
 from automodel_cli.models.context import Context
+
+_logger = logging.getLogger(__name__)
 
 PACKED = "packed"
 
@@ -88,6 +91,8 @@ def packed_attention(
     query_BHTD, key_BKTD = query_BHTD.to(value_BKTV.dtype), key_BKTD.to(value_BKTV.dtype)
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
     in_one_call = softcap is None and kernels.flash_cuda_can_run(query_BHTD, value_BKTV)
+    if not in_one_call and query_BHTD.device.type != "cpu":
+        _say_that_it_is_dense(kernels.why_not_flash_cuda(query_BHTD, value_BKTV, softcap))
     kernel: segments.Kernel
     if query_BHTD.device.type == "cpu" and softcap is None:
         kernel = functools.partial(kernels.flash_cpu, sink_H=s_aux, scale=scale)
@@ -120,6 +125,14 @@ def packed_attention(
         k_MHD, v_MHV = kernels.per_query_head(k_MKD, heads), kernels.per_query_head(v_MKV, heads)
         out_NHV = segments.run(kernel, q_NHD, k_MHD, v_MHV, groups, back_N, sliding_window)
     return out_NHV.unflatten(0, (rows, length)), None
+
+
+@functools.cache
+def _say_that_it_is_dense(reason: str) -> None:
+    """Once for each reason: on long rows this is most of a step and of its memory."""
+    _logger.warning(
+        "attention is computed densely, tokens x tokens in float32, because no flash kernel takes %s", reason
+    )
 
 
 def _bounds(cu_seqlens: Tensor | None, rows: int, length: int) -> tuple[int, ...]:

@@ -210,9 +210,19 @@ class _SinkFlashCPU(torch.autograd.Function):
 
 
 def flash_cuda_can_run(query: Tensor, value: Tensor) -> bool:
+    return query.device.type == "cuda" and not why_not_flash_cuda(query, value, None)
+
+
+def why_not_flash_cuda(query: Tensor, value: Tensor, softcap: float | None) -> str:
+    """What keeps CUDA's flash kernel from these tensors, for a sentence; empty where nothing does."""
+    if softcap is not None:
+        return f"soft caps (here {softcap:g})"
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(query.dtype).removeprefix('torch.')}: bfloat16 or float16 are needed"
     widest = max(query.shape[-1], value.shape[-1])
-    fits = widest <= _FLASH_MAX_HEAD_DIM and widest % 8 == 0
-    return query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and fits
+    if widest > _FLASH_MAX_HEAD_DIM or widest % 8:
+        return f"heads of width {widest}: a multiple of 8 up to {_FLASH_MAX_HEAD_DIM} is needed"
+    return ""
 
 
 class VarlenPlan(NamedTuple):

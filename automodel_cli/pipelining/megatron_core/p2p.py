@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from automodel_cli.distributed.process_group import hold_timeout
 from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig
 from automodel_cli.pipelining.megatron_core.tensors import is_single_shape
 
@@ -64,8 +65,7 @@ class P2PCommunicator:
         # One queue per direction where both go between the same two ranks: else a send waits behind a receive.
         self._odd_group = pp_group
         if self.size == 2 and not config.batch_p2p_comm:
-            ranks = dist.get_process_group_ranks(pp_group)
-            self._odd_group = dist.new_group(ranks, use_local_synchronization=True)
+            self._odd_group = _same_ranks_again(pp_group)
 
     @property
     def is_pp_first_stage(self) -> bool:
@@ -247,6 +247,18 @@ class P2PCommunicator:
         ]
         # NCCL returns one handle for the whole batch, gloo one per operation.
         return {f"batch_{i}": work for i, work in enumerate(dist.batch_isend_irecv(ops))}
+
+
+def _same_ranks_again(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same ranks. Collective over all ranks, each in one such group: where a device is bound to
+    the default group, NCCL splits it, and those who are no members must take part.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, ranks)
+    made = {pair: dist.new_group(list(pair)) for pair in sorted({tuple(found) for found in of_ranks})}
+    hold_timeout()
+    return made[tuple(ranks)]
 
 
 def _post_each(operations: dict[str, _Operation]) -> Handles:
