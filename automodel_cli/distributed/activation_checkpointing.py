@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.kept import keep, keeps, recomputed
 
+_Context = AbstractContextManager[Any]
 _aten = torch.ops.aten
 
 # What selective checkpointing keeps: results that are expensive to make and small next to what is recomputed from them
 # (norms, activations, rotary, residuals). Batched products stay out: in eager attention they are tokens x tokens.
-# Grouped products of experts stay out too: the library adds the bias in place, and a kept tensor must not change.
+# Grouped products are not for this list, as the library adds biases in place and a kept tensor must not change; experts
+# on other ranks keep theirs by themselves (`kept`).
 KEPT_RESULTS = frozenset(
     {
         _aten.mm.default,
@@ -31,18 +37,15 @@ KEPT_RESULTS = frozenset(
 
 
 def apply_activation_checkpointing(layers: Sequence[nn.Module], mode: bool | int | str) -> None:
-    """Mark layers for recomputation: `False`, `True` or "full", "selective", or n for every n-th.
+    """Mark layers for recomputation: `False`, `True` or "full", "selective", "minimal", or n for every n-th.
 
-    Acts in train mode only, which is right: evaluation keeps nothing anyway. Raises ConfigError for layers that the
-    library cannot checkpoint.
+    What came from other ranks in an exchange of tokens is kept, unless "minimal" says to exchange again; "selective"
+    keeps `KEPT_RESULTS` and the first products of experts too. Acts in train mode only, which is right: evaluation
+    keeps nothing anyway. Raises ConfigError for layers that the library cannot checkpoint.
     """
-    every = 1 if mode in ("full", "selective") else int(mode)
+    every = recomputed_every(mode)
     if every == 0:
         return
-    keywords: dict[str, Any] = {}
-    if mode == "selective":
-        keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
-    recompute = functools.partial(checkpoint, use_reentrant=False, **keywords)
     for layer in layers[::every]:
         if not _can_checkpoint(layer):
             raise ConfigError(
@@ -50,8 +53,65 @@ def apply_activation_checkpointing(layers: Sequence[nn.Module], mode: bool | int
                 keys=("activation_checkpointing",),
                 fix="parallelizer.activation_checkpointing=false",
             )
+        keywords: dict[str, Any] = {}
+        contexts = _contexts(mode == "selective", mode != "minimal" and keeps(layer))
+        if contexts is not None:
+            keywords["context_fn"] = contexts
         layer.gradient_checkpointing = True  # type: ignore[assignment]  # the library's own switch, read in its forward
-        layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = functools.partial(  # type: ignore[assignment]
+            checkpoint, use_reentrant=False, **keywords
+        )
+
+
+def recomputed_every(mode: bool | int | str) -> int:
+    """n where every n-th layer is recomputed, 0 where none is."""
+    return 1 if isinstance(mode, str) else int(mode)
+
+
+def _contexts(products: bool, exchanges: bool) -> Callable[[], tuple[_Context, _Context]] | None:
+    """What is around a layer's first run and around its repetition."""
+    selective = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+    if not exchanges:
+        return selective if products else None
+    return _kept_products if products else functools.partial(recomputed, products=False)
+
+
+def _kept_products() -> tuple[_Context, _Context]:
+    """Torch's own way wants the same operators in both runs; those that FSDP2 adds around experts differ."""
+    first, again = recomputed(products=True)
+    return _Both((first, _KeepListed())), _Both((again, _KeepListed()))
+
+
+class _KeepListed(TorchDispatchMode):
+    """Keeps the results of `KEPT_RESULTS`, whatever else runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        make = functools.partial(func, *args, **(kwargs or {}))
+        if func not in KEPT_RESULTS:
+            return make()
+        result, versions = keep(lambda: _with_versions(make()))
+        assert versions == _versions(result), f"a kept result of {func} was changed in place"
+        return tree_map_only(Tensor, Tensor.detach, result)  # what is kept must not know the graph of its first use
+
+
+def _with_versions(result: Any) -> tuple[Any, list[int]]:
+    return result, _versions(result)
+
+
+def _versions(result: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+class _Both(AbstractContextManager[None]):
+    def __init__(self, contexts: tuple[_Context, ...]):
+        self._contexts, self._entered = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._entered.enter_context(context)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.__exit__(*exception)
 
 
 def _can_checkpoint(layer: nn.Module) -> bool:

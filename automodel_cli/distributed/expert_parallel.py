@@ -1,8 +1,9 @@
 """Expert parallelism around any Hugging Face mixture of experts whose experts the library calls through its interface.
 
-The family's own experts module does the arithmetic, on the experts of this rank; what happens around it (which tokens
-reach it, from whom) is `token_dispatch`. Experts are DTensors, Shard(0) over the `ep` axis; FSDP2 then shards them over
-`ep_shard`. Expert gradients are summed over `ep_shard` only: dispatch has brought every rank of `ep` all its tokens.
+Which tokens reach the experts of this rank, and from whom, is `token_dispatch`. The arithmetic is that of
+`gated_experts` where a measurement shows it to be the family's, else the family's own module does it. Experts are
+DTensors, Shard(0) over the `ep` axis; FSDP2 then shards them over `ep_shard`. Expert gradients are summed over
+`ep_shard` only: dispatch has brought every rank of `ep` all its tokens.
 
 Where tensor parallelism keeps the same tokens on several ranks, each of them dispatches its share and all receive all
 results, so that no token is computed or counted twice.
@@ -20,9 +21,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
+from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of
+from automodel_cli.distributed.kept import declare
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.shares import all_of, share_of
 from automodel_cli.distributed.token_dispatch import AllToAll, TokenDispatcher
+
+_Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+_LIBRARYS_CHOICE = "grouped_mm"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -53,43 +59,69 @@ def apply_expert_parallel(part: nn.Module, mesh: Mesh, dispatch: str = "all_to_a
             shard = distribute_tensor(param.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
             experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
         experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
-        experts.forward = _dispatched(experts, make_dispatcher(dispatch, num_local, mesh), mesh)
+        experts.forward = _dispatched(experts, dispatch, num_local, mesh)
+        declare(experts)
 
 
 def make_dispatcher(dispatch: str, num_local_experts: int, mesh: Mesh) -> TokenDispatcher:
-    assert mesh.ep is not None
+    assert mesh.ep_group is not None
     if dispatch == "deepep":
         require_deep_ep(mesh.device.type)
-        return DeepEP(num_local_experts, mesh.ep.get_group())
-    return AllToAll(num_local_experts, mesh.ep.get_group())
+        return DeepEP(num_local_experts, mesh.ep_group)
+    return AllToAll(num_local_experts, mesh.ep_group)
 
 
-def _dispatched(experts: nn.Module, dispatch: TokenDispatcher, mesh: Mesh) -> Callable[..., Tensor]:
+def _dispatched(experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh) -> Callable[..., Tensor]:
     """A forward with the contract of the family's own, for tokens whose experts are anywhere on `mesh.ep`."""
-    own_forward = experts.forward
     tp_group = mesh.tp.get_group() if mesh.tp.size() > 1 else None
+    compute = _sorted_once(experts, num_local, mesh) if dispatch == "all_to_all" else None
+    if compute is None:
+        compute = _by_own_code(experts, make_dispatcher(dispatch, num_local, mesh))
+
+    # Sizes are data, so no graph can hold this: the compiler leaves it alone, and compiles what is around it.
+    @torch.compiler.disable
+    def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        if tp_group is None:
+            return compute(hidden_TD, index_TK, weight_TK)
+        hidden_SD, index_SK, weight_SK = (share_of(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
+        return all_of(compute(hidden_SD, index_SK, weight_SK), len(hidden_TD), tp_group)
+
+    return forward
+
+
+def _sorted_once(experts: nn.Module, num_local: int, mesh: Mesh) -> _Compute | None:
+    """Experts whose arithmetic is known: no row is sorted twice. None for others, and where the user chose a kernel."""
+    if experts.config._experts_implementation != _LIBRARYS_CHOICE:  # type: ignore[union-attr]
+        return None
+    known = GatedExperts.of(experts, num_local, mesh.ep_group)
+    if known is None:
+        return None
+    return lambda hidden_TD, index_TK, weight_TK: known(
+        hidden_TD, index_TK, weight_TK, [_local(param) for param in parameters_of(experts)]
+    )
+
+
+def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:
+    """Experts that only their family's code knows, given rows of one expert each."""
+    own_forward = experts.forward
 
     def local_experts(hidden_ND: Tensor, expert_N: Tensor) -> Tensor:
         """Every row through one expert of this rank."""
         with_dtensors = dict(experts._parameters)
         try:
             for name, param in with_dtensors.items():
-                if isinstance(param, DTensor):
-                    experts._parameters[name] = param.to_local()  # type: ignore[assignment]
+                if param is not None:
+                    experts._parameters[name] = _local(param)  # type: ignore[assignment]
             result_ND: Tensor = own_forward(hidden_ND, expert_N[:, None], hidden_ND.new_ones(len(expert_N), 1))
             return result_ND
         finally:
             experts._parameters.update(with_dtensors)
 
-    # Sizes are data, so no graph can hold this: the compiler leaves it alone, and compiles what is around it.
-    @torch.compiler.disable
-    def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        if tp_group is None:
-            return dispatch(hidden_TD, index_TK, weight_TK, local_experts)
-        hidden_SD, index_SK, weight_SK = (share_of(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
-        return all_of(dispatch(hidden_SD, index_SK, weight_SK, local_experts), len(hidden_TD), tp_group)
+    return lambda hidden_TD, index_TK, weight_TK: dispatch(hidden_TD, index_TK, weight_TK, local_experts)
 
-    return forward
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _check(experts: nn.Module, mesh: Mesh) -> None:

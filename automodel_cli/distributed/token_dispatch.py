@@ -2,17 +2,20 @@
 
 A dispatcher sends every (token, expert) pair of this rank to the rank of the expert, and nothing is ever dropped. All
 ranks of the group take part in every call, in the same order, in forward, in recomputation and in backward, also those
-that no token reaches.
+that no token reaches. Exchanges are made once: a layer that is recomputed keeps what it received (`kept`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from automodel_cli.distributed.kept import keep
 
 LocalExperts = Callable[[Tensor, Tensor], Tensor]
 """(hidden_ND, local expert of each row [N]) -> what that expert makes of each row [N, D]."""
@@ -37,23 +40,65 @@ class AllToAll:
     """
 
     def __init__(self, num_local_experts: int, group: dist.ProcessGroup):
-        self.num_local_experts, self.group, self.size = num_local_experts, group, dist.get_world_size(group)
+        self.num_local_experts, self.group = num_local_experts, group
 
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
-        index_P = index_TK.flatten()  # P = T * K pairs of a token and an expert
-        order_P = torch.argsort(index_P, stable=True)
-        sent = torch.bincount(index_P, minlength=self.num_local_experts * self.size)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        per_rank = torch.stack([sent, received]).view(2, self.size, self.num_local_experts).sum(2)
-        send, receive = per_rank.tolist()  # the one host synchronisation
-        hidden_ND = _Exchange.apply(hidden_TD[order_P // index_TK.shape[1]], send, receive, self.group)
-        expert_N = torch.arange(self.num_local_experts, device=hidden_TD.device).repeat(self.size)
-        expert_N = expert_N.repeat_interleave(received, output_size=sum(receive))
-        result_ND = at_least_one_row(experts, hidden_ND, expert_N)
-        result_PD = _Exchange.apply(result_ND, receive, send, self.group)
-        result_TKD = torch.empty_like(result_PD).index_copy(0, order_P, result_PD).view(*index_TK.shape, -1)
+        routes = keep(lambda: find_routes(index_TK, self.num_local_experts, self.group))
+        hidden_ND = _Exchange.apply(hidden_TD[routes.order_P // index_TK.shape[1]], routes, True)
+        result_ND = at_least_one_row(experts, hidden_ND, routes.experts_of_arrivals())
+        result_PD = _Exchange.apply(result_ND, routes, False)
+        result_TKD = torch.empty_like(result_PD).index_copy(0, routes.order_P, result_PD).view(*index_TK.shape, -1)
         return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where the P = T x K pairs of a token and an expert go, and which N rows arrive here.
+
+    Pairs leave in the order of their experts, `order_P`; rows arrive by rank of origin, then by expert. `send` and
+    `receive` count rows by rank, `received_RL` (int64, R ranks, L local experts) in all detail.
+    """
+
+    order_P: Tensor
+    received_RL: Tensor
+    send: list[int]
+    receive: list[int]
+    group: dist.ProcessGroup | None
+
+    @property
+    def num_arrivals(self) -> int:
+        return sum(self.receive)
+
+    def there(self, rows_P: Tensor) -> Tensor:
+        """Rows (or scalars) of sorted pairs to the ranks of their experts. Collective."""
+        return _exchange(rows_P, self.send, self.receive, self.group)
+
+    def back(self, rows_N: Tensor) -> Tensor:
+        """Rows as they arrived, or results of them, to where they came from. Collective."""
+        return _exchange(rows_N, self.receive, self.send, self.group)
+
+    def experts_of_arrivals(self) -> Tensor:
+        """int64 [N]: the local expert that each row is for."""
+        ranks, experts = self.received_RL.shape
+        expert_RL = torch.arange(experts, device=self.received_RL.device).repeat(ranks)
+        return expert_RL.repeat_interleave(self.received_RL.flatten(), output_size=self.num_arrivals)
+
+
+def find_routes(index_TK: Tensor, num_local_experts: int, group: dist.ProcessGroup | None) -> Routes:
+    """One host synchronisation: sizes of messages are numbers of the host. Collective; without a group all experts are
+    here.
+    """
+    size = 1 if group is None else dist.get_world_size(group)
+    expert_P, order_P = torch.sort(index_TK.flatten(), stable=True)
+    experts = torch.arange(num_local_experts * size + 1, device=index_TK.device)
+    sent = torch.searchsorted(expert_P, experts).diff()  # bincount waits for the device twice to learn its own size
+    received = _exchange(sent, [num_local_experts] * size, [num_local_experts] * size, group)
+    of_experts = torch.stack([sent, received]).tolist()  # the one host synchronisation
+    send, receive = (
+        [sum(counts[first : first + num_local_experts]) for first in range(0, len(counts), num_local_experts)]
+        for counts in of_experts
+    )
+    return Routes(order_P, received.view(size, num_local_experts), send, receive, group)
 
 
 def at_least_one_row(experts: LocalExperts, hidden_ND: Tensor, expert_N: Tensor) -> Tensor:
@@ -66,20 +111,22 @@ def at_least_one_row(experts: LocalExperts, hidden_ND: Tensor, expert_N: Tensor)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; the gradient takes the way back."""
+    """All-to-all of rows, there or back; the gradient takes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes = (send, receive, group)
-        return _exchange(rows, send, receive, group)
+    def forward(ctx: Any, rows: Tensor, routes: Routes, there: bool) -> Tensor:
+        ctx.way_back = routes.back if there else routes.there
+        arrived = keep(lambda: (routes.there if there else routes.back)(rows))
+        return arrived.detach()  # what is kept must not know the graph of its first use
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        send, receive, group = ctx.sizes
-        return _exchange(grads[0], receive, send, group), None, None, None
+        return ctx.way_back(grads[0]), None, None
 
 
-def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return rows
     result = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(result, rows.contiguous(), receive, send, group=group)
     return result

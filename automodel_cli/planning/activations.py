@@ -18,7 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.activation_checkpointing import KEPT_RESULTS
+from automodel_cli.distributed.activation_checkpointing import KEPT_RESULTS, recomputed_every
+from automodel_cli.distributed.expert_parallel import experts_modules
+from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of
 from automodel_cli.distributed.layers import transformer_layers
 from automodel_cli.models.head import default_chunk_size
 from automodel_cli.models.part import ModelPart
@@ -60,15 +62,27 @@ class Activations:
 
 
 def trace_activations(
-    part: ModelPart, dtype: torch.dtype, checkpointing: bool | int | str, *, rows: int, seq_len: int
+    part: ModelPart,
+    dtype: torch.dtype,
+    checkpointing: bool | int | str,
+    *,
+    rows: int,
+    seq_len: int,
+    exchanges_tokens: bool = False,
 ) -> Activations:
-    """Run `part` (on the meta device, not touched) forward in `dtype` on rows x seq_len tokens and count."""
+    """Run `part` (on the meta device, not touched) forward in `dtype` on rows x seq_len tokens and count.
+
+    `exchanges_tokens`: experts are distributed over ranks, each of which receives as many tokens as it sends.
+    """
     from transformers import AttentionInterface
 
     model: Any = copy.deepcopy(part.model)
     model.to(dtype)
     layers = transformer_layers(model)
     watch = _Watch(layers, {StorageWeakRef(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())})
+    if exchanges_tokens:
+        for experts in experts_modules(model):
+            watch.distribute(experts)
     # A mask that is given is not looked into, which a tensor without values could not stand.
     mask = torch.zeros(rows, 1, seq_len, seq_len, dtype=dtype, device="meta")
     if model.config._attn_implementation != "eager":
@@ -83,14 +97,15 @@ def trace_activations(
             f"activations of {type(part.model).__name__} cannot be counted without running it: {error}",
             keys=("model.attention",),
         ) from error
-    every = 0 if not checkpointing else 1 if checkpointing in ("full", "selective") else int(checkpointing)
+    every = recomputed_every(checkpointing)
+    exchanges = _Tallies() if checkpointing == "minimal" else watch.exchanges
     kept = [
-        watch.inputs[i] + (watch.products[i] if checkpointing == "selective" else 0.0)
+        watch.inputs[i] + exchanges[i] + (watch.products[i] if checkpointing == "selective" else 0.0)
         if every and i % every == 0
         else watch.kept[i]
         for i in range(len(layers))
     ]
-    recomputed = max((watch.kept[i] for i in range(0, len(layers), every)), default=0) if every else 0
+    recomputed = max((watch.kept[i] - exchanges[i] for i in range(0, len(layers), every)), default=0) if every else 0
     boundary = float(hidden_BTD.nbytes)
     vocab = part.model.config.get_text_config().vocab_size
     chunk = min(rows * seq_len, part.head.chunk_size or default_chunk_size(vocab, torch.device("cuda")))
@@ -117,7 +132,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, layers: Sequence[nn.Module], parameters: set[StorageWeakRef]):
         super().__init__()
-        self.kept, self.inputs, self.products = _Tallies(), _Tallies(), _Tallies()
+        self.kept, self.inputs, self.products, self.exchanges = _Tallies(), _Tallies(), _Tallies(), _Tallies()
         self._place, self._seen = -1, set(parameters)
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._enter(index))
@@ -147,6 +162,26 @@ class _Watch(TorchDispatchMode):
             self.products.add(self._place, result.nbytes)
         return result
 
+    def distribute(self, experts: nn.Module) -> None:
+        """Let experts keep what they keep where they are distributed (`distributed/gated_experts.py`)."""
+        known, own = GatedExperts.of(experts, int(experts.num_experts), None), experts.forward  # type: ignore[arg-type]
+        first = parameters_of(experts)[0] if known else None
+
+        def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+            received = index_TK.numel() * hidden_TD.shape[1] * hidden_TD.element_size()
+            if known is None:
+                self.exchanges.add(self._place, 2 * received)  # and as many results
+                result_TD: Tensor = own(hidden_TD, index_TK, weight_TK)
+                return result_TD
+            self.exchanges.add(self._place, received + hidden_TD.nbytes)
+            assert first is not None
+            columns = first.shape[-1] if known.transposed else first.shape[1]
+            self.products.add(self._place, index_TK.numel() * columns * hidden_TD.element_size())
+            result_TD = _DistributedExperts.apply(hidden_TD, weight_TK, columns)
+            return result_TD
+
+        experts.forward = forward
+
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
@@ -169,3 +204,15 @@ class _FusedAttention(torch.autograd.Function):
         output_BTHV = query_BHTD.new_empty(rows, tokens, heads, value_BKTV.shape[-1])
         ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTV, output_BTHV)
         return output_BTHV
+
+
+class _DistributedExperts(torch.autograd.Function):
+    """Keeps what `gated_experts` keeps; computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_TK: Tensor, columns: int) -> Tensor:
+        num_pairs = weight_TK.numel()
+        ctx.save_for_backward(
+            hidden_TD.new_empty(num_pairs, hidden_TD.shape[1]), hidden_TD.new_empty(num_pairs, columns), weight_TK
+        )
+        return torch.empty_like(hidden_TD)

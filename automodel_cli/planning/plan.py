@@ -112,7 +112,14 @@ def _make_plan(request: Request) -> Plan:
     units = read_units(part, anatomy)
     checkpointing = request.parallelizer.activation_checkpointing
     tokens = -(-request.seq_len // request.layout.cp)  # of a row on one rank; keys and values of others not counted
-    activations = trace_activations(part, request.compute_dtype, checkpointing, rows=request.rows, seq_len=tokens)
+    activations = trace_activations(
+        part,
+        request.compute_dtype,
+        checkpointing,
+        rows=request.rows,
+        seq_len=tokens,
+        exchanges_tokens=request.layout.ep > 1,
+    )
     if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)
     estimate = _Estimate(request, units, activations, _cut_over_tp(request, part))
@@ -126,7 +133,7 @@ def _make_plan(request: Request) -> Plan:
     )
     if anatomy is None:
         return plan
-    recompute = 1.0 if checkpointing in (True, "full") else 0.0
+    recompute = 1.0 if checkpointing in (True, "full", "minimal") else 0.0
     cutter = Cutter(part, anatomy, units, request.layout.pp, request.num_microbatches, (1.0 + recompute, 1.0))
     return _with_pipeline(plan, estimate, cutter)
 

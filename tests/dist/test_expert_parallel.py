@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
+from automodel_cli.distributed import process_group
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
 from automodel_cli.distributed.expert_parallel import apply_expert_parallel, is_experts
 from automodel_cli.distributed.layout import MeshConfig
@@ -31,7 +32,7 @@ from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
 from tests import tiny
-from tests.dist.harness import launch
+from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Errors, microbatch, tiny_part
 
 TOLERANCE = 1e-6
@@ -91,14 +92,14 @@ def batches_of(rank: int, count: int) -> list[Batch]:
 
 @cache
 def reference(family: str, skewed: bool, num_microbatches: int) -> tuple[float, float, dict[str, Tensor]]:
-    """The whole model in one process, eager attention and eager experts, every document alone."""
-    model = tiny.build_hf(family)
+    """The whole model in one process in float64, eager attention and eager experts, every document alone."""
+    model = tiny.build_hf(family).double()
     model.set_experts_implementation("eager")
     if skewed:
         skew_routers(model)
     batches = [microbatch(i, packed=True) for i in range(num_microbatches)]
     weight = sum(int(batch.num_label_tokens) for batch in batches)
-    loss = torch.zeros(())
+    loss = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
         for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
@@ -207,6 +208,73 @@ def test_with_rows_over_ranks(family):
 def test_compiled_around_the_experts():
     compiled = replace(FSDP2, enable_compile=True, compile_backend="aot_eager")
     check(2, [Case("qwen3_moe", EP2, config=compiled)])
+
+
+class Exchanges:
+    """Counts all-to-alls by how many bytes leave, those of a few numbers and those of tokens apart."""
+
+    def __init__(self):
+        self.numbers = self.tokens = self.bytes = 0
+
+    def __enter__(self):
+        self._plain = dist.all_to_all_single
+
+        def counted(output, rows, *args, **kwargs):
+            is_tokens = rows.is_floating_point() and rows.ndim == 2
+            self.tokens += is_tokens
+            self.numbers += not is_tokens
+            self.bytes += rows.nbytes if is_tokens else 0
+            return self._plain(output, rows, *args, **kwargs)
+
+        dist.all_to_all_single = counted
+        return self
+
+    def __exit__(self, *exception):
+        dist.all_to_all_single = self._plain
+
+
+MODES = (False, "full", "selective", 2, "minimal")
+
+
+def _by_mode(rank, world, family):
+    """(all-to-alls of tokens, of numbers, bytes, gradients) of one step under each mode of recomputation."""
+    mesh = build_mesh(EP2.resolve(world), "cpu")
+    found = []
+    for mode in MODES:
+        stages = build_stages(Case(family, EP2, config=replace(FSDP2, activation_checkpointing=mode)), mesh)
+        recorder = Recorder(stages.parts)
+        with Exchanges() as seen:
+            train_step(stages, batches_of(mesh.dp_rank, 1), SFT(), recorder, mesh, max_grad_norm=None)
+        found.append((seen.tokens, seen.numbers, seen.bytes, recorder.gradients))
+    return found
+
+
+@pytest.mark.parametrize("family", FAST)
+def test_recomputation_exchanges_nothing_again(family):
+    """Tokens there and back, their gradients there and back; only "minimal" has them sent again. The numbers are sizes,
+    weights and gradients of weights. Recomputed or not, a gradient is the same to the last bit."""
+    plain, *others, minimal = launch(_by_mode, 2, family)
+    layers = plain[0] // 4
+    assert layers >= 1 and plain[:2] == (4 * layers, 3 * layers)
+    for mode, seen in zip(MODES[1:], others, strict=False):
+        assert seen[:3] == plain[:3], mode
+        assert all(torch.equal(seen[3][name], grad) for name, grad in plain[3].items()), mode
+    assert minimal[0] > plain[0] and minimal[2] > plain[2]
+    assert all(torch.equal(minimal[3][name], grad) for name, grad in plain[3].items())
+
+
+def _groups(rank, world):
+    """Whether tokens have a group that nobody else has, and every group's timeout in minutes."""
+    process_group.start("gloo", timeout_minutes=7)
+    mesh = build_mesh(MeshConfig(ep_size=world).resolve(world), "cpu")
+    others = [*mesh.root.get_all_groups(), *(m.get_group() for m in (mesh.dp, mesh.loss, mesh.dp_cp)), dist.group.WORLD]
+    every = [*others, *mesh.expert.get_all_groups(), mesh.ep_group]
+    minutes = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() / 60 for group in every}
+    return mesh.ep_group not in others, minutes, dist.get_world_size(mesh.ep_group)
+
+
+def test_tokens_have_a_communicator_of_their_own_and_all_groups_one_timeout():
+    assert launch_all(_groups, 2, process_group=False) == [(True, {7.0}, 2)] * 2
 
 
 def _in_bfloat16(rank, world, family, ep_size):

@@ -106,8 +106,8 @@ class ParallelizerConfig:
     `supports` names what the strategy can be combined with: the axes "pp", "tp", "cp", "ep", hybrid sharding "hsdp",
     4-bit layers "nf4", and "sampler", drawing tokens from the parts as they are trained. All else is refused at check.
 
-    `activation_checkpointing`: false | true = "full" | "selective" (keep matrix products and attention) | n = every
-    n-th layer.
+    `activation_checkpointing`: false | true = "full" | "selective" (keep matrix products and attention) | "minimal" |
+    n = every n-th layer. What other ranks sent to experts here is kept by all but "minimal", which has it sent again.
     `autocast_dtype`: run forward under autocast.
     `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
     `enable_compile`: torch.compile each layer in place with `compile_backend` ("inductor"; "aot_eager" compiles in a
@@ -128,8 +128,8 @@ class ParallelizerConfig:
         check_dtype("autocast_dtype", self.autocast_dtype, "parallelizer.autocast_dtype")
         value = self.activation_checkpointing
         every_nth = isinstance(value, int) and value >= 1
-        if not (isinstance(value, bool) or every_nth or value in ("full", "selective")):
-            choices = "false, true, full, selective, or n >= 1 (every n-th layer)"
+        if not (isinstance(value, bool) or every_nth or value in ("full", "selective", "minimal")):
+            choices = "false, true, full, selective, minimal, or n >= 1 (every n-th layer)"
             raise ConfigError(
                 f"activation_checkpointing={value!r} is not one of {choices}",
                 keys=("activation_checkpointing",),

@@ -1,0 +1,238 @@
+"""A layer of distributed experts as one function of autograd: tokens sorted once, exchanged, multiplied, summed.
+
+For experts that are gated MLPs as the library's own grouped path computes them, which `GatedExperts.of` measures:
+
+    expert_e(x) = down_e gate(gate_up_e x + bias) + bias        `gate` is the family's
+
+Kept for backward are the rows in the order of their experts and their first product; the gate is computed again. The
+gradient of a routing weight is made where its expert is, <gradient, down h> = <down^T gradient, h>, so no result needs
+to be kept or sent for it. Products, sums and dtypes are those of the family; forward rounds where the library rounds.
+
+Shapes: T tokens, K experts of each, P = T x K pairs, N rows of pairs that arrived here, L local experts, D hidden size,
+F columns of the first product, I of the gate's result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import embedding_bag, grouped_mm
+
+from automodel_cli.distributed.kept import is_keeping, keep
+from automodel_cli.distributed.token_dispatch import Routes, find_routes
+
+_WEIGHTS = ("gate_up_proj", "down_proj")
+_BIASES = tuple(f"{name}_bias" for name in _WEIGHTS)
+_DTYPES = {torch.bfloat16, torch.float16, torch.float32}  # that torch's grouped product has
+_TOLERANCE = 1e-5  # float32, relative to the largest; another activation or layout is wrong by 1e-1 and more
+_PROBE = {"experts": 3, "hidden": 8, "inner": 16, "tokens": 12}
+
+
+@dataclass(frozen=True)
+class GatedExperts:
+    """The arithmetic of one module of experts, of which `num_local` are on this rank."""
+
+    gate: Callable[[Tensor], Tensor]
+    """[N, F] -> [N, I]."""
+    transposed: bool
+    """Whether weights are stored [L, in, out]."""
+    num_local: int
+    group: dist.ProcessGroup | None
+    """The ranks that hold the other experts; None where there are none."""
+
+    @classmethod
+    def of(cls, experts: nn.Module, num_local: int, group: dist.ProcessGroup | None) -> GatedExperts | None:
+        """None for experts that compute something else, or with parameters of their own."""
+        names = {name for name, _ in experts.named_parameters()}
+        dtypes = {param.dtype for _, param in experts.named_parameters()}
+        if names not in ({*_WEIGHTS}, {*_WEIGHTS, *_BIASES}) or not dtypes <= _DTYPES or not _is_standard(experts):
+            return None
+        return cls(experts._apply_gate, bool(experts.is_transposed), num_local, group)  # type: ignore[arg-type]
+
+    def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """[T, D]. `parameters`: first weight, second weight, and both biases where there are any; local ones."""
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            result: Tensor = _Experts.apply(self, index_TK, hidden_TD, weight_TK, *parameters)
+        return result
+
+    def product(self, rows_ND: Tensor, weight_LDF: Tensor, ends_L: Tensor, *, back: bool = False) -> Tensor:
+        """Every row times the weight of its expert, or that weight turned around."""
+        weight = weight_LDF if self.transposed is not back else weight_LDF.transpose(-2, -1)
+        return grouped_mm(rows_ND, weight, offs=ends_L)
+
+    def weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, ends_L: Tensor) -> Tensor:
+        first, second = (rows_NI, grad_NO) if self.transposed else (grad_NO, rows_NI)
+        return grouped_mm(first.t(), second, offs=ends_L)
+
+
+def parameters_of(experts: nn.Module) -> list[Tensor]:
+    """What `GatedExperts` computes with, in its order."""
+    return [experts._parameters[name] for name in (*_WEIGHTS, *_BIASES) if name in experts._parameters]  # type: ignore
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Rows that arrived, in the order of the local experts. `order_N` is where each was when it arrived, `place_N` the
+    inverse, both None where that changes nothing; `place_P` is the inverse of the order in which pairs left."""
+
+    routes: Routes
+    place_P: Tensor
+    order_N: Tensor | None
+    place_N: Tensor | None
+    expert_N: Tensor
+    ends_L: Tensor
+
+    @classmethod
+    def of(cls, routes: Routes) -> _Sorted:
+        place_P = _inverse(routes.order_P)
+        received_RL, expert_N = routes.received_RL, routes.experts_of_arrivals()
+        if not len(expert_N):  # grouped products refuse empty input: a row of zeros for the first expert
+            ends_L = torch.ones(received_RL.shape[1], dtype=torch.int32, device=expert_N.device)
+            return cls(routes, place_P, None, None, expert_N.new_zeros(1), ends_L)
+        ends_L = received_RL.sum(0).cumsum(0, dtype=torch.int32)
+        if 1 in received_RL.shape:
+            return cls(routes, place_P, None, None, expert_N, ends_L)
+        expert_N, order_N = torch.sort(expert_N, stable=True)
+        return cls(routes, place_P, order_N, _inverse(order_N), expert_N, ends_L)
+
+    def there(self, rows_P: Tensor) -> Tensor:
+        """From sorted pairs to rows by expert. Collective."""
+        rows_N = self.routes.there(rows_P)
+        if not len(rows_N):
+            return rows_N.new_zeros(1, *rows_N.shape[1:])
+        return rows_N if self.order_N is None else rows_N.index_select(0, self.order_N)
+
+    def back(self, rows_N: Tensor) -> Tensor:
+        """From rows by expert to sorted pairs. Collective."""
+        if self.place_N is not None:
+            rows_N = rows_N.index_select(0, self.place_N)
+        return self.routes.back(rows_N[: self.routes.num_arrivals])
+
+    def is_of_expert_NL(self, dtype: torch.dtype) -> Tensor:
+        """1 where a row is of an expert, else 0: a product with it sums rows by expert, always in the same order."""
+        experts = torch.arange(len(self.ends_L), device=self.expert_N.device)
+        return (self.expert_N[:, None] == experts).to(dtype)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, experts: GatedExperts, index_TK: Tensor, hidden_TD: Tensor, weight_TK: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        first, second, *biases = parameters
+
+        def arrive() -> tuple[_Sorted, Tensor]:
+            rows = _Sorted.of(find_routes(index_TK, experts.num_local, experts.group))
+            token_P = rows.routes.order_P // index_TK.shape[1]
+            return rows, rows.there(hidden_TD.to(first.dtype).index_select(0, token_P))
+
+        def multiply() -> Tensor:
+            inner_NF = experts.product(rows_ND, first, rows.ends_L)
+            return inner_NF.add_(biases[0].index_select(0, rows.expert_N)) if biases else inner_NF
+
+        def finish() -> Tensor:
+            result_ND = experts.product(experts.gate(inner_NF), second, rows.ends_L)
+            if biases:
+                result_ND.add_(biases[1].index_select(0, rows.expert_N))
+            return _sum_of_pairs(rows.back(result_ND), rows.place_P, weight_TK).to(hidden_TD.dtype)
+
+        rows, rows_ND = keep(arrive)
+        inner_NF = keep(multiply, product=True)
+        result_TD = keep(finish)
+        ctx.save_for_backward(rows_ND, inner_NF, weight_TK, *parameters)
+        ctx.experts, ctx.rows = experts, rows
+        return result_TD.clone() if is_keeping() else result_TD  # families add to it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows_ND, inner_NF, weight_TK, first, second, *biases = ctx.saved_tensors
+        experts, rows = ctx.experts, ctx.rows
+        _, _, _, wants_weight, *wants = ctx.needs_input_grad
+        order_P, ends_L = rows.routes.order_P, rows.ends_L
+        with torch.autocast(rows_ND.device.type, enabled=False):
+            grad_PD = grads[0].to(first.dtype).index_select(0, order_P // weight_TK.shape[1])
+            grad_ND = rows.there(grad_PD)
+            weight_N1 = rows.there(weight_TK.flatten().index_select(0, order_P))[:, None]
+            with torch.enable_grad():
+                gated_NI = experts.gate(inner_NF := inner_NF.detach().requires_grad_())
+            of_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
+            gated_NI, gate_output = gated_NI.detach(), gated_NI
+            is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
+            grad_weight_TK = None
+            if wants_weight:
+                grad_weight_N = (of_gated_NI * gated_NI).sum(-1, dtype=weight_TK.dtype)
+                if biases:
+                    grad_weight_N += ((grad_ND @ biases[1].t()) * is_of_NL).sum(-1, dtype=weight_TK.dtype)
+                grad_weight_TK = rows.back(grad_weight_N).index_select(0, rows.place_P).view_as(weight_TK)
+            weighted_NI = torch.mul(gated_NI, weight_N1, out=torch.empty_like(gated_NI))
+            (of_inner_NF,) = torch.autograd.grad(gate_output, inner_NF, of_gated_NI.mul_(weight_N1))
+            found: list[Tensor | None] = [
+                experts.weight_gradient(rows_ND, of_inner_NF, ends_L) if wants[0] else None,
+                experts.weight_gradient(weighted_NI, grad_ND, ends_L) if wants[1] else None,
+            ]
+            if is_of_NL is not None:
+                found.append(is_of_NL.t() @ of_inner_NF if wants[2] else None)
+                found.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
+            of_rows_PD = rows.back(experts.product(of_inner_NF, first, ends_L, back=True))
+            grad_TD = embedding_bag(rows.place_P.view_as(weight_TK), of_rows_PD, mode="sum")
+        return None, None, grad_TD, grad_weight_TK, *found
+
+
+def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor) -> Tensor:
+    """[T, D]: results of sorted pairs, weighted and added up by token; rounded as the library does it."""
+    result_TKD = result_PD.index_select(0, place_P).view(*weight_TK.shape, -1)
+    return (result_TKD * weight_TK.unsqueeze(-1)).sum(1)
+
+
+def _inverse(order_P: Tensor) -> Tensor:
+    return torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+
+
+def _is_standard(experts: nn.Module) -> bool:
+    """Whether the family's own loop over experts gives the same results and gradients, measured on a few numbers."""
+    loop = getattr(type(experts).forward, "__wrapped__", None)  # under the library's choice of implementations
+    if loop is None or not experts.has_gate or experts.has_post_expert_norm:
+        return False
+    tiny = _shrunk(experts)
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(_PROBE["tokens"], _PROBE["hidden"], generator=generator)
+    index_TK = torch.stack([torch.randperm(_PROBE["experts"], generator=generator)[:2] for _ in hidden_TD])
+    weight_TK = torch.rand(index_TK.shape, generator=generator)
+    given = [hidden_TD, weight_TK, *parameters_of(tiny)]
+    arithmetic = GatedExperts(tiny._apply_gate, bool(tiny.is_transposed), _PROBE["experts"], None)  # type: ignore
+    try:
+        want = _with_gradients(lambda: loop(tiny, hidden_TD, index_TK, weight_TK), given)
+        got = _with_gradients(lambda: arithmetic(hidden_TD, index_TK, weight_TK, given[2:]), given)
+    except Exception:  # a family's code may do anything with sizes that are not its own
+        return False
+    return all(bool((a - b).abs().max() <= _TOLERANCE * a.abs().max()) for a, b in zip(want, got, strict=True))
+
+
+def _shrunk(experts: nn.Module) -> nn.Module:
+    """The same code on a few small experts; the original is not touched."""
+    tiny = copy.copy(experts)
+    inner, hidden = _PROBE["inner"], _PROBE["hidden"]
+    sizes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}  # [out, in]
+    generator = torch.Generator().manual_seed(1)
+    tiny._parameters = {}
+    for name in experts._parameters:
+        size = sizes[name.removesuffix("_bias")]
+        shape = size[:1] if name in _BIASES else size[::-1] if experts.is_transposed else size
+        values = torch.randn(_PROBE["experts"], *shape, generator=generator)
+        tiny._parameters[name] = nn.Parameter(values, requires_grad=True)
+    tiny.num_experts = _PROBE["experts"]  # type: ignore[assignment]
+    return tiny
+
+
+def _with_gradients(compute: Callable[[], Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    with torch.enable_grad():
+        for tensor in given:
+            tensor.requires_grad_()
+        result = compute()
+        return [result.detach(), *torch.autograd.grad(result.square().sum(), given)]
