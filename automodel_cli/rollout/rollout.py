@@ -18,7 +18,7 @@ class Rollout:
 
     `trained`: numbers of the samples that are trained on. `differs_N`: of each sample, whether the rewards of its group
     are not all the same. `num_sampled`: samples drawn, those of dropped groups too. `version`: that of the weights
-    which the step updates.
+    which the step updates. `seconds` of the whole rollout, `reward_seconds` those of them in which rewards judged.
     """
 
     version: int
@@ -30,6 +30,7 @@ class Rollout:
     num_passes: int
     num_sampled: int
     seconds: float
+    reward_seconds: float
 
     def passes(self) -> Iterator[list[Batch]]:
         """This rank's microbatches of each optimizer update."""
@@ -51,8 +52,10 @@ class Rollout:
         """What only metrics.jsonl gets."""
         samples, lengths = self.samples, [sample.num_generated for sample in self.samples]
         names = sorted({name for sample in samples for name in sample.score.parts})
-        equal = {s.place for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if not differs}
+        equal = [s for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if not differs]
         return {
+            **self._of_advantages(),
+            **({"reward_equal_groups": statistics.fmean(s.score.total for s in equal)} if equal else {}),
             "reward_std": statistics.pstdev(sample.score.total for sample in samples),
             **{f"reward_{name}": _mean_part(samples, name) for name in names},
             "reward_errors": sum(bool(sample.score.errors) for sample in samples),
@@ -60,13 +63,26 @@ class Rollout:
             "turns": statistics.fmean(sample.num_turns for sample in samples),
             "truncated": sum(sample.truncated for sample in samples) / len(samples),
             "num_groups": len({sample.place for sample in samples}),
-            "num_equal_groups": len(equal),
+            "num_equal_groups": len({sample.place for sample in equal}),
             "num_sampled": self.num_sampled,
             "num_trained_samples": len(self.trained),
             "rollout_seconds": self.seconds,
+            "reward_seconds": self.reward_seconds,
             "rollout_tokens_per_second": sum(lengths) / max(self.seconds, 1e-9),
             "weight_version": min(sample.weight_version for sample in samples),
             "staleness": self.staleness,
+        }
+
+    def _of_advantages(self) -> dict[str, float]:
+        """Of the samples that are trained on; nothing where there are none."""
+        found = self.advantages_N[self.trained].tolist()
+        if not found:
+            return {}
+        return {
+            "advantage_min": min(found),
+            "advantage_max": max(found),
+            "advantage_mean": statistics.fmean(found),
+            "advantage_std": statistics.pstdev(found),
         }
 
     @property

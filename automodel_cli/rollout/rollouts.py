@@ -78,6 +78,7 @@ class Rollouts(Callback):
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
         self._told: set[str] = set()
+        self._reward_seconds = 0.0
         self.sync(session.first_step)
         self._check_agreement()
 
@@ -122,7 +123,7 @@ class Rollouts(Callback):
         With `max_staleness` the former were drawn during the step before, and those of the next step are begun; further
         prompts are answered by the newest weights. Collective over all ranks.
         """
-        began = time.perf_counter()
+        began, self._reward_seconds = time.perf_counter(), 0.0
         dynamic = self.config.dynamic_sampling
         drawn = self._prefetched(step, prompts)
         samples = self._sample(step, prompts) if drawn is None else self._judged(drawn.requests, drawn.completions)
@@ -179,10 +180,12 @@ class Rollouts(Callback):
 
     def _judged(self, requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode]) -> list[Sample]:
         """Responses with their rewards, of all ranks, by place and index."""
-        found: list[Sample] | None = None
+        found, began = None, time.perf_counter()
         if is_group_leader(self.mesh):
             found = scored_samples(requests, answers, self.session.tokenizer, self.rewards, self.config.environment)
-        return self._of_all_ranks(found)
+        samples = self._of_all_ranks(found)
+        self._reward_seconds += time.perf_counter() - began
+        return samples
 
     def _of_all_ranks(self, mine: list[Sample] | None) -> list[Sample]:
         """The samples of all ranks, by place and index; of ranks that share prompts one counts. Collective."""
@@ -236,7 +239,8 @@ class Rollouts(Callback):
         advantages_N = self._advantages(samples, rewards_N).advantages_N
         updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
         passes = self.config.passes
-        return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, seconds)
+        spent = (seconds, self._reward_seconds)
+        return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *spent)
 
     def _measured(self, updates: list[Update]) -> list[Update]:
         """With the log-probs before the first update. Those of an only update are its own: no pass is needed."""

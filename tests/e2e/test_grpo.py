@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,6 +100,12 @@ def test_run_folder_holds_every_sample_and_every_number(whole: Path) -> None:
         mine = [s for s in samples if s["step"] == row["step"]]
         assert row["reward"] == pytest.approx(sum(s["reward"] for s in mine) / len(mine))
         assert row["num_trained_samples"] == sum(s["trained"] for s in mine)
+        assert 0 < row["reward_seconds"] < row["rollout_seconds"]
+        advantages = np.array([s["advantage"] for s in mine if s["trained"]])
+        for name in ("min", "max", "mean", "std"):
+            assert row[f"advantage_{name}"] == pytest.approx(getattr(advantages, name)(), abs=1e-9)
+        others = [s["reward"] for s in mine if not s["trained"]]
+        assert row.get("reward_equal_groups") == (pytest.approx(np.mean(others)) if others else None)
         assert row["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
 
 
