@@ -246,7 +246,7 @@ class _Builder:
                 "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
                 "masked_by": self._masked_by(fmt.makes),
                 "special_choice": spec.special_choice,
-                "unused": unused_columns(examples, encoder.reader.columns_read()),
+                "unused": unused_columns(examples, encoder.reader.columns_read),
             },
             special_ids={*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder},
         )

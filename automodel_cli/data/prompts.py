@@ -291,6 +291,9 @@ def _asked(reader: RowReader, row: Any) -> Conversation:
     if isinstance(row, RowError):
         raise row
     chat = reader.read(row)
+    if not isinstance(chat, Conversation):
+        words = f"format {reader.name} made {type(chat).__name__}, and a prompt to sample from is a Conversation"
+        raise RowError("format_error", words)
     messages = list(chat.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()

@@ -41,15 +41,16 @@ class RowReader:
                 f"format {self.name} reads no {stray[0]!r}; its fields are {', '.join(fmt.fields)}",
                 fix=f"remove {stray[0]} from data.columns, or set data.format",
             )
+        self.columns_read, self._what = self._columns_read(), f"format {self.name}"
 
     def read(self, row: Mapping[str, Any]) -> Any:
         """The row as a document. Raises RowError naming the field, what stands there, and what would be read."""
         row = without_nulls(row)
-        self.keys.refuse(row, self.columns_read(), f"format {self.name}", self.refused)
+        self.keys.refuse(row, self.columns_read, self._what, self.refused)
         fields = Fields(row, self.format.fields, self.columns, chat=self.chat, keys=self.keys)
         return self.format.read(fields) if self._is_ours else self._read_with_care(fields)
 
-    def columns_read(self) -> set[str]:
+    def _columns_read(self) -> set[str]:
         """Columns that `read` looks at, and `rejected` for those who chose to train on `chosen` alone."""
         read = {self.columns.get(field, field) for field in self.format.fields}
         if "messages" in self.format.fields and "messages" not in self.columns:

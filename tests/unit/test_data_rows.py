@@ -390,7 +390,7 @@ def test_columns_that_are_metadata_or_mapped_are_not_refused():
     row = {"id": 7, "source": "web", "chosen": "good", "rejected": "bad", "question": "x", "images": []}
     reader = RowReader(FORMATS["prompt_completion"], {"prompt": "question", "completion": "chosen"}, chat=True)
     assert said(reader.read(row)) == [("user", "x"), ("assistant", "good")]
-    assert unused_columns([row], reader.columns_read()) == ["id", "source", "images"]
+    assert unused_columns([row], reader.columns_read) == ["id", "source", "images"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from .data_helpers import tiny_tokenizer, turn, write_jsonl
 
 MODULE = """
 from dataclasses import dataclass
-from automodel_cli.data.documents import Conversation, PlainText
+from automodel_cli.data.documents import Completion, Conversation, PlainText
 from spoken_words import question
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ class TrainsTheQuestion(Page):
     makes = "conversations"
     def read(self, row):
         return Conversation([{"role": "user", "content": "x"}], [True])
+
+class NoTurns(Page):
+    makes = "conversations"
+    def read(self, row):
+        return Completion(row.text("a"), "!")
 
 class MakesNothing(Page):
     makes = "rows"
@@ -139,6 +144,13 @@ def test_prompts_leave_the_answer_out_and_keep_the_row(own, tmp_path):
     assert [p.messages for p in prompts.train.prompts] == [[turn("user", f"Hi! {row['q']}")] for row in ROWS]
     assert [p.row for p in prompts.train.prompts] == ROWS
     assert "rows.jsonl (talk_format.Talk): 2 prompts" in prompts.report.lines()[0]
+
+
+def test_what_is_no_conversation_is_no_prompt(own, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    config = DataConfig(path=str(path), format=own.NoTurns(), long_documents="drop")
+    with pytest.raises(DataError, match=r"format talk_format.NoTurns made Completion, and a prompt to sample from is"):
+        prepare_prompts(config, tiny_tokenizer(), seed=0, max_tokens=100)
 
 
 @pytest.mark.parametrize(

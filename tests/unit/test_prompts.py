@@ -40,6 +40,12 @@ def test_the_answer_is_left_out_and_the_row_kept(tmp_path):
     assert [p.origin for p in prompts] == [f"rows.jsonl:{line}" for line in range(1, 5)]
 
 
+def test_a_format_that_is_named_reads_prompts_too(tmp_path):
+    data = read(tmp_path, [{"instruction": "1 + 1", "input": "in words", "output": "two"}], format="alpaca")
+    assert TOKENIZER.decode(data.train.prompts[0].tokens) == "<|user|>1 + 1\nin words<|end|><|assistant|>"
+    assert "rows.jsonl (alpaca): 1 prompts" in data.report.lines()[0]
+
+
 def test_columns_name_the_prompt(tmp_path):
     data = read(tmp_path, [{"question": "1 + 1", "answer": "2", "hint": "Be short."}], columns={"prompt": "question"})
     assert TOKENIZER.decode(data.train.prompts[0].tokens) == "<|user|>1 + 1<|end|><|assistant|>"
