@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,10 +57,13 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`; copies are asynchronous from pinned memory."""
+        return self._with_tensors(lambda t: t.to(device, non_blocking=True))
 
-        def move(t: Tensor) -> Tensor:
-            return t.to(device, non_blocking=True)
+    def pinned(self) -> Batch:
+        """The same batch in pinned host memory, for a CUDA device to fetch by itself."""
+        return self._with_tensors(lambda t: t.pin_memory())
 
+    def _with_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
         return replace(
             self,
             input_ids_BT=move(self.input_ids_BT),

@@ -7,7 +7,8 @@ with another number of ranks, or another microbatch size, and trains on the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -100,8 +101,12 @@ class StepLoader(Generic[T]):
         dp_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        prepare: Callable[[T], T] | None = None,
     ):
-        """Sizes count rows. Raises ConfigError when the global batch is not whole microbatches on every rank."""
+        """Sizes count rows. `prepare` (pinning, say) makes the loader work ahead: while a step runs, a thread collates
+        the next one's microbatches and prepares them. Raises ConfigError when the global batch is not whole
+        microbatches on every rank.
+        """
         if global_batch_size < 1 or microbatch_size < 1 or global_batch_size % (microbatch_size * dp_size):
             unit = max(1, microbatch_size) * dp_size
             near = max(1, round(global_batch_size / unit)) * unit
@@ -115,6 +120,9 @@ class StepLoader(Generic[T]):
         self.global_batch_size, self.dp_rank, self.dp_size = global_batch_size, dp_rank, dp_size
         self.stream = RowStream(dataset, seed, shuffle)
         self.position = 0
+        self._prepare = prepare
+        self._thread = ThreadPoolExecutor(1, "collate") if prepare is not None else None
+        self._ahead: tuple[int, Future[list[T]]] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -133,13 +141,21 @@ class StepLoader(Generic[T]):
 
     def peek_step(self) -> list[T]:
         """What `next_step` will return, without moving on."""
-        return [self.dataset.collate(rows) for rows in self.next_rows()]
+        if self._ahead is not None and self._ahead[0] == self.position:  # else a state was loaded since
+            return self._ahead[1].result()
+        return self._collated(self.next_rows())
 
     def next_step(self) -> list[T]:
         """This rank's microbatches of one optimizer step; the stream goes on into the next epoch."""
         batches = self.peek_step()
         self.position += self.global_batch_size
+        if self._thread is not None:  # the stream is read here: it is not made for two threads
+            self._ahead = self.position, self._thread.submit(self._collated, self.next_rows())
         return batches
+
+    def _collated(self, rows: np.ndarray) -> list[T]:
+        batches = [self.dataset.collate(of_batch) for of_batch in rows]
+        return batches if self._prepare is None else [self._prepare(batch) for batch in batches]
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream and what the stream depends on; independent of rank and number of ranks."""

@@ -75,6 +75,7 @@ class Session:
             dp_size=mesh.dp_size,
             seed=recipe.seed,
             shuffle=recipe.data.shuffle,
+            prepare=_pinned if mesh.device.type == "cuda" else None,  # a CPU that computes has no time to spare
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.model = Model.build(recipe, mesh)
@@ -347,6 +348,10 @@ def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
     if source.run_dir is None or CheckpointDir(source.run_dir / "checkpoints").latest() is None:
         return recipe.checkpoint
     return dataclasses.replace(recipe.checkpoint, resume="auto")
+
+
+def _pinned(batch: Any) -> Any:
+    return batch.pinned() if isinstance(batch, Batch) else batch
 
 
 def _mean(values: Sequence[Tensor]) -> Scalar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -148,6 +149,32 @@ def resumed(data, state, rank, size, microbatch, steps):
     other = loader(data, rank, size, microbatch)
     other.load_state_dict(state)
     return seen(other, steps)
+
+
+def test_working_ahead_changes_neither_the_rows_nor_what_is_resumed():
+    """The state is that of the steps that were taken, not of the one that a thread has begun."""
+    data, prepared = dataset(numbered(10)), []
+
+    def ahead() -> StepLoader:
+        def prepare(batch):
+            prepared.append((threading.current_thread() is threading.main_thread(), batch.row_ids_B.tolist()))
+            return batch
+
+        return StepLoader(data, global_batch_size=4, microbatch_size=2, prepare=prepare)
+
+    plain = StepLoader(data, global_batch_size=4, microbatch_size=2)
+    want = seen(plain, 6)
+    first = ahead()
+    assert seen(first, 3) == want[:3]
+    state = first.state_dict()
+    assert state["position"] == 12
+    assert [row for batch in first.peek_step() for row in batch.row_ids_B.tolist()] == want[3]
+    second = ahead()
+    assert seen(second, 1) == want[:1]  # a step that it has begun is not the one that follows the state
+    second.load_state_dict(state)
+    assert seen(second, 3) == want[3:] == seen(first, 3)
+    begun = [is_main for is_main, _ in prepared]
+    assert begun.count(True) <= 6 and begun.count(False) >= 14  # only the first step, and the first after a load
 
 
 def test_a_position_in_other_data_is_refused():
