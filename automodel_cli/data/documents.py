@@ -18,7 +18,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Completion:
+class PromptCompletion:
     """A prompt and its continuation without a chat template."""
 
     prompt: str
@@ -32,7 +32,7 @@ class PlainText:
     text: str
 
 
-Document = Conversation | Completion | PlainText
+Document = Conversation | PromptCompletion | PlainText
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedResponse:
     """A prompt and one response, good (`desirable`) or bad; apart, because the prompt is also scored with a response
     that was given to another.
     """

@@ -17,15 +17,15 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 from automodel_cli.data.columns import LIST_COLUMNS
-from automodel_cli.data.documents import Completion, Conversation, Judged, Pair, PlainText
+from automodel_cli.data.documents import Conversation, JudgedResponse, Pair, PlainText, PromptCompletion
 from automodel_cli.data.row_fields import Fields
 
 Makes = Literal["conversations", "texts", "pairs", "judged"]
 DOCUMENTS: dict[str, tuple[type, ...]] = {
-    "conversations": (Conversation, Completion),
+    "conversations": (Conversation, PromptCompletion),
     "texts": (PlainText,),
     "pairs": (Pair,),
-    "judged": (Judged,),
+    "judged": (JudgedResponse,),
 }
 """What `read` returns, by what the format says that it makes."""
 PREFERENCES = ("pairs", "judged")
@@ -58,7 +58,7 @@ class Format(Protocol):
 
 
 @dataclass(frozen=True)
-class Sample:
+class FirstRows:
     """The first rows of a source, and `data.columns`: what a format is told by."""
 
     rows: Sequence[Mapping[str, Any]]
@@ -97,6 +97,6 @@ class KnownFormat(Format, Protocol):
 
     name: ClassVar[str]
 
-    def detects(self, sample: Sample) -> bool:
+    def detects(self, sample: FirstRows) -> bool:
         """Whether rows like these are of this format."""
         ...

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.columns import LIST_COLUMNS, column_for, columns_fix
 from automodel_cli.data.documents import Conversation, Document, PlainText
-from automodel_cli.data.format import PREFERENCES, Format, KnownFormat, Makes, Sample
+from automodel_cli.data.format import PREFERENCES, FirstRows, Format, KnownFormat, Makes
 from automodel_cli.data.messages import NO_TEMPLATE_FIX, chat_or_text, turn, with_system
-from automodel_cli.data.preferences import JudgedResponses, Pairs
+from automodel_cli.data.preferences import JudgedResponses, PreferencePairs
 from automodel_cli.data.row_fields import Fields
 from automodel_cli.data.rows import RowError
 
@@ -24,7 +24,7 @@ class Chats:
     fields: ClassVar[tuple[str, ...]] = ("messages", "system", "tools")
     makes: ClassVar[Makes] = "conversations"
 
-    def detects(self, sample: Sample) -> bool:
+    def detects(self, sample: FirstRows) -> bool:
         return sample.listed is not None and not sample.is_pair
 
     def read(self, row: Fields) -> Conversation:
@@ -38,7 +38,7 @@ class ShareGPT(Chats):
 
     name: ClassVar[str] = "sharegpt"
 
-    def detects(self, sample: Sample) -> bool:
+    def detects(self, sample: FirstRows) -> bool:
         value = sample.first(sample.listed) if sample.listed else None
         first = value[0] if isinstance(value, list) and value else None
         return isinstance(first, dict) and "from" in first and not sample.is_pair
@@ -52,7 +52,7 @@ class Alpaca:
     fields: ClassVar[tuple[str, ...]] = ("instruction", "input", "output", "system", "history")
     makes: ClassVar[Makes] = "conversations"
 
-    def detects(self, sample: Sample) -> bool:
+    def detects(self, sample: FirstRows) -> bool:
         return {"instruction", "output"} <= sample.has
 
     def read(self, row: Fields) -> Document:
@@ -79,7 +79,7 @@ class PromptCompletion:
     fields: ClassVar[tuple[str, ...]] = ("prompt", "completion", "system", "tools")
     makes: ClassVar[Makes] = "conversations"
 
-    def detects(self, sample: Sample) -> bool:
+    def detects(self, sample: FirstRows) -> bool:
         return {"prompt", "completion"} <= sample.has
 
     def read(self, row: Fields) -> Document:
@@ -103,7 +103,7 @@ class Texts:
     fields: ClassVar[tuple[str, ...]] = ("text",)
     makes: ClassVar[Makes] = "texts"
 
-    def detects(self, sample: Sample) -> bool:
+    def detects(self, sample: FirstRows) -> bool:
         return "text" in sample.has
 
     def read(self, row: Fields) -> PlainText:
@@ -134,7 +134,7 @@ class Prompts:
 
 _TABLE: tuple[KnownFormat, ...] = (
     *(ShareGPT(), Chats(), PromptCompletion(), Alpaca(), Texts()),
-    *(Pairs(), JudgedResponses()),
+    *(PreferencePairs(), JudgedResponses()),
 )
 FORMATS: dict[str, KnownFormat] = {fmt.name: fmt for fmt in _TABLE}
 """By name, in the order in which they are looked for."""
@@ -165,7 +165,7 @@ def detect_format(
 
     Raises DataError naming the columns and a `columns` to paste.
     """
-    sample = Sample(rows, columns)
+    sample = FirstRows(rows, columns)
     of_kind = [fmt for fmt in FORMATS.values() if (fmt.makes in PREFERENCES) == preferences]
     fitting = [fmt for fmt in of_kind if set(columns) <= set(fmt.fields)]
     if not fitting and not preferences:
@@ -186,7 +186,7 @@ def detect_format(
     raise DataError(f"{where}: cannot tell the format from the columns {names}", fix=_suggest_columns(sample))
 
 
-def _suggest_columns(sample: Sample) -> str:
+def _suggest_columns(sample: FirstRows) -> str:
     columns = [c for c in dict.fromkeys(column for row in sample.rows for column in row) if c in sample.shared]
     if {"chosen", "rejected"} <= sample.shared:
         prompt = next((c for c in ("prompt", "question", *LIST_COLUMNS) if c in sample.shared), "prompt")

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from automodel_cli.data.columns import LIST_COLUMNS
-from automodel_cli.data.documents import Document, Judged, Messages, Pair
-from automodel_cli.data.format import Makes, Sample
+from automodel_cli.data.documents import Document, JudgedResponse, Messages, Pair
+from automodel_cli.data.format import FirstRows, Makes
 from automodel_cli.data.messages import chat_or_text
 from automodel_cli.data.row_fields import Fields
 from automodel_cli.data.rows import RowError
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PreferencePairs:
     """A prompt, the chosen and the rejected response; or two conversations that begin alike."""
 
     name: ClassVar[str] = "preference"
     fields: ClassVar[tuple[str, ...]] = ("prompt", "messages", "chosen", "rejected", "system", "tools")
     makes: ClassVar[Makes] = "pairs"
 
-    def detects(self, sample: Sample) -> bool:
+    def detects(self, sample: FirstRows) -> bool:
         return {"chosen", "rejected"} <= sample.has
 
     def read(self, row: Fields) -> Pair:
@@ -45,10 +45,10 @@ class JudgedResponses:
     fields: ClassVar[tuple[str, ...]] = ("prompt", "messages", "completion", "label", "system", "tools")
     makes: ClassVar[Makes] = "judged"
 
-    def detects(self, sample: Sample) -> bool:
+    def detects(self, sample: FirstRows) -> bool:
         return "label" in sample.has
 
-    def read(self, row: Fields) -> Judged:
+    def read(self, row: Fields) -> JudgedResponse:
         label = row["label"]
         if label not in (True, False):
             raise RowError("bad_label", f"{row.column('label')} is {label!r}, not true or false")
@@ -60,10 +60,10 @@ class JudgedResponses:
             prompt, response, trained = messages[: last + 1], messages[last + 1 :], flags[last + 1 :]
         if not prompt or not response or any(message["role"] != "assistant" for message in response):
             raise RowError("bad_role", "a judged row needs a prompt, and assistant messages after it")
-        return Judged(prompt, response, trained, row.optional_text("system"), row.tools(), bool(label))
+        return JudgedResponse(prompt, response, trained, row.optional_text("system"), row.tools(), bool(label))
 
 
-def judged_document(row: Judged, answered: Judged, *, chat: bool) -> Document:
+def judged_document(row: JudgedResponse, answered: JudgedResponse, *, chat: bool) -> Document:
     """The prompt of `row` with the response of `answered`."""
     trained = [False] * len(row.prompt) + answered.trained
     return chat_or_text(row.prompt + answered.response, trained, row.system, row.tools, chat=chat)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from automodel_cli.data.columns import LIST_COLUMNS
-from automodel_cli.data.documents import Document, Judged, Messages, Pair
+from automodel_cli.data.documents import Document, JudgedResponse, Messages, Pair
 from automodel_cli.data.messages import as_messages, chat_or_text, read_messages
 from automodel_cli.data.rows import RowError
 from automodel_cli.data.tool_calls import json_value
@@ -139,13 +139,13 @@ class Fields(Mapping[str, Any]):
         )
         return Pair(first, second)
 
-    def judged(self, prompt: str | Messages, response: str | Messages, desirable: bool) -> Judged:
+    def judged(self, prompt: str | Messages, response: str | Messages, desirable: bool) -> JudgedResponse:
         """A prompt and one response, each as text or as messages, that is good (`desirable`) or bad. The fields
         `system` and `tools` are added where the format lists them.
         """
         said, _ = as_messages(("the format's prompt", prompt), "user", self.keys_known)
         messages, trained = as_messages(("the format's response", response), "assistant", self.keys_known)
-        return Judged(said, messages, trained, *self._around(), bool(desirable))
+        return JudgedResponse(said, messages, trained, *self._around(), bool(desirable))
 
     def _around(self) -> tuple[str, Tools]:
         """System text and tools, of a format that reads them."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from automodel_cli.data.chat import ChatEncoder
 from automodel_cli.data.config import Mask, SpecialTokensInText, Turns
-from automodel_cli.data.documents import Completion, Conversation, Document, Judged, Pair, PlainText
+from automodel_cli.data.documents import Conversation, Document, JudgedResponse, Pair, PlainText, PromptCompletion
 from automodel_cli.data.encoded import Encoded, Unrolled, encode_texts
 from automodel_cli.data.format import PREFERENCES, Format
 from automodel_cli.data.preferences import judged_document
@@ -79,7 +79,7 @@ class RowEncoder:
         out: list[Encoded | Unrolled | RowError] = [d if isinstance(d, RowError) else _NOTHING for d in documents]
         for kind, encode in (
             (Conversation, self._encode_chats),
-            (Completion, self._encode_completions),
+            (PromptCompletion, self._encode_completions),
             (PlainText, self._encode_texts),
         ):
             places = [i for i, document in enumerate(documents) if isinstance(document, kind)]
@@ -87,17 +87,17 @@ class RowEncoder:
                 out[place] = _refuse_untrained(result)
         return out
 
-    def _encode_preferences(self, read: Sequence[Pair | Judged | RowError]) -> list[Any]:
+    def _encode_preferences(self, read: Sequence[Pair | JudgedResponse | RowError]) -> list[Any]:
         """Both documents of each row, one after the other: of a pair the chosen and the rejected response; of a judged
         row its own response, and for the reference point of KTO that of the next judged row.
         """
-        judged = [row for row in read if isinstance(row, Judged)]
+        judged = [row for row in read if isinstance(row, JudgedResponse)]
         next_of = {id(row): judged[(i + 1) % len(judged)] for i, row in enumerate(judged)}
         documents: list[Document | RowError] = []
         for row in read:
             if isinstance(row, Pair):
                 documents += [row.chosen, row.rejected]
-            elif isinstance(row, Judged):
+            elif isinstance(row, JudgedResponse):
                 both = partial(judged_document, row, chat=self.spec.template is not None)
                 documents += [attempt(both, other) for other in (row, next_of[id(row)])]
             else:
@@ -183,7 +183,7 @@ class RowEncoder:
 _NOTHING = RowError("internal", "the row was not encoded")
 
 
-def _together(row: Pair | Judged | RowError, first: Any, second: Any) -> Any:
+def _together(row: Pair | JudgedResponse | RowError, first: Any, second: Any) -> Any:
     """Two documents as one item that no packer takes apart, or why one of them cannot be used."""
     for side, result in (("chosen", first), ("rejected", second)):
         if isinstance(result, Unrolled):
@@ -202,7 +202,7 @@ def _together(row: Pair | Judged | RowError, first: Any, second: Any) -> Any:
         np.concatenate([first.ids, second.ids]),
         np.concatenate([first.trained, second.trained]),
         split=len(first.ids),
-        judgement=int(row.desirable) if isinstance(row, Judged) else -1,
+        judgement=int(row.desirable) if isinstance(row, JudgedResponse) else -1,
         num_special=first.num_special + (second.num_special if isinstance(row, Pair) else 0),
     )
 
