@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.rows import RowError
-
-if TYPE_CHECKING:  # stores hold what formats make, and formats ask here
-    from automodel_cli.data.stores import SourceRow
+from automodel_cli.data.rows import RowError, SourceRow
 
 LIST_COLUMNS = ("messages", "conversations", "conversation")
 USUAL_NAMES: dict[str, tuple[str, ...]] = {

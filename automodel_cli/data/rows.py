@@ -60,6 +60,15 @@ def _without_nulls(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class SourceRow:
+    """Where a row of the data stands: file by number, line, and the row itself for the list of refused ones."""
+
+    file: int
+    line: int
+    row: Any
+
+
+@dataclass(frozen=True)
 class Rejected:
     """A line of `rejected.jsonl`: where a row stands, why it was refused, and the row itself (text when unreadable)."""
 

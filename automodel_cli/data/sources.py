@@ -13,8 +13,7 @@ from automodel_cli.data.cache import file_hash
 from automodel_cli.data.config import SourceConfig, TaskNode
 from automodel_cli.data.locate import left_out, local_files
 from automodel_cli.data.readers import load_hub, read_file, read_hub
-from automodel_cli.data.rows import RowError
-from automodel_cli.data.stores import SourceRow
+from automodel_cli.data.rows import RowError, SourceRow
 
 
 class Source(Protocol):

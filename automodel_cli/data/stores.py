@@ -15,7 +15,7 @@ import numpy as np
 from automodel_cli.data.checksums import Checksum
 from automodel_cli.data.encoded import Encoded, Unrolled, documents_of
 from automodel_cli.data.packing import Packed, Pieces, in_halves
-from automodel_cli.data.rows import Rejected, RowError, read_rejected, write_rejected
+from automodel_cli.data.rows import Rejected, RowError, SourceRow, read_rejected, write_rejected
 
 WRITE_TOKENS = 1 << 20
 """Tokens gathered before each write: about what a core's cache holds."""
@@ -23,15 +23,6 @@ WRITE_TOKENS = 1 << 20
 
 def _none() -> np.ndarray:
     return np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class SourceRow:
-    """Where a row of the data stands: file by number, line, and the row itself for the list of refused ones."""
-
-    file: int
-    line: int
-    row: Any
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ def get_hf_tp_shard_plan(model: PreTrainedModel) -> Plan:
     Later wins: the class's own plan, the instance's, the base model's. The input embedding is sharded over the
     vocabulary unless the plan names it. Raises ConfigError for a model without a plan.
     """
+    # module name -> style string; wildcards for the layers: {"model.layers.*.mlp.up_proj": "colwise"}
     strings = published_plan(model)
     structural = structural_plan(model)
     outer = {name_of(model, model.get_input_embeddings()), name_of(model, model.get_output_embeddings())}
@@ -114,7 +115,7 @@ def get_hf_tp_shard_plan(model: PreTrainedModel) -> Plan:
             keys=("parallelizer.tp_plan", "mesh.tp_size"),
             fix="mesh.tp_size=1, or parallelizer.tp_plan={module name: style, ...}",
         )
-    strings = {**strings, **structural}
+    strings = {**strings, **structural}  # ours wins where both name a module
     if embedding := name_of(model, model.get_input_embeddings()):
         strings.setdefault(embedding, "embedding_rowwise")
     return translate_plan(strings)
@@ -139,9 +140,11 @@ def structural_plan(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         key = wildcard(name)
         children = dict(module.named_children())
+        # colwise: weights (out, in) cut over out, so each rank has whole heads; rowwise: over in, then a sum
         if "sinks" in module._parameters and {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
             plan |= {key: "local_params", f"{key}.sinks": "colwise", f"{key}.o_proj": "rowwise"}
             plan |= {f"{key}.{child}": "colwise" for child in ("q_proj", "k_proj", "v_proj")}
+        # latent attention: the compressed keys (B, T, rank) stay whole, heads are made of them by q_b and kv_b
         if {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= children.keys():
             plan |= {f"{key}.kv_a_proj_with_mqa": "mla_kv_a_proj", f"{key}.o_proj": "rowwise"}
             heads = [child for child in ("q_proj", "q_b_proj", "kv_b_proj") if children.get(child) is not None]

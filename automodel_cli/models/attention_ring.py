@@ -68,12 +68,14 @@ class _Ring(torch.autograd.Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=exact)
         lse_NH = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
-        block = torch.stack([k, v])
+        block = torch.stack([k, v])  # (2, M, kv heads, D): what travels around the ring
         for turn in range(group.size):
+            # send on what is here while computing with it; in turn t it is the block of rank - t
             arriving = group.pass_on(block) if turn < group.size - 1 else None
             for call in calls(context, (group.rank - turn) % group.size, setting):
                 _merge(out, lse_NH, *call.forward(q, block[0], block[1], setting))
             block = block if arriving is None else arriving()
+        # a sink is one more key without a value: it only takes a part of each query's weight
         if sink_H is not None:
             with_sink = torch.logaddexp(lse_NH, sink_H.to(exact))
             out *= torch.exp(lse_NH - with_sink).unsqueeze(-1)
@@ -90,7 +92,7 @@ class _Ring(torch.autograd.Function):
         grad = grad.contiguous()
         dq = torch.zeros_like(q, dtype=lse_NH.dtype)
         block = torch.stack([k, v])
-        grads = torch.zeros_like(block, dtype=lse_NH.dtype)
+        grads = torch.zeros_like(block, dtype=lse_NH.dtype)  # of `block`, and travels one step behind it
         for turn in range(group.size):
             arriving = group.pass_on(block) if turn < group.size - 1 else None
             for call in calls(ctx.context, (group.rank - turn) % group.size, setting):
@@ -98,7 +100,7 @@ class _Ring(torch.autograd.Function):
                 dq.index_add_(0, call.query_index, of_q.to(dq.dtype))
                 grads[0].index_add_(0, call.key_index, of_k.to(dq.dtype))
                 grads[1].index_add_(0, call.key_index, of_v.to(dq.dtype))
-            grads = group.pass_on(grads)()
+            grads = group.pass_on(grads)()  # also in the last turn: that brings each block's gradient home
             block = block if arriving is None else arriving()
         dk, dv = grads.to(k.dtype)
         grad_sink = None
@@ -110,6 +112,7 @@ class _Ring(torch.autograd.Function):
 
 def _merge(out: Tensor, lse_NH: Tensor, index: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """In place. A query is in `index` at most once."""
+    # softmax over two sets of keys: each set's output, weighted by its share of the sum of exponentials
     before = lse_NH[index]
     merged = torch.logaddexp(before, part_lse)
     old, new = (torch.exp(x - merged).unsqueeze(-1) for x in (before, part_lse))
@@ -166,6 +169,7 @@ class _PaddedCall:
             grads = kernels.flash_cpu_backward(grad_GHS, *inputs, out_GHS, lse_GHS, setting.scale)
         else:
             grads = kernels.dense_backward(grad_GHS, *inputs, out_GHS, lse_GHS, setting.scale, setting.softcap)
+        # (G, H, S, D) -> [G * S, H, D]; keys were repeated for the query heads, so each kv head's gradients add up
         dq, dk, dv = (x.transpose(1, 2).flatten(0, 1) for x in grads)
         kv_heads = k.shape[1]
         return dq, dk.unflatten(1, (kv_heads, -1)).sum(2), dv.unflatten(1, (kv_heads, -1)).sum(2)

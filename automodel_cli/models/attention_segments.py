@@ -105,11 +105,14 @@ def run(
     documents. Returns `[N, H, V]`."""
     parts = []
     for group in groups:
+        # [N, H, D] -> [G, S, H, D] -> (G, H, S, D), and keys and values [M, ...] -> (G, kv heads, U, ...)
         q, k, v = (
             x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
             for x, index in ((query_NHD, group.query_GS), (key_MHD, group.key_GU), (value_MHV, group.key_GU))
         )
+        # (G, H, S, V) -> [G * S, H, V], padding included
         parts.append(kernel(q, k, v, group.mask(window, q.dtype)).transpose(1, 2).flatten(0, 1))
+    # drop the padding, and put the queries back in the order of the rows: [N, H, V]
     return torch.cat(parts).index_select(0, back_N)
 
 
@@ -127,23 +130,28 @@ def context_groups(context: Context, window: int | None) -> tuple[list[Group], T
 
 
 def grouped(segments: Sequence[Segment], place_M: Tensor | None, device: torch.device) -> tuple[list[Group], Tensor]:
-    """Groups, and where each of the N queries lies in the groups' queries one after the other, if each is in one.
+    """Sort segments by length into groups. Returns the groups, and `back_N`: the place of each of the N queries where
+    the queries of all groups stand one after another. Each query must be in one segment.
 
     The runs of a group are within a factor of two in length, so padding at most doubles each; it is far less in packed
-    rows. `place_M`: where a key of the whole rows lies; None: where it is.
+    rows. `place_M` maps a key of the whole rows to its index in the tensor of keys; None leaves it as it is.
     """
     left = sorted(segments, key=lambda s: (s.num_keys, s.num_queries), reverse=True)
     total = max(segment.query + segment.num_queries for segment in segments)
     groups, back_N, taken = [], torch.empty(total, dtype=torch.int64), 0
     while left:
+        # 1. the longest segment left opens a group: all segments of its size join it
         keys, queries = left[0].num_keys, left[0].num_queries
         members = [s for s in left if 2 * s.num_keys >= keys and queries <= 2 * s.num_queries <= 4 * queries]
         taken_now = set(members)
         left = [s for s in left if s not in taken_now]
+        # 2. runs to index matrices: G segments, S queries and U keys each, padded to the longest
         query_GS, is_query_GS = _runs([(s.query, s.num_queries) for s in members])
         key_GU, _ = _runs([(s.key, s.num_keys) for s in members])
+        # 3. remember where each real query of this group comes out: after the `taken` queries of earlier groups
         back_N[query_GS[is_query_GS]] = taken + is_query_GS.flatten().nonzero()[:, 0]
         taken += query_GS.numel()
+        # 4. keys of the whole rows -> keys as this rank holds them
         place = key_GU.to(device) if place_M is None else place_M[key_GU.to(device)]
         num_keys, ahead = tuple(s.num_keys for s in members), tuple(s.ahead for s in members)
         groups.append(Group(query_GS.to(device), place, is_query_GS.to(device), num_keys, ahead))

@@ -70,6 +70,7 @@ def _output(model: PreTrainedModel, batch: Batch, request: HeadRequest, value_he
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         for name, module in pristine.items():  # some rotary tables remember the longest document that they saw
             model.set_submodule(name, copy.deepcopy(module))
+        # one document alone: (1, T) ids -> (T, V) logits -> (T,) values of its labels
         inputs = {"input_ids": ids_N[None, start:end], "use_cache": False}
         logits_TV = model(**inputs).logits[0]
         asked_TK = None if asked_NK is None else asked_NK[start:end]

@@ -82,15 +82,19 @@ def _precompute(session: Session) -> None:
 
 
 def _attach(session: Session, rows: PackedDataset, needed: np.ndarray, name: str) -> None:
-    """Values of the rows from the cache, what is missing there measured and added to it."""
+    """Read the values of the rows from the cache, measure the missing ones and add them to it. Collective."""
+    # 1. one file per data set and model, the same on all ranks
     root = cache_root(session.recipe.data.cache_dir)
     key = [_key(session.recipe, rows, root) if session.is_main else None]
     dist.broadcast_object_list(key, src=0, device=torch.device("cpu"))  # one rank reads the weights for it
     path = root / "reference" / f"{key[0]}.npy"
+    # 2. what this host's cache lacks: a row counts as measured if its first token has a value
     values = _read(path, rows.num_tokens)
     missing = needed[np.isnan(values[rows.token_starts[needed]])]
-    if _any_rank(len(missing) > 0, session):  # caches of several hosts may hold different rows
+    # 3. caches of several hosts may lack different rows; all ranks must measure the same, so then all rows
+    if _any_rank(len(missing) > 0, session):
         missing = needed if _any_rank(len(missing) < len(needed), session) else missing
+    # 4. measure together, write once per host
     if _any_rank(len(missing) > 0, session):
         if session.is_main:
             print(f"reference log-probs of {len(missing):,} {name} rows", file=sys.stderr, flush=True)

@@ -138,10 +138,12 @@ class _Interleaved:
         if k == self.total - 1:
             return None
         leads = self.p2p.is_pp_first_stage if forward else self.p2p.is_pp_last_stage
+        # the rank before works on the same chunk, one step ahead
         if not leads:
             return self._chunk(k + 1, forward)
         if k < self.p2p.size - 1:
             return None
+        # the last rank of the direction sends here: its chunk c feeds our chunk c + 1 (in backwards c - 1)
         made_by = self._chunk(k - (self.p2p.size - 1), forward)
         following = made_by + 1 if forward else made_by - 1
         return following if 0 <= following < self.v else None
@@ -150,11 +152,13 @@ class _Interleaved:
 
     def run(self) -> None:
         runner, config = self.runner, self.config
+        # 1. before the first forward: no gradient reduction yet, first parameters, first input
         runner.sync.disable()
         for chunk in self.plan.params_at_start:
             self._launch(config.param_sync_func, chunk)
         if not self._is_first_stage(0):
             self.inputs[0].append(_Arrival(self.p2p.recv_forward(self.shape, False), None))  # type: ignore[arg-type]
+        # 2. forwards fill the pipeline, 3. each further forward is followed by a backward
         for k in range(self.warmup):
             self._warmup_step(k)
         for k in range(self.remaining):
@@ -164,8 +168,10 @@ class _Interleaved:
             if self.all_in_warmup and not self._is_last_stage(self.v - 1):
                 first = self.p2p.recv_backward(self.shape, False)
                 self.grads[self.v - 1].append(_Arrival(first, None))  # type: ignore[arg-type]
+            # 4. backwards drain it
             for k in range(self.remaining, self.total):
                 self._cooldown_step(k)
+        # 5. nothing is under way any more: reduce what no backward has reduced
         self._wait_for_send("send_prev")
         runner.sync.enable()
         if not runner.forward_only:
