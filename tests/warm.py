@@ -6,7 +6,7 @@ that waits for it. Left out are the 3-5 CPU seconds of imports of each process. 
 starts: what it would start as `python -m automodel_cli` is forked from a copy of it that has run nothing yet, and
 handed to it as its own child. Whatever else it starts is started as ever.
 
-What a warm process cannot show, cold ones do: which modules a command imports (test_cli.py), and a run of one process,
+What a warm process cannot show, cold ones do: which modules a command imports (unit/cli), and a run of one process,
 of several ranks and under torchrun from nothing (tests/e2e/test_train.py).
 """
 

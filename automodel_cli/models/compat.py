@@ -2,7 +2,7 @@
 
 Relied on: the conversion mapping between hub keys and in-memory (fused) parameters, the converter that reads lazily
 into DTensors, `_init_weights` module by module, `_get_dtype_plan`, `_non_persistent_buffers_set` of torch. Each is
-covered by tests/unit/test_models_load.py and tests/dist/test_models_sharded.py; when one moves, only this file changes.
+covered by tests/unit/models/test_load.py and tests/dist/test_models_sharded.py; when one moves, only this file changes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Relied on: that fused optimizers say `_step_supports_amp_scaling` and look at `found_inf`; of checkpoints, what
 `.metadata` is a pickle of, and that `FileSystemReader` finds, reads and hands it on by `_get_metadata_path`,
-`fs.create_stream` and `read_metadata`. tests/unit/test_training_torch_compat.py reads a real checkpoint through it,
+`fs.create_stream` and `read_metadata`. tests/unit/training/test_torch_compat.py reads a real checkpoint through it,
 tests/dist/test_step.py has a fused optimizer refuse a step.
 """
 

@@ -16,7 +16,7 @@ from automodel_cli.parity.reference import Original
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
 from tests.dist.harness import launch
-from tests.unit.test_models_length_rope import case_model
+from tests.unit.models.test_length_rope import case_model
 
 TOLERANCE = 1e-6
 

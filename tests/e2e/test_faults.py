@@ -1,7 +1,7 @@
 """The table of docs/reliability.md: what a run says when something around it breaks, and what is kept.
 
-Faults of single parts are tested with those parts: checkpoints (unit/test_checkpoint_damage, test_training_checkpoint),
-the data cache (unit/test_data_prepare), killed ranks (unit/test_launch_local), servers (unit/test_rollout_servers).
+Faults of single parts are tested with those parts: checkpoints (unit/training), the data cache
+(unit/data/test_prepare), killed ranks (unit/launch/test_local), servers (unit/rollout/test_http_servers).
 """
 
 from __future__ import annotations

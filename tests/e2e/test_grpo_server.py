@@ -19,7 +19,7 @@ from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.server_process import ServerProcess
 from tests.e2e.command import automodel, curve
 from tests.e2e.test_grpo import TINY, write_config
-from tests.unit.test_rollout_servers import free_port
+from tests.unit.rollout.test_http_servers import free_port
 
 FILES = "rollout.engine.transport=files"
 DOUBLE = """
@@ -28,7 +28,7 @@ sys.path.insert(0, {root!r})
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from automodel_cli.rollout.hf import HFEngine
-from tests.unit.test_rollout_servers import VLLMDouble
+from tests.unit.rollout.test_http_servers import VLLMDouble
 print("the double starts", flush=True)
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{model!r}), dtype=torch.float32).eval()

@@ -1,5 +1,5 @@
 """Somebody else's YAML, checkpoint and completion, through the real command line: nothing of theirs is executed, and
-the answer says what it was. (Completions: tests/unit/test_rollout_sandbox.py.)"""
+the answer says what it was. (Completions: tests/unit/rollout/rewards/test_sandbox.py.)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from automodel_cli.data.checksums import content_hash
 from automodel_cli.training import checkpoint_dir
 from automodel_cli.training.checkpoint_dir import read_meta
 from tests.e2e.command import automodel, write_config
-from tests.unit.test_training_torch_compat import Runs, touch
+from tests.unit.training.test_torch_compat import Runs, touch
 
 YAML = """
 defaults: [grpo, override /rollout: vllm, _self_]

@@ -31,7 +31,7 @@ from automodel_cli.rollout.transfer import FileTransfer
 from automodel_cli.rollout.vllm import VLLMEngine
 from tests.e2e.command import automodel, curve, metrics, start
 from tests.tiny import perturb
-from tests.unit.test_rollout_servers import free_port
+from tests.unit.rollout.test_http_servers import free_port
 
 ROOT = Path(__file__).parents[2]
 VLLM = os.environ.get("AUTOMODEL_VLLM")

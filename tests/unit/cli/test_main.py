@@ -1,0 +1,343 @@
+"""The command line in real processes: start-up cost, texts, exit codes, completion."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.cli import doctor
+from automodel_cli.cli.main import run
+from automodel_cli.config import bundled
+from tests import warm
+
+HERE = Path(__file__).parents[1]
+TOY = """\
+# A toy
+_target_: toy_recipe.nodes.Recipe
+data: {path: train.jsonl}
+optimizer: {_target_: toy_recipe.nodes.Optimizer, lr: 1e-5}
+"""
+PATH = f"{HERE}:{HERE.parents[1]}"
+"""The toy recipe, and this checkout before whatever else is installed."""
+TRUST = ["--trust-package", "toy_recipe"]
+PROBE = """\
+import sys
+from automodel_cli.cli.main import run
+code = run(sys.argv[2:])
+loaded = [name for name in sys.argv[1].split(",") if name in sys.modules]
+sys.exit(f"imported {loaded}" if loaded else code)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    (tmp_path / "toy.yaml").write_text(TOY)
+    return tmp_path
+
+
+def environment(**env: str) -> dict[str, str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("AUTOMODEL_", "SLURM_"))}
+    return environ | {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **env}
+
+
+def automodel(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return warm.run(arguments, folder, environment(**env), timeout=120)
+
+
+def cold(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`automodel` in a new interpreter."""
+    command = [sys.executable, "-m", "automodel_cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=120)
+
+
+def check_quick(folder: Path, limit: float, forbidden: str, *arguments: str, **env: str) -> None:
+    """The whole process takes at most `limit` seconds of CPU on a machine that imports Hydra in 0.3, and as many more
+    on a slower one, in one of three tries (the machine may be busy). It imports none of the forbidden modules.
+    """
+    limit *= slowness()
+    tries = []
+    while len(tries) < 3 and min(tries, default=limit + 1) > limit:
+        command = [sys.executable, "-c", PROBE, forbidden, *arguments]
+        seconds, code, output = _cpu_seconds(command, folder, {**os.environ, "PYTHONPATH": PATH, **env})
+        assert code == 0, output
+        tries.append(seconds)
+    assert min(tries) <= limit, f"{' '.join(arguments)}: {tries}"
+
+
+@functools.cache
+def slowness() -> float:
+    """How much slower than the machine of `check_quick` this one is, at least 1."""
+    return max(1.0, _cpu_seconds([sys.executable, "-c", "import hydra"], HERE, os.environ)[0] / 0.3)
+
+
+def _cpu_seconds(command: list[str], folder: Path, environ: Mapping[str, str]) -> tuple[float, int, str]:
+    """User and system time of one process, its exit code and what it printed."""
+    with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as p:
+        assert p.stdout is not None
+        output = p.stdout.read().decode()
+        _, status, usage = os.wait4(p.pid, 0)
+        p.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_utime + usage.ru_stime, p.returncode, output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["recipes", "ls"], ["finetune", "llm", "--help"], ["completion", "bash"]],
+    ids=" ".join,
+)
+def test_quick_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
+    check_quick(tmp_path, 0.4, "torch,hydra,omegaconf,rich,transformers", *arguments)
+
+
+def test_completion_of_keys_imports_nothing_heavy(toy: Path) -> None:
+    words = {
+        "COMP_WORDS": "automodel finetune llm -c toy.yaml ",
+        "COMP_CWORD": "5",
+        "_AUTOMODEL_COMPLETE": "bash_complete",
+    }
+    check_quick(toy, 0.4, "torch,hydra,rich,transformers", **words)
+
+
+def test_check_is_quick_and_torch_free(toy: Path) -> None:
+    check_quick(toy, 1.0, "torch,rich,transformers", "check", "-c", "toy.yaml", *TRUST)
+
+
+EACH = """\
+import contextlib, io, json, sys, time
+from automodel_cli.cli.main import run
+found = {"": [0, "", time.process_time()]}
+for name, filled in json.loads(sys.argv[1]).items():
+    before, output = time.process_time(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = run(["check", "-c", name, *filled])
+    found[name] = [code, output.getvalue(), time.process_time() - before]
+loaded = [name for name in ("torch", "rich", "transformers") if name in sys.modules]
+sys.exit(f"imported {loaded}") if loaded else print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, float]]:
+    """Exit code, output and CPU seconds of `check` on every bundled config, all in one process without torch. What
+    users of a method's base fill in is all that it lacks. Under "" stand the seconds of what all need to import.
+    """
+    folder = tmp_path_factory.mktemp("checked")
+    (folder / "train.jsonl").touch()
+    (folder / "runs/quickstart/export").mkdir(parents=True)  # what quickstart_grpo goes on from
+    (folder / "runs/quickstart/export/config.json").touch()
+    filled = ["model.pretrained=org/name", "data.path=train.jsonl"]
+    asked = {name: filled if name in ("sft", "dpo", "grpo") else [] for name in bundled.names()}
+    command = [sys.executable, "-c", EACH, json.dumps(asked)]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", bundled.names())
+def test_every_bundled_config_checks_without_torch(checked: dict[str, tuple[int, str, float]], name: str) -> None:
+    """In a second (see `check_quick`), of which the first pays for the imports that all share."""
+    code, output, seconds = checked[name]
+    assert code == 0 and output.splitlines()[-1].startswith("ok "), output
+    first = next(iter(bundled.names()))
+    imports = checked[""][2] + (checked[first][2] if name != first else 0)
+    assert imports + seconds <= 1.0 * slowness(), f"{seconds} s and {imports} s for imports"
+
+
+def test_check_prints_a_line_per_section(toy: Path) -> None:
+    found = automodel(toy, "check", "-c", "toy.yaml", *TRUST, "train.max_steps=5")
+    assert found.stdout == (
+        "recipe     toy_recipe.nodes.Recipe\n"
+        "data       path=train.jsonl\n"
+        "optimizer  Optimizer lr=1e-05\n"
+        "train      max_steps=5\n"
+        "ok         toy.yaml, 1 from the command line\n"
+    )
+    assert os.listdir(toy) == ["toy.yaml"], "check writes nothing"
+
+
+def test_check_resolved_prints_origins(toy: Path) -> None:
+    found = automodel(toy, "check", "-c", "toy.yaml", "--resolved", *TRUST, "train.max_steps=5")
+    assert "  path: train.jsonl  # toy.yaml:3\n" in found.stdout and "  max_steps: 5  # command line\n" in found.stdout
+
+
+def test_errors_go_to_stderr_with_exit_code_2(toy: Path) -> None:
+    found = cold(toy, "check", "-c", "toy.yaml", *TRUST, "train.lr=1")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert (
+        found.stderr == "ConfigError: unknown key train.lr\n  from  train.lr=1 (command line)\n  fix   optimizer.lr=1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["chek"], "ConfigError: no such command: chek\n  fix   automodel check\n"),
+        (
+            ["finetune", "llm", "-c", "toy.yaml", "--optimizer.lr=3"],
+            (
+                "ConfigError: no such option: --optimizer.lr; a config key is set without dashes, as key=value\n"
+                "  fix   optimizer.lr=3\n"
+            ),
+        ),
+        (
+            ["train"],
+            (
+                "ConfigError: no such command: train; training is finetune, with the config of your run after -c\n"
+                "  fix   automodel finetune llm -c quickstart\n"
+            ),
+        ),
+        (["check", "-c", "toi.yaml"], "ConfigError: no such config file: toi.yaml\n  fix   -c toy.yaml\n"),
+        (
+            ["check", "-c", "toy.yaml"],
+            (
+                "ConfigError: toy_recipe.nodes.Recipe is outside the packages that a config may build from\n"
+                "  from  _target_=toy_recipe.nodes.Recipe (toy.yaml:2)\n"
+                "  fix   --trust-package toy_recipe   (if you trust its code)\n"
+            ),
+        ),
+        (["resume", "nothing"], "ConfigError: no run at nothing: it has no config.yaml\n"),
+        (
+            ["recipes", "show", "qwertz"],
+            "ConfigError: no bundled recipe is called qwertz\n  fix   automodel recipes ls\n",
+        ),
+    ],
+)
+def test_usage_errors(toy: Path, arguments: list[str], text: str) -> None:
+    found = automodel(toy, *arguments)
+    assert (found.returncode, found.stderr) == (2, text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "fix"),
+    [
+        (["eval"], "a run validates itself", "automodel finetune llm -c quickstart validation.every=50"),
+        (["chat"], "the export of a run", "transformers chat runs/quickstart/export"),
+        (["finetune", "llm", "-c", "quickstart", "-m", "optimizer.lr=1,2"], "a shell makes several", "for v in 1e-4"),
+        (["finetune", "llm", "-c", "quickstart", "--lr", "1e-4"], "without dashes", "optimizer.lr=1e-4"),
+        (["finetune", "llm", "-c", "quickstart", "--lr=1e-4"], "without dashes", "optimizer.lr=1e-4"),
+        (["check", "-c", "sft", "--num-train-epochs", "3"], "without dashes", "train.epochs=3"),
+        (["check", "-c", "sft", "--train.max_steps", "3"], "without dashes", "train.max_steps=3"),
+        (["check", "--config-name", "quickstart"], "a config is named by -c", "-c quickstart"),
+    ],
+)
+def test_habits_of_other_tools_are_answered(
+    arguments: list[str], says: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error and f"fix   {fix}" in error
+
+
+def test_check_names_every_missing_file(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "x.yaml").write_text(
+        "defaults: [sft, _self_]\n"
+        "model:\n  pretrained: ./model\n"
+        "data:\n  path: trian.jsonl\n  validation_path: other/val.jsonl\n"
+    )
+    found = automodel(tmp_path, "check", "-c", "x.yaml")
+    assert found.returncode == 2 and "3 errors in x.yaml" in found.stderr
+    assert "x.yaml:3  model.pretrained=./model holds no config.json" in found.stderr
+    assert "x.yaml:5  no such file: trian.jsonl" in found.stderr and "fix  data.path=train.jsonl" in found.stderr
+    assert "its folder other does not exist" in found.stderr
+
+
+def test_a_root_that_is_no_recipe(toy: Path) -> None:
+    (toy / "x.yaml").write_text("_target_: toy_recipe.nodes.Mesh\n")
+    found = automodel(toy, "check", "-c", "x.yaml", *TRUST)
+    assert "Mesh is no recipe" in found.stderr and "_target_=toy_recipe.nodes.Mesh (x.yaml:1)" in found.stderr
+
+
+def test_train_and_resume(toy: Path) -> None:
+    assert automodel(toy, "toy.yaml", *TRUST).stdout.splitlines()[1:] == [f"step {i} total 1" for i in (1, 2, 3)]
+    more = automodel(toy, "resume", "toy", *TRUST, "train.max_steps=4")
+    assert more.stdout.splitlines()[1:] == ["step 4 total 1"], "goes on in place, with the override"
+
+
+def test_a_recipe_of_your_own_without_the_sections_that_a_command_reads(toy: Path) -> None:
+    found = automodel(toy, "data", "inspect", "-c", "toy.yaml", *TRUST)
+    assert "Recipe has not the sections that this command reads" in found.stderr and found.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("fail", "code", "text"),
+    [
+        ("raise", 1, "ValueError: rank 0 is broken"),
+        ("memory", 4, "OutOfMemoryError: wanted 2.3 GiB"),
+        ("data", 3, "DataError: row 7 has no supervised token\n  fix   data.on_bad_row=drop"),
+    ],
+)
+def test_exit_codes_of_a_run(toy: Path, fail: str, code: int, text: str) -> None:
+    found = automodel(toy, "toy.yaml", *TRUST, f"fail={fail}")
+    assert found.returncode == code and text in found.stderr
+    assert "click" not in found.stderr, "frames of the command line library help nobody"
+    assert ("Traceback" in found.stderr) == (fail != "data")
+
+
+def test_recipes_cp_gives_a_config_one_owns(tmp_path: Path) -> None:
+    name = bundled.names()[0]
+    assert automodel(tmp_path, "recipes", "cp", name).stdout.startswith(f"wrote {name}.yaml\n")
+    assert (tmp_path / f"{name}.yaml").read_bytes() == bundled.path_of(name).read_bytes()
+    again = automodel(tmp_path, "recipes", "cp", name)
+    assert again.returncode == 2 and f"{name}.yaml exists already" in again.stderr
+    assert automodel(tmp_path, "recipes", "show", name).stdout == bundled.path_of(name).read_text()
+    listed = automodel(tmp_path, "recipes", "ls").stdout
+    assert all(n in listed for n in bundled.names())
+
+
+def complete(folder: Path, *words: str) -> list[str]:
+    env = {
+        "_AUTOMODEL_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(["automodel", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    return [line.partition(",")[2] for line in automodel(folder, **env).stdout.splitlines()]
+
+
+def test_completion_offers_recipes_keys_and_options(toy: Path) -> None:
+    assert "finetune" in complete(toy, "fi")
+    assert set(bundled.names()) <= set(complete(toy, "check", "-c", ""))
+    assert "toy.yaml" in complete(toy, "check", "-c", "to")
+    (toy / "own.yaml").write_text("defaults: [sft, _self_]\ndata: {path: x.jsonl}\n")
+    keys = complete(toy, "finetune", "llm", "-c", "own.yaml", "train.")
+    assert {"train.global_batch_size=", "train.microbatch_size="} <= set(keys)
+    assert "optimizer.lr=" in complete(toy, "finetune", "llm", "-c", "own.yaml", "optimizer.")
+    assert "lr_scheduler=cosine" in complete(toy, "finetune", "llm", "-c", "own.yaml", "lr_scheduler=co")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(tmp_path: Path, shell: str) -> None:
+    assert "_AUTOMODEL_COMPLETE" in automodel(tmp_path, "completion", shell).stdout
+
+
+def test_doctor_finds_a_foreign_recipes_package(tmp_path: Path) -> None:
+    good = automodel(tmp_path, "doctor")
+    assert "fail" not in good.stdout and good.stdout.count("\n") > 10
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/__init__.py").touch()
+    bad = cold(tmp_path, "doctor", PYTHONPATH=str(tmp_path))
+    line = next(line for line in bad.stdout.splitlines() if " recipes " in line)
+    assert line.startswith("fail") and "stands in for ours" in line and bad.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "spec", "expected"),
+    [
+        ("2.13.0+cpu", ">=2.11,<2.14", True),
+        ("2.14.0a0+git", ">=2.11,<2.14", False),
+        ("2.9.1", ">=2.11,<2.14", False),
+        ("5.23.0", ">=5.17,<5.24", True),
+        ("1.3", ">=1.3.2,<1.4", False),
+        ("3", ">=3", True),
+    ],
+)
+def test_version_ranges(version: str, spec: str, expected: bool) -> None:
+    assert doctor.satisfies(version, spec) is expected

@@ -1,0 +1,372 @@
+"""The strict check: exact texts, all errors at once, suggestions, conversions, construction."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.other_frameworks import FOREIGN
+from automodel_cli.config.trust import Trust
+
+GOOD = """\
+_target_: toy_recipe.nodes.Recipe
+data: {path: train.jsonl}
+optimizer: {_target_: toy_recipe.nodes.Optimizer}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1]), *sys.path])
+    return tmp_path
+
+
+def build(text: str = GOOD, *overrides: str) -> Any:
+    Path("x.yaml").write_text(text)
+    return check(compose("x.yaml", overrides), Trust(packages=("toy_recipe",)))
+
+
+def refusal(text: str = GOOD, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as error:
+        build(text, *overrides)
+    return error.value
+
+
+def test_a_good_config_becomes_objects() -> None:
+    recipe = build(GOOD, "train.betas=[1,0.5]", "model.adapter={rank: 2, alpha: 4}", "model.config={model_type: llama}")
+    from toy_recipe import nodes
+
+    assert isinstance(recipe, nodes.Recipe) and recipe.optimizer == nodes.Optimizer()
+    assert recipe.train.betas == (1.0, 0.5) and all(type(b) is float for b in recipe.train.betas)
+    assert recipe.model.adapter == nodes.Adapter(2, 4.0) and type(recipe.model.adapter.alpha) is float
+    assert recipe.model.config == {"model_type": "llama"}
+    assert recipe.mesh == nodes.Mesh() and recipe.run_name is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "fix"),
+    [
+        ("train.max_steps=lots", "train.max_steps expects a whole number, got 'lots'", None),
+        ("train.max_steps=1e3", "train.max_steps expects a whole number, got 1000.0", "train.max_steps=1000"),
+        ("train.max_steps=true", "train.max_steps expects a whole number, got true", None),
+        ("train.max_steps=null", "train.max_steps expects a whole number, got null", None),
+        ("optimizer.lr='1e-5'", "optimizer.lr expects a number, got '1e-5'", "optimizer.lr=1e-5"),
+        ("train.deterministic=yes", "train.deterministic expects true or false, got 'yes'", "train.deterministic=true"),
+        ("data.path=7", "data.path expects text, got 7", "data.path='\"7\"'"),
+        ("run_name=7", "run_name expects text or null, got 7", "run_name='\"7\"'"),
+        ("data.packing=bdf", "data.packing expects best_fit, none or wrapped, got 'bdf'", "data.packing=best_fit"),
+        ("data.weights=0.5", "data.weights expects a list of numbers or null, got 0.5", "data.weights=[0.5]"),
+        ("data.weights=[0.5,x]", "data.weights.1 expects a number, got 'x'", None),
+        ("train.betas=[0.9]", "train.betas expects a list of 2 values, got [0.9]", None),
+        ("data.columns={a: 1}", "data.columns.a expects text, got 1", "data.columns.a='\"1\"'"),
+        ("mesh=4", "mesh expects a section (Mesh), got 4", None),
+        ("train.max_stepz=3", "unknown key train.max_stepz", "train.max_steps=3"),
+        ("trian.max_steps=3", "unknown section trian", "call it train"),
+        ("train.lr=3", "unknown key train.lr", "optimizer.lr=3"),
+        ("micro_batch_size=2", "unknown key micro_batch_size", "train.microbatch_size=2"),
+        ("cutoff_len=256", "unknown key cutoff_len", "data.seq_len=256"),
+        ("sample_packing=true", "unknown key sample_packing", "data.packing=best_fit"),
+        ("learning_rate=1e-3", "unknown key learning_rate", "optimizer.lr=0.001"),
+        (
+            "gradient_accumulation_steps=4",
+            (
+                "unknown key gradient_accumulation_steps (train.global_batch_size = microbatch x accumulation x "
+                "data-parallel ranks)"
+            ),
+            None,
+        ),
+        ("mesh.dp_sise=3", "unknown key mesh.dp_sise", "mesh.dp_size=3"),
+        ("+qqq=3", "unknown key qqq", None),
+        ("mesh._args_=[1]", "mesh._args_: only _target_ and _partial_ have a leading underscore here", None),
+        ("mesh.dp_size=0", "mesh.dp_size must be at least 1", "mesh.dp_size=1"),
+        ("data.path=???", "data.path is missing: text", "data.path=..."),
+        (
+            "parallelizer={reshard: true}",
+            "parallelizer needs a _target_: toy_recipe.nodes.Fsdp or toy_recipe.nodes.Ddp",
+            None,
+        ),
+        (
+            "parallelizer._target_=toy_recipe.nodes.Adapter",
+            "parallelizer expects a section (Fsdp) or a section (Ddp), got toy_recipe.nodes.Adapter",
+            None,
+        ),
+        (
+            "parallelizer._target_=toy_recipe.nodes.Fsbp",
+            "toy_recipe.nodes.Fsbp does not exist: toy_recipe.nodes has no Fsbp",
+            "parallelizer._target_=toy_recipe.nodes.Fsdp",
+        ),
+    ],
+)
+def test_one_error_has_an_exact_text(override: str, message: str, fix: str | None) -> None:
+    error = refusal(GOOD, override)
+    assert (error.message, error.fix) == (message, fix)
+    assert "command line" in (error.origin or "")
+    assert error.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.max_steps=1e3",
+        "optimizer.lr='1e-5'",
+        "data.path=7",
+        "data.packing=bdf",
+        "data.weights=0.5",
+        "mesh.dp_size=0",
+    ],
+)
+def test_a_fix_works_when_pasted(override: str) -> None:
+    import shlex
+
+    (fixed,) = shlex.split(refusal(GOOD, override).fix or "")
+    build(GOOD, fixed)
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("pipeline.layers_per_stage=0", "pipeline.layers_per_stage=null"),
+        ("pipeline.microbatch_group_size=0", "pipeline.microbatch_group_size=null"),
+    ],
+)
+def test_a_node_below_a_section_gives_its_fix_with_the_whole_key(override: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(compose("quickstart", ["mesh.pp_size=2", "pipeline=1f1b", override]))
+    assert error.value.fix == fix
+
+
+def test_all_errors_at_once_by_file_and_line() -> None:
+    Path("base.yaml").write_text(GOOD + "train:\n  max_steps: lots\n")
+    text = "defaults: [base, _self_]\nmesh:\n  dp_size: 0\n  ep: 4\nseed: yes\n"
+    error = refusal(text, "data.packing=bdf")
+    assert str(error) == (
+        "5 errors in x.yaml, nothing was started\n"
+        "  x.yaml:4      unknown key mesh.ep\n"
+        "  x.yaml:5      seed: yes is true or false in a file and text on the command line\n"
+        "                fix  seed=true\n"
+        "  x.yaml:5      unknown key seed\n"
+        "  base.yaml:5   train.max_steps expects a whole number, got 'lots'\n"
+        "  command line  data.packing expects best_fit, none or wrapped, got 'bdf'\n"
+        "                fix  data.packing=best_fit"
+    )
+
+
+def test_a_rule_between_fields_names_every_value_and_origin() -> None:
+    error = refusal(GOOD + "train: {global_batch_size: 9}\n", "mesh.dp_size=2")
+    assert str(error) == (
+        "train.global_batch_size=9 does not divide over 2 ranks\n"
+        "  from  train.global_batch_size=9 (x.yaml:4); mesh.dp_size=2 (command line); mesh.tp_size=1 (default)\n"
+        "  fix   train.global_batch_size=2"
+    )
+
+
+def test_a_rule_of_a_section_that_the_recipe_asks_for() -> None:
+    expected = "3 steps are too few\n  from  train.max_steps=3 (default)\n  fix   train.max_steps=4"
+    assert str(refusal(GOOD, "mesh.tp_size=4")) == expected
+
+
+def test_missing_required_keys() -> None:
+    error = refusal("_target_: toy_recipe.nodes.Recipe\ndata:\n  seq_len: 3\n")
+    assert str(error) == (
+        "2 errors in x.yaml, nothing was started\n"
+        "  x.yaml:1  optimizer is missing: a value\n"
+        "            try  optimizer=...\n"
+        "  x.yaml:2  data.path is missing: text\n"
+        "            try  data.path=..."
+    )
+
+
+def test_no_recipe() -> None:
+    assert "the root has no _target_" in refusal("a: 1\n").message
+
+
+def test_foreign_names_below_a_foreign_section() -> None:
+    error = refusal(GOOD + "trainer:\n  micro_batch_size: 2\n  max_grad_norm: 3\n  tensor_parallel_degree: 2\n")
+    assert "fix  train.microbatch_size=2" in str(error) and "fix  mesh.tp_size=2" in str(error)
+
+
+def test_the_foreign_table_stays_small() -> None:
+    assert 60 <= len(FOREIGN) <= 85
+    assert len({name.lower() for name in FOREIGN}) == len(FOREIGN)
+
+
+def test_the_foreign_table_names_keys_that_exist() -> None:
+    from automodel_cli.config import schema
+    from automodel_cli.config.targets import resolve
+
+    known = set(schema.keys(resolve("recipes.sft.SFTRecipe")))
+    known |= set(schema.keys(resolve("automodel_cli.training.optim.AdamW"), "optimizer."))
+    known |= set(schema.keys(resolve("automodel_cli.training.lr_scheduler.Cosine"), "lr_scheduler."))
+    known |= set(schema.keys(resolve("automodel_cli.distributed.config.FSDP2Config"), "parallelizer."))
+    assert [row for row in FOREIGN.values() if row.key not in known] == []
+
+
+AXOLOTL = """\
+base_model: Qwen/Qwen3-0.6B
+datasets:
+  - {path: train.jsonl, type: chat_template}
+val_set_size: 0.05
+sequence_len: 4096
+sample_packing: true
+adapter: lora
+lora_r: 16
+lora_target_linear: true
+micro_batch_size: 2
+optimizer: adamw_torch
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: org/name
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_target: q_proj,v_proj
+dataset: alpaca
+template: llama3
+cutoff_len: 2048
+lr_scheduler_type: cosine
+"""
+TORCHTUNE = "tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/x}\nbatch_size: 2\n"
+TRL = """\
+model_name_or_path: org/name
+dataset_name: org/rows
+learning_rate: 2.0e-4
+num_train_epochs: 3
+packing: true
+gradient_checkpointing: true
+per_device_train_batch_size: 2
+use_peft: true
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "translated"),
+    [
+        (
+            "axolotl",
+            AXOLOTL,
+            (
+                "model.pretrained=Qwen/Qwen3-0.6B data.validation_rows=0.05 data.seq_len=4096 data.packing=best_fit "
+                "model.lora.rank=16 model.lora.target_modules=all-linear train.microbatch_size=2"
+            ),
+        ),
+        (
+            "LLaMA-Factory",
+            LLAMA_FACTORY,
+            (
+                "model.pretrained=org/name 'model.lora.target_modules=[q_proj,v_proj]' data.seq_len=2048 "
+                "lr_scheduler=cosine"
+            ),
+        ),
+        ("torchtune", TORCHTUNE, "train.microbatch_size=2"),
+        (
+            "TRL",
+            TRL,
+            (
+                "model.pretrained=org/name data.path=org/rows optimizer.lr=0.0002 train.epochs=3 data.packing=best_fit "
+                "parallelizer.activation_checkpointing=full train.microbatch_size=2"
+            ),
+        ),
+    ],
+)
+def test_another_tools_config_is_called_by_its_name(tool: str, text: str, translated: str) -> None:
+    import shlex
+
+    Path("x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"this is a {tool} config") as error:
+        check(compose("x.yaml"))
+    command, _, _ = (error.value.fix or "").partition("   (")
+    assert translated in command
+    words = shlex.split(command)
+    assert words[:4] == ["automodel", "check", "-c", "sft"]
+    check(compose("sft", [*words[4:], "model.pretrained=org/name", "data.path=train.jsonl"]))
+
+
+def test_another_tools_keys_on_our_base_are_named_first_and_translated() -> None:
+    Path("x.yaml").write_text("defaults: [sft, _self_]\n" + AXOLOTL.replace("optimizer: adamw_torch\n", ""))
+    with pytest.raises(ConfigError) as error:
+        check(compose("x.yaml"))
+    first, text = str(error.value).splitlines()[1], str(error.value)
+    assert "these are keys of axolotl" in first and "fix  model.pretrained=Qwen/Qwen3-0.6B" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("val_set_size=0.1", "data.validation_rows=0.1"),
+        ("lora_target=all", "model.lora.target_modules=all-linear"),
+        ("lora_target=[q_proj,v_proj]", "'model.lora.target_modules=[q_proj,v_proj]'"),
+        ("optim=adamw_8bit", "optimizer=adamw8bit"),
+        ("packing=true", "data.packing=best_fit"),
+        ("train_on_inputs=false", "data.mask=assistant"),
+        ("learning_rate=1e-4", "optimizer.lr=0.0001"),
+    ],
+)
+def test_a_foreign_value_becomes_one_of_ours(override: str, fix: str) -> None:
+    filled = ["model.pretrained=org/name", "data.path=train.jsonl"]
+    with pytest.raises(ConfigError) as error:
+        check(compose("sft", [*filled, override]))
+    assert error.value.fix == fix
+
+
+@pytest.mark.parametrize("annotation", ["", " -> int"])
+def test_a_section_made_by_a_function_says_what_it_makes(here: Path, annotation: str) -> None:
+    (here / "own_nodes.py").write_text(f"def make(){annotation}:\n    raise SystemExit('must not run')\n")
+    Path("x.yaml").write_text(GOOD + "model: {_target_: own_nodes.make}\nmesh: {_target_: own_nodes.make}\n")
+    with pytest.raises(ConfigError) as error:
+        check(compose("x.yaml"), Trust(packages=("toy_recipe", "own_nodes")))
+    text = str(error.value)
+    assert "save_pretrained(FOLDER) and set model.pretrained=FOLDER" in text
+    assert ("which returns int" if annotation else "which does not say what it returns") in text
+    (here / "own_nodes.py").write_text(
+        "from toy_recipe import nodes\ndef make() -> nodes.Mesh:\n    return nodes.Mesh(tp_size=2)\n"
+    )
+    Path("x.yaml").write_text(GOOD + "mesh: {_target_: own_nodes.make}\n")
+    sys.modules.pop("own_nodes")
+    assert check(compose("x.yaml"), Trust(packages=("toy_recipe", "own_nodes"))).mesh.tp_size == 2
+    sys.modules.pop("own_nodes")
+
+
+def test_third_party_signatures_dtypes_and_partial() -> None:
+    text = GOOD + (
+        "parallelizer:\n"
+        "  _target_: toy_recipe.nodes.Fsdp\n"
+        "  mp_policy: {_target_: torch.distributed.fsdp.MixedPrecisionPolicy, param_dtype: bfloat16}\n"
+    )
+    optimizer = ["optimizer._target_=torch.optim.AdamW", "optimizer._partial_=true", "optimizer.weight_decay=1"]
+    recipe = build(text, *optimizer, "optimizer.betas=[0.8,0.9]")
+    import torch
+
+    assert recipe.parallelizer.mp_policy.param_dtype is torch.bfloat16
+    assert isinstance(recipe.optimizer, functools.partial) and recipe.optimizer.func is torch.optim.AdamW
+    assert recipe.optimizer.keywords == {"weight_decay": 1, "betas": (0.8, 0.9)}
+    error = refusal(text, "parallelizer.mp_policy.param_dtype=bf16")
+    assert (error.message, error.fix) == (
+        "parallelizer.mp_policy.param_dtype expects a dtype such as bfloat16, got 'bf16'",
+        "parallelizer.mp_policy.param_dtype=bfloat16",
+    )
+    assert refusal(text, *optimizer, "optimizer.wieght_decay=1").fix == "optimizer.weight_decay=1"
+    assert "optimizer.params is missing" in refusal(text, optimizer[0]).message
+
+
+def test_partial_is_not_for_our_own_nodes() -> None:
+    text = GOOD + "mesh: {_target_: automodel_cli.distributed.layout.MeshConfig, _partial_: true}\n"
+    assert "takes no _partial_" in str(refusal(text))
+
+
+def test_a_bug_in_a_trusted_node_is_reported_with_its_key(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "buggy_nodes.py").write_text("def node(x: int = 1):\n    raise RuntimeError('boom')\n")
+    monkeypatch.syspath_prepend(str(here))
+    Path("x.yaml").write_text(GOOD.replace("toy_recipe.nodes.Optimizer", "buggy_nodes.node"))
+    with pytest.raises(ConfigError, match="node refuses its arguments: boom"):
+        check(compose("x.yaml"), Trust(packages=("toy_recipe", "buggy_nodes")))
+    with pytest.raises(ConfigError) as error:
+        check(compose("x.yaml", ["mesh.dp_size=0"]), Trust(packages=("toy_recipe", "buggy_nodes")))
+    assert "boom" not in str(error.value), "foreign code runs only when nothing else is wrong"

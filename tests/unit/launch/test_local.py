@@ -1,0 +1,179 @@
+"""Two real gloo ranks through the real command: what they see, exit codes, logs, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.launch import stop
+from tests import warm
+
+HERE = Path(__file__).parents[1]
+TRUST = ["--trust-package", "toy_recipe"]
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    (tmp_path / "toy.yaml").write_text(
+        "_target_: toy_recipe.nodes.Recipe\n"
+        "data: {path: train.jsonl}\n"
+        "optimizer: {_target_: toy_recipe.nodes.Optimizer}\n"
+    )
+    return tmp_path
+
+
+def environment(folder: Path, **env: str) -> dict[str, str]:
+    drop = ("AUTOMODEL_", "SLURM_", "OMP_NUM")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    return environ | {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "TMPDIR": str(folder), **env}
+
+
+def start(folder: Path, *arguments: str) -> warm.Command:
+    return warm.Command(arguments, folder, environment(folder), new_session=True)
+
+
+def start_cold(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **env: str) -> subprocess.Popen[str]:
+    """`start` in new interpreters."""
+    command = [sys.executable, *launcher, "-m", "automodel_cli", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment(folder, **env),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_two_ranks_through_the_real_command(toy: Path) -> None:
+    process = start_cold(toy, "finetune", "llm", "-c", "toy.yaml", *TRUST, "mesh.dp_size=2")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.splitlines() == ["rank 0 omp 1", *(f"step {i} total 2" for i in (1, 2, 3))], "the ranks see each other"
+    assert err == ""
+    assert (toy / "runs/toy/logs/rank-1.log").read_text() == "rank 1 omp 1\n"
+    assert not (toy / "runs/toy/logs/rank-0.log").exists()
+    assert not list(toy.glob("automodel-*")), "no temporary folder stays behind"
+
+
+def test_under_torchrun_a_rank_runs_in_place(toy: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "localhost:0")
+    launcher += ("--rdzv-backend", "c10d")
+    process = start_cold(
+        toy, "finetune", "llm", "-c", "toy.yaml", *TRUST, "mesh.dp_size=2", launcher=launcher, AUTOMODEL_LOG_DIR="logs"
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "step 3 total 2" in out and out.count("step 3") == 1
+    assert (toy / "logs/rank-1.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("fail", "rank", "code"),
+    [
+        ("data", 0, 3),
+        pytest.param("memory", 1, 4, marks=pytest.mark.slow),
+        pytest.param("hard", 1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed(toy: Path, fail: str, rank: int, code: int) -> None:
+    process = start(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", f"fail={fail}", f"fail_rank={rank}")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == code
+    if fail == "data":
+        assert err == "DataError: row 7 has no supervised token\n  fix   data.on_bad_row=drop\n"
+    elif fail == "memory":
+        assert "rank 1 failed; the end of" in err and "  toy_recipe.nodes.OutOfMemoryError: wanted 2.3 GiB\n" in err
+    else:
+        assert "rank 1 died without a word (exit code 9); the end of" in err
+
+
+def wait_for_start(process: warm.Command, folder: Path, num_ranks: int) -> None:
+    deadline = time.monotonic() + 100
+    while not all((folder / f"runs/toy/started-{rank}").exists() for rank in range(num_ranks)):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "signum", "whole_group", "code"),
+    [
+        (1, signal.SIGINT, False, 130),
+        (1, signal.SIGTERM, False, 75),
+        (2, signal.SIGINT, True, 130),
+        pytest.param(2, signal.SIGTERM, False, 75, marks=pytest.mark.slow),
+        (2, signal.SIGUSR1, False, 75),
+    ],
+)
+def test_a_signal_ends_at_a_step_boundary(toy: Path, num_ranks: int, signum: int, whole_group: bool, code: int) -> None:
+    """`whole_group` is what a terminal does on Ctrl-C; the workers must still hear it once only."""
+    slow = ("train.max_steps=1000", "train.step_seconds=0.2")
+    process = start(toy, "toy.yaml", *TRUST, f"mesh.dp_size={num_ranks}", *slow)
+    wait_for_start(process, toy, num_ranks)
+    time.sleep(0.3)
+    (os.killpg if whole_group else os.kill)(process.pid, signum)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    done = json.loads((toy / "runs/toy/done.json").read_text())["step"]
+    assert 1 <= done < 1000 and out.splitlines()[-1] == f"step {done} total {num_ranks}"
+    assert err.strip() == stop.message(signum)
+    assert not list(toy.glob("automodel-*"))
+
+
+def test_a_second_signal_kills_and_nothing_stays_behind(toy: Path) -> None:
+    process = start(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", "train.max_steps=1000", "train.step_seconds=30")
+    wait_for_start(process, toy, 2)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None, "waits for the step"
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped at once; checkpoints in place are whole" in err and "\n  automodel resume runs/toy " in err
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_was_killed_is_named_and_its_peer_is_not_blamed(toy: Path, rank: int) -> None:
+    process = start(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", "train.max_steps=1000", "train.step_seconds=0.2")
+    wait_for_start(process, toy, 2)
+    (status,) = toy.glob("automodel-*")
+    pid = int((status / f"rank-{rank}.pid").read_text())
+    os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    sentence = f"RunError: rank {rank} (process {pid}) was killed by SIGKILL, by a person, a scheduler, or the kernel's"
+    assert sentence in err and "automodel resume runs/toy   (starts over: no checkpoint was written yet)" in err
+    assert f"rank {1 - rank} failed" not in err and f"rank {1 - rank} died" not in err
+    if rank == 0:
+        log = (toy / "runs/toy/logs/rank-1.log").read_text()
+        assert "rank 1 of 2" in log and "has lost another rank" in log
+
+
+def test_ranks_die_with_a_killed_launcher(toy: Path) -> None:
+    process = start(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", "train.max_steps=1000", "train.step_seconds=0.2")
+    wait_for_start(process, toy, 2)
+    (status,) = toy.glob("automodel-*")
+    pids = [int((status / f"rank-{rank}.pid").read_text()) for rank in range(2)]
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    """Running, not a zombie that nobody has reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

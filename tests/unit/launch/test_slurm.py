@@ -1,0 +1,170 @@
+"""The batch script, and what is refused before anything reaches Slurm. `tests/e2e/test_slurm.py` runs it."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.trust import Trust
+from automodel_cli.launch import peers
+from automodel_cli.launch.slurm import Job
+from tests.unit.cli.test_main import TRUST, automodel, check_quick
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = Job(
+    name="my_run",
+    run_dir=Path("runs/my_run"),
+    nodes=2,
+    gpus_per_node=8,
+    ranks_per_node=8,
+    cpus_per_task=8,
+    time="24:00:00",
+    conf="my_run.yaml",
+    overrides=("train.epochs=2",),
+    setup=("source .venv/bin/activate",),
+)
+"""What scripts/slurm/finetune.sbatch shows."""
+TOY = "_target_: toy_recipe.nodes.Recipe\ndata: {path: x.jsonl}\noptimizer: {_target_: toy_recipe.nodes.Optimizer}\n"
+SIZE = ["--nodes", "2", "--gpus-per-node", "0"]
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    (tmp_path / "toy.yaml").write_text(TOY)
+    return tmp_path
+
+
+def test_the_script_to_copy_is_the_one_that_is_written() -> None:
+    """After a change: python -m tests.unit.launch.test_slurm"""
+    assert (ROOT / "scripts/slurm/finetune.sbatch").read_text() == EXAMPLE.script()
+
+
+def test_the_script_is_bash_that_keeps_strange_words_whole(tmp_path: Path) -> None:
+    odd = replace(
+        EXAMPLE,
+        run_dir=Path("runs/it's 100%"),
+        overrides=("run_name='a b'", "x=$HOME"),
+        trust=Trust(packages=("mine",)),
+        image="a/b:c",
+    )
+    script = tmp_path / "x.sbatch"
+    script.write_text(odd.script())
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = odd.script()
+    assert "logs/rank-0.log'" in text and "100%%" in text, "Slurm would fill in a % itself"
+    assert """check -c my_run.yaml 'run_name='"'"'a b'"'"'' 'x=$HOME' --resolved --trust-package mine""" in text
+    assert text.count("srun ") - text.count("# srun ") >= 2 and "--container-image=a/b:c" in text
+
+
+def test_site_options() -> None:
+    job = replace(EXAMPLE, options=("--gres=gpu:a100:8", "--qos=high"), account="us", partition="big", chdir=Path("/w"))
+    text = job.script()
+    assert "#SBATCH --gres=gpu:a100:8\n#SBATCH --qos=high\n" in text and "--gpus-per-node" not in text
+    assert all(f"#SBATCH --{o}\n" in text for o in ("account=us", "partition=big", "chdir=/w", "time=24:00:00"))
+    cpus = replace(EXAMPLE, gpus_per_node=0, cpus_per_task=None).script()
+    assert "gpus" not in cpus and "cpus-per-task" not in cpus
+
+
+@pytest.mark.parametrize("time", ["30", "30:00", "1:30:00", "2-12", "2-12:30", "2-12:30:00"])
+def test_time_limits(time: str) -> None:
+    assert f"#SBATCH --time={time}\n" in replace(EXAMPLE, time=time).script()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"time": "soon"}, "no time limit of Slurm"),
+        ({"options": ("qos=high",)}, "a whole option"),
+        ({"setup": ("a\nb",)}, "--setup .* holds the control character"),
+        ({"name": "a\nb"}, "--job-name .* holds the control character"),
+        ({"run_dir": Path("runs/x\ntouch pwned\n")}, "output_dir or run_name .* holds the control character"),
+        ({"overrides": ("output_dir=x\ry",)}, "the override .* holds the control character"),
+        ({"partition": "a\x1bb"}, "--partition .* holds"),
+        ({"image": "a\u2028b"}, "--image .* holds"),
+        ({"chdir": Path("/a\nb")}, "working directory .* holds"),
+        ({"conf": "a\n.yaml"}, "-c .* holds"),
+        ({"trust": Trust(packages=("a\nb",))}, "--trust .* holds"),
+        ({"python": ("py\nthon",)}, "Python .* holds"),
+        ({"account": "a\vb"}, "--account .* holds"),
+    ],
+)
+def test_what_a_script_cannot_say(change: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        replace(EXAMPLE, **change)  # type: ignore[arg-type]
+
+
+def test_a_dry_run_prints_and_writes_nothing(toy: Path) -> None:
+    found = automodel(toy, "submit", "-c", "toy.yaml", *TRUST, *SIZE, "--dry-run", "mesh.dp_size=2")
+    assert found.returncode == 0 and found.stdout.startswith("#!/usr/bin/env bash\n# toy: 2 nodes x 1 rank.")
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in found.stdout
+    assert [path.name for path in toy.iterdir()] == ["toy.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            [*SIZE, "mesh.dp_size=4"],
+            "mesh needs 4 ranks, but there are 2\n  from  mesh.dp_size (command line); --nodes 2 x",
+        ),
+        ([*SIZE, "train.lr=1"], "unknown key train.lr"),
+        ([*SIZE, "mesh.dp_size=2", "--time", "soon"], "no time limit of Slurm"),
+        (["--nodes", "0", "--gpus-per-node", "1"], "0 is not in the range"),
+        (["--nodes", "2", "--gpus-per-node", "8", "--ranks-per-node", "2"], "a GPU takes one rank"),
+        ([*SIZE, "mesh.dp_size=2"], "sbatch is not on PATH"),
+    ],
+)
+def test_refused_before_anything_is_submitted(toy: Path, arguments: list[str], text: str) -> None:
+    found = automodel(toy, "submit", "-c", "toy.yaml", *TRUST, *arguments, PATH="/nonexistent")
+    assert found.returncode == 2 and text in found.stderr, found.stderr
+    assert [path.name for path in toy.iterdir()] == ["toy.yaml"]
+
+
+def test_submit_is_quick_and_torch_free(toy: Path) -> None:
+    heavy = "torch,rich,transformers"
+    check_quick(toy, 0.4, f"{heavy},hydra", "submit", "--help")
+    size = [*SIZE, "--dry-run", "mesh.dp_size=2"]
+    check_quick(toy, 1.0, heavy, "submit", "-c", "toy.yaml", *TRUST, *size)
+
+
+def test_submit_gives_sbatch_a_folder_that_is_ready(toy: Path) -> None:
+    """A stand-in for sbatch: what it is given, and what is printed. The real one is in tests/e2e."""
+    fake = toy / "bin" / "sbatch"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\ntest -d runs/toy/logs && cp $2 seen.sbatch && echo '42;cluster'\n")
+    fake.chmod(0o755)
+    found = automodel(
+        toy, "submit", "-c", "toy.yaml", *TRUST, *SIZE, "mesh.dp_size=2", PATH=f"{fake.parent}:/usr/bin:/bin"
+    )
+    assert found.returncode == 0, found.stderr
+    assert "job 42: 2 nodes x 1 rank" in found.stdout and "scancel 42" in found.stdout
+    assert (toy / "seen.sbatch").read_text() == (toy / "runs/toy/job.sbatch").read_text()
+    assert "dp_size: 2  # command line" in (toy / "runs/toy/config.yaml").read_text()
+
+
+def test_a_lost_peer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
+    gloo = (
+        "[/x/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.7]:41677: Connection reset by peer. This is typically"
+    )
+    error = peers.lost(RuntimeError(gloo))
+    assert isinstance(error, RunError) and error.exit_code == 1
+    assert "rank 3 of 8 on gpu07 has lost another rank" in str(error)
+    assert "Read error [10.0.0.7]:41677: Connection reset by peer\n" in str(error)
+    wrapped = RunError("checkpoint x could not be written")
+    wrapped.__cause__ = RuntimeError(gloo)
+    assert "lost another rank" in str(peers.lost(wrapped)) and peers.lost(RunError("disk full")) is None
+    backend = type("DistBackendError", (RuntimeError,), {})
+    assert peers.lost(backend("NCCL error: ncclRemoteError: A call failed possibly due to a network error"))
+    assert peers.lost(backend("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0")) is None
+    assert peers.lost(RuntimeError("Connection reset by peer")) is None, "of whom? not of a collective"
+
+
+if __name__ == "__main__":
+    (ROOT / "scripts/slurm/finetune.sbatch").write_text(EXAMPLE.script())

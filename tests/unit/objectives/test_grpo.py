@@ -1,0 +1,243 @@
+"""Policy-gradient hand cases: each option once against numbers worked out on paper, and settings that are refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.objectives.grpo import GRPO
+from automodel_cli.objectives.policy import kl_penalty
+from tests.unit.objectives.test_vectors import judge, rows_as_batch
+
+ONE_ROW = torch.tensor([[0, 1, 1, 1]])
+
+
+def step_of(objective, now, *, mask=ONE_ROW, **columns):
+    """(loss, gradient, metrics) of rows; columns by next token, one number stands for all."""
+    now = torch.tensor([now], dtype=torch.float64) if not isinstance(now[0], list) else torch.tensor(now).double()
+    names = {"advantages": 1.0, "old_logprobs": -1.0, "sampler_logprobs": -1.0, "ref_logprobs": -1.0, **columns}
+    filled = {f"{name}_BT": torch.zeros(len(now), now.shape[1] + 1, dtype=torch.float64) for name in names}
+    for name, values in names.items():
+        filled[f"{name}_BT"][:, :-1] = torch.as_tensor(values, dtype=torch.float64)
+    return judge(objective, rows_as_batch(mask, torch.ones(len(now)), **filled), now)
+
+
+def test_reinforce():
+    loss, grad, _ = step_of(GRPO(surrogate="reinforce"), [-0.5, -1.0, -1.5], advantages=[1.0, -1.0, 2.0])
+    assert loss == pytest.approx(0.8333, abs=1e-4)
+    assert grad.tolist() == [pytest.approx([-1 / 3, 1 / 3, -2 / 3])]
+
+
+def test_dual_clip():
+    now = [math.log(0.5), 0.0, math.log(10.0)]
+    loss, _, _ = step_of(GRPO(dual_clip=3.0), now, advantages=[1.0, -1.0, -4.0], old_logprobs=0.0)
+    assert loss == pytest.approx((-0.5 + 1 + 12) / 3, abs=1e-9)
+
+
+def test_sequence_ratio_with_truncated_correction():
+    objective = GRPO(ratio="sequence", aggregation="sequence", correction="truncate", correction_max=0.8)
+    now = [-1.69315, -1.0, -0.59453]
+    loss, _, metrics = step_of(objective, now, advantages=[1.0, -1.0, 2.0], sampler_logprobs=[-0.5, -1.5, -0.8])
+    assert loss == pytest.approx(-0.4846, abs=1e-4)
+    assert metrics["sampling_importance_ratio"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("kl_type", "free", "clamped"),
+    [
+        ("k1", [-1, 14, 29], [-1, 10, 10]),
+        ("k2", [0.5, 98, 420.5], [0.5, 10, 10]),
+        ("k3", [0.7183, 13.0, 28.0], [0.7183, 10, 10]),
+    ],
+)
+def test_kl_estimates(kl_type, free, clamped):
+    reference = torch.tensor([0.0, -15.0, -30.0], dtype=torch.float64)
+    logprobs = torch.full_like(reference, -1.0)
+    got = kl_penalty(logprobs, reference, kl_type, input_clamp=None, output_clamp=None)
+    assert got.tolist() == pytest.approx(free, abs=1e-4)
+    got = kl_penalty(logprobs, reference, kl_type, input_clamp=20.0, output_clamp=10.0)
+    assert got.tolist() == pytest.approx(clamped, abs=1e-4)
+
+
+def test_kl_gradient_is_that_of_the_sampled_estimate_and_zero_where_clamped():
+    logprobs = torch.tensor([-3.0, -1.0], dtype=torch.float64, requires_grad=True)
+    value = kl_penalty(logprobs, torch.zeros(2, dtype=torch.float64), "k3", input_clamp=2.0)
+    value.sum().backward()
+    assert value.tolist() == pytest.approx([4.389056, 0.718282], abs=1e-6)
+    assert logprobs.grad.tolist() == pytest.approx([0.0, -1.0])
+
+
+def test_kl_in_the_loss():
+    loss, _, metrics = step_of(GRPO(kl_coef=0.1), [0.0, -1.0, -2.0], advantages=0.0)
+    assert loss == pytest.approx(0.0362, abs=1e-4)
+    assert metrics["kl_penalty"] == pytest.approx(0.362, abs=1e-3)
+
+
+def test_kl_in_the_reward_leaves_the_loss_alone():
+    assert step_of(GRPO(kl_coef=0.1, kl_in="reward"), [0.0, -1.0, -2.0], advantages=0.0)[0] == 0
+
+
+@pytest.mark.parametrize(("low", "mean", "outside"), [(None, 3.1 / 3, 1 / 3), (0.5, 3.5 / 3, 2 / 3)])
+def test_truncated_weights(low, mean, outside):
+    objective = GRPO(correction="truncate", correction_max=2.0, correction_min=low)
+    sampler = [-1.0 - math.log(w) for w in (0.1, 1.0, 3.0)]
+    _, _, metrics = step_of(objective, [-1.0, -1.0, -1.0], sampler_logprobs=sampler)
+    assert metrics["sampling_importance_ratio"] == pytest.approx(mean)
+    assert metrics["is_oob_ratio"] == pytest.approx(outside)
+
+
+def test_icepop_drops_what_is_outside():
+    objective = GRPO(correction="icepop", correction_max=5.0, correction_min=0.5)
+    _, grad, metrics = step_of(objective, [-1.0, -1.0, -1.0], sampler_logprobs=[-1.0, -1.0, -3.5])
+    assert metrics["is_oob_ratio"] == pytest.approx(1 / 3)
+    assert grad.tolist() == [pytest.approx([-1 / 3, -1 / 3, 0.0])]
+
+
+def test_sequence_mask_keeps_a_close_sequence_and_drops_an_impossible_token():
+    objective = GRPO(correction="sequence_mask", correction_max=1.002, correction_min=0.999)
+    loss, _, metrics = step_of(objective, [-1.0, -1.0, -1.0], sampler_logprobs=-1.0005)
+    assert metrics["is_oob_ratio"] == 0 and loss == pytest.approx(-math.exp(5e-4))
+    for correction in (objective, GRPO(correction="plain"), GRPO(correction="truncate", correction_max=2.0)):
+        loss, grad, _ = step_of(correction, [-1.0, -1.0, -1.0], sampler_logprobs=[-1.0, float("-inf"), -1.0])
+        assert math.isfinite(loss) and grad.isfinite().all()
+
+
+def test_max_tokens_divides_by_a_constant():
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]])
+    objective = GRPO(aggregation="max_tokens", max_tokens=10)
+    loss, _, _ = step_of(objective, [[-1.0] * 3] * 2, mask=mask)
+    assert loss == pytest.approx(-4 / (2 * 10))
+
+
+def test_positive_nll_reads_responses_with_a_reward():
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]])
+    rewards = torch.tensor([[1.0], [0.0]]).expand(2, 3)
+    loss, _, metrics = step_of(GRPO(positive_nll=0.5), [[-1.0] * 3] * 2, mask=mask, advantages=0.0, rewards=rewards)
+    assert loss == pytest.approx(0.5 * 3 / 6)
+    assert metrics["positive_nll_loss"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("ratio", ["token", "on_policy"])
+def test_same_weights_give_ratio_one_and_minus_the_mean_advantage(ratio):
+    advantages = [0.3, -1.1, 2.0]
+    loss, grad, metrics = step_of(GRPO(ratio=ratio), [-1.0, -1.0, -1.0], advantages=advantages)
+    assert loss == pytest.approx(-sum(advantages) / 3, abs=1e-9)
+    assert grad.tolist() == [pytest.approx([-a / 3 for a in advantages])]
+    assert metrics["probs_ratio_min"] == metrics["probs_ratio_max"] == 1
+    assert metrics["gen_kl_error"] == 0 and metrics["token_mult_prob_error"] == 1
+
+
+ONLY_UPDATE = {
+    "grpo": GRPO(),
+    "dual clip": GRPO(dual_clip=3.0),
+    "gspo": GRPO(ratio="sequence", aggregation="sequence", clip_low=3e-4, clip_high=4e-4),
+    "cispo": GRPO(surrogate="cispo", clip_low=1.0, clip_high=4.0),
+    "reinforce": GRPO(surrogate="reinforce"),
+    "truncate": GRPO(correction="truncate", correction_max=2.0, kl_coef=0.1),
+    "sequence mask": GRPO(correction="sequence_mask", correction_max=1.2, correction_min=0.8),
+    "max tokens": GRPO(aggregation="max_tokens", max_tokens=7, positive_nll=0.1),
+}
+
+
+@pytest.mark.parametrize("objective", ONLY_UPDATE.values(), ids=ONLY_UPDATE)
+def test_the_only_update_of_a_rollout_needs_no_old_logprobs(objective):
+    """Measured before it they are its own: loss, gradient and metrics are equal to the bit."""
+    random = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+    now = -torch.rand(3, 4, generator=random, dtype=torch.float64) * 3
+    columns = {
+        "advantages": torch.randn(3, 4, generator=random),
+        "sampler_logprobs": now + 0.2 * torch.randn(3, 4, generator=random),
+        "ref_logprobs": now + torch.randn(3, 4, generator=random),
+        "rewards": torch.ones(3, 4),
+    }
+    filled = {f"{name}_BT": torch.nn.functional.pad(v.double(), (0, 1)) for name, v in columns.items()}
+    old = {"old_logprobs_BT": torch.nn.functional.pad(now, (0, 1))}
+    given = judge(objective, rows_as_batch(mask, torch.ones(3), **filled, **old), now)
+    left_out = judge(objective, rows_as_batch(mask, torch.ones(3), **filled), now)
+    assert left_out[0] == given[0] and torch.equal(left_out[1], given[1]) and left_out[1].any()
+    assert left_out[2] == given[2]
+
+
+def test_all_masked_is_zero_and_has_a_gradient_of_zero():
+    batch = rows_as_batch(
+        torch.zeros(1, 4),
+        torch.ones(1),
+        **{f"{n}_BT": torch.ones(1, 4) for n in ("advantages", "old_logprobs", "sampler_logprobs")},
+    )
+    logprobs_BT = torch.zeros(1, 4, requires_grad=True)
+    for objective in (GRPO(), GRPO(ratio="sequence", aggregation="sequence")):
+        loss = objective(HeadOutput(logprobs_BT, entropy_BT=logprobs_BT), batch)
+        loss.backward()
+        assert loss == 0 and not logprobs_BT.grad.any() and objective.weight(batch) == 0
+    metrics = GRPO().measure(HeadOutput(logprobs_BT, entropy_BT=logprobs_BT).detach(), batch)
+    assert metrics["probs_ratio_min"] == math.inf and metrics["probs_ratio_max"] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("options", "mean"),
+    [
+        ({}, (0.5 + 1.5 + 1.0 + 4.0) / 4),
+        ({"aggregation": "sequence"}, (3.0 / 3 + 4.0 / 1) / 2),
+        ({"aggregation": "max_tokens", "max_tokens": 8}, 7.0 / (2 * 8)),
+    ],
+)
+def test_the_entropy_bonus_is_divided_like_the_loss(options, mean):
+    mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]])
+    columns = {f"{n}_BT": torch.zeros(2, 5) for n in ("advantages", "old_logprobs", "sampler_logprobs")}
+    batch = rows_as_batch(mask, torch.ones(2), **columns)
+    entropy_BT = torch.tensor([[0.5, 1.5, 1.0, 9.0, 9.0], [4.0, 9.0, 9.0, 9.0, 9.0]], requires_grad=True)
+    objective = GRPO(entropy_coef=0.25, **options)
+    output = HeadOutput(torch.zeros(2, 5), entropy_BT=entropy_BT)
+    loss = objective(output, batch) / objective.weight(batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.25 * mean)
+    assert entropy_BT.grad is not None and (entropy_BT.grad < 0).sum() == 4
+    assert objective.measure(output.detach(), batch)["entropy"] == 7.0
+
+
+REFUSED = [
+    ({"clip_low": 1.5}, "clip_low"),
+    ({"clip_high": -0.1}, "clip_high"),
+    ({"dual_clip": 1.0}, "dual_clip"),
+    ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip"),
+    ({"dual_clip": 3.0, "ratio": "on_policy"}, "dual_clip"),
+    ({"ratio": "sequence"}, "aggregation"),
+    ({"ratio": "sequence", "surrogate": "reinforce", "aggregation": "sequence"}, "surrogate"),
+    ({"surrogate": "cispo", "ratio": "on_policy"}, "ratio"),
+    ({"surrogate": "cispo", "aggregation": "sequence"}, "aggregation"),
+    ({"aggregation": "max_tokens"}, "max_tokens"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"entropy_coef": -0.1}, "entropy_coef"),
+    ({"aggregation": "max_tokens", "max_tokens": 0}, "max_tokens"),
+    ({"kl_coef": -1.0}, "kl_coef"),
+    ({"kl_input_clamp": 0.0}, "kl_input_clamp"),
+    ({"kl_in": "reward"}, "kl_in"),
+    ({"kl_importance": True}, "kl_importance"),
+    ({"correction_max": 2.0}, "correction_max"),
+    ({"correction": "truncate"}, "correction_max"),
+    ({"correction": "icepop", "correction_max": 2.0}, "correction_min"),
+    ({"correction": "truncate", "correction_max": 1.0, "correction_min": 2.0}, "correction_min"),
+    (
+        {
+            "ratio": "sequence",
+            "aggregation": "sequence",
+            "correction": "sequence_mask",
+            "correction_max": 2.0,
+            "correction_min": 0.5,
+        },
+        "correction",
+    ),
+    ({"positive_nll": -1.0}, "positive_nll"),
+]
+
+
+@pytest.mark.parametrize(("options", "key"), REFUSED, ids=str)
+def test_refused(options, key):
+    with pytest.raises(ConfigError) as caught:
+        GRPO(**options)
+    assert key in caught.value.keys
