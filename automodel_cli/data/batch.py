@@ -32,6 +32,9 @@ class Batch:
     max_seqlen: int
     row_ids_B: Tensor
     extra: dict[str, Tensor] = field(default_factory=dict)
+    label_positions_S: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    """Where labels are among the B*T tokens, int64: found on the host by `to` and `pinned`, so that nobody waits for
+    the device to say. None before that, and in copies with other tensors (`dataclasses.replace`)."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,7 +59,7 @@ class Batch:
         return (torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1).view(self.shape)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on `device`; copies are asynchronous from pinned memory."""
+        """The same batch on `device`, with `label_positions_S`; copies are asynchronous from pinned memory."""
         return self._with_tensors(lambda t: t.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
@@ -64,7 +67,10 @@ class Batch:
         return self._with_tensors(lambda t: t.pin_memory())
 
     def _with_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        return replace(
+        positions_S = self.label_positions_S
+        if positions_S is None and self.labels_BT.device.type == "cpu":
+            positions_S = (self.labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+        moved = replace(
             self,
             input_ids_BT=move(self.input_ids_BT),
             labels_BT=move(self.labels_BT),
@@ -73,11 +79,25 @@ class Batch:
             row_ids_B=move(self.row_ids_B),
             extra={k: move(v) for k, v in self.extra.items()},
         )
+        return moved._at(None if positions_S is None else move(positions_S))
+
+    def with_columns(self, **columns: Tensor) -> Batch:
+        """The same tokens with more columns in `extra`."""
+        return replace(self, extra={**self.extra, **columns})._at(self.label_positions_S)
+
+    def _at(self, label_positions_S: Tensor | None) -> Batch:
+        object.__setattr__(self, "label_positions_S", label_positions_S)
+        return self
 
     def head_inputs(self, request: HeadRequest = LOGPROBS) -> dict[str, Tensor | HeadRequest | None]:
         """The keywords for the head of the model. A KeyError names a column that is asked for and not there."""
         token_ids_BTN = None if request.token_ids is None else self.extra[request.token_ids]
-        return {"labels": self.labels_BT, "request": request, "token_ids": token_ids_BTN}
+        return {
+            "labels": self.labels_BT,
+            "label_positions": self.label_positions_S,
+            "request": request,
+            "token_ids": token_ids_BTN,
+        }
 
     def model_inputs(self) -> dict[str, Tensor | int]:
         """The keywords that every pipeline stage of the model receives (the labels reach only the head)."""

@@ -10,8 +10,8 @@ never by family name.
 Under tensor parallelism the fused head has a shard of the vocabulary: logits stay local, and ranks exchange a few
 numbers per token. Everything comes out whole on every rank.
 
-Positions whose label is IGNORE_INDEX are skipped, not masked: prompts cost nothing here. (On CUDA finding them is one
-host sync per microbatch.)
+Positions whose label is IGNORE_INDEX are skipped, not masked: prompts cost nothing here. A batch knows the others since
+it was on the host; finding them here (under context parallelism) is one host sync per microbatch on CUDA.
 
 Shapes: B rows, T tokens, D hidden, V vocabulary, S supervised positions; N tokens whose log-probs are asked for, K the
 likeliest ones.
@@ -62,9 +62,13 @@ class Head:
         labels_BT: Tensor,
         request: HeadRequest = LOGPROBS,
         token_ids_BTN: Tensor | None = None,
+        label_positions_S: Tensor | None = None,
     ) -> HeadOutput:
-        """What `HeadOutput` says, of these tokens; `token_ids_BTN` are those of `request.token_ids`."""
-        index_S = (labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+        """What `HeadOutput` says, of these tokens; `token_ids_BTN` are those of `request.token_ids`,
+        `label_positions_S` where the labels are (`Batch.label_positions_S`)."""
+        index_S = label_positions_S
+        if index_S is None:  # waits for the device
+            index_S = (labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
         ids_SN = labels_BT.flatten()[index_S, None]
         if token_ids_BTN is not None:
             ids_SN = torch.cat([ids_SN, token_ids_BTN.flatten(0, 1)[index_S]], 1)

@@ -83,6 +83,7 @@ class ModelPart(nn.Module):
         hidden_BTD: Tensor | None = None,
         *,
         labels: Tensor,
+        label_positions: Tensor | None = None,
         request: HeadRequest = LOGPROBS,
         token_ids: Tensor | None = None,
         **model_inputs: Any,
@@ -98,7 +99,8 @@ class ModelPart(nn.Module):
         if context is not None:
             labels = context.local(labels, IGNORE_INDEX)
             token_ids = None if token_ids is None else context.local(token_ids, IGNORE_INDEX)
-        output = self.head(outputs[0], labels, request, token_ids)
+            label_positions = None  # of this rank's tokens, which the batch knows nothing of
+        output = self.head(outputs[0], labels, request, token_ids, label_positions)
         if request.values:
             assert self.value_head is not None, "who asks for values builds the part with a value head"
             output = output._replace(values_BT=self.value_head(outputs[0]))

@@ -94,7 +94,7 @@ class Update:
     def with_column(self, name: str, values: Sequence[Tensor]) -> Update:
         """Another column of `Batch.extra`, one tensor for each microbatch."""
         pairs = zip(self.batches, values, strict=True)
-        return replace(self, batches=[replace(b, extra={**b.extra, name: v}) for b, v in pairs])
+        return replace(self, batches=[b.with_columns(**{name: v}) for b, v in pairs])
 
     def with_values(self, name: str, values_N: Tensor, samples: Sequence[Sample]) -> Update:
         """A column that holds one value for each sample, at all its labels."""

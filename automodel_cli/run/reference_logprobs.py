@@ -16,7 +16,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +64,7 @@ def reference_columns(session: Session, choice: ReferenceSource) -> Columns:
 
 def _with(batches: Sequence[Batch], logprobs: Sequence[Tensor]) -> list[Batch]:
     pairs = zip(batches, logprobs, strict=True)
-    return [replace(batch, extra={**batch.extra, "ref_logprobs_BT": values_BT}) for batch, values_BT in pairs]
+    return [batch.with_columns(ref_logprobs_BT=values_BT) for batch, values_BT in pairs]
 
 
 def _precompute(session: Session) -> None:
@@ -192,4 +191,4 @@ def reference_point(session: Session, batches: list[Batch]) -> list[Batch]:
     sums = session.model.stages.forward(on_device, reference_point_sums)
     total, count = mesh.sum_over(mesh.dp, torch.stack(sums).sum(0)).unbind()
     baseline_1 = (total / count.clamp(min=1)).clamp(min=0)[None]
-    return [replace(batch, extra={**batch.extra, "kl_baseline_1": baseline_1}) for batch in on_device]
+    return [batch.with_columns(kl_baseline_1=baseline_1) for batch in on_device]

@@ -112,6 +112,7 @@ class StagePart(ModelPart):
         hidden_BTD: Tensor | None = None,
         *,
         labels: Tensor,
+        label_positions: Tensor | None = None,
         request: HeadRequest = LOGPROBS,
         token_ids: Tensor | None = None,
         **model_inputs: Any,
@@ -121,7 +122,14 @@ class StagePart(ModelPart):
             return hidden_BTD.clone()  # the backward needs an output that is neither the input leaf nor a view of it
         self.boundary.hidden_BTD = hidden_BTD
         if self.is_last:
-            result = super().forward(None, labels=labels, request=request, token_ids=token_ids, **model_inputs)
+            result = super().forward(
+                None,
+                labels=labels,
+                label_positions=label_positions,
+                request=request,
+                token_ids=token_ids,
+                **model_inputs,
+            )
             self.boundary.hidden_BTD = None
             return result
         self.model.base_model(**self.accepted(self.local_inputs(model_inputs)), use_cache=False)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
@@ -13,7 +16,7 @@ from automodel_cli.models.head import Head, HeadKind, classify, detect_head, hea
 from automodel_cli.models.head_fused import Settings, add_product_, fused_scores
 from automodel_cli.parity.reference import output_of
 from automodel_cli.rollout.sampling import Shaping
-from tests.tiny import build_hf, logprobs_of, tiny_config
+from tests.tiny import build_hf, logprobs_of, packed_batch, tiny_config, token_row
 
 VOCAB, WIDTH = 50, 12
 EXPECTED = {"llama": "plain", "gemma3_text": "plain", "gpt_oss": "plain", "gemma2": "softcap", "granite": "scale"}
@@ -194,6 +197,33 @@ def test_only_supervised_positions_are_computed(kind: str, monkeypatch: pytest.M
     assert (logprobs != 0).nonzero().tolist() == [[0, 3], [1, 7], [1, 8]]
     logprobs.sum().backward()
     assert hidden.grad is not None and (hidden.grad.abs().sum(-1) > 0).sum() == 3
+
+
+class _Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_label_positions_are_found_on_the_host_and_belong_to_their_labels():
+    batch = packed_batch([[token_row(9, 1), token_row(7, 2)], [token_row(16, 3)]])
+    head, hidden_BTD = Head(build_hf("llama"), HeadKind("plain")), torch.randn(2, 16, 64)
+    found = head(hidden_BTD, batch.labels_BT)
+    on_device = batch.to("cpu").with_columns(rewards_BT=torch.ones(2, 16))
+    keywords = on_device.head_inputs()
+    with _Operators() as operators:
+        got = head(hidden_BTD, on_device.labels_BT, label_positions_S=keywords["label_positions"])
+    assert torch.equal(got.logprobs_BT, found.logprobs_BT) and "nonzero" not in operators.names
+    other = replace(on_device, labels_BT=batch.labels_BT.roll(1, 0))
+    assert other.label_positions_S is None
+    where = (other.labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+    assert torch.equal(other.to("cpu").label_positions_S, where)
 
 
 @pytest.mark.parametrize("kind", ["plain", "generic"])
