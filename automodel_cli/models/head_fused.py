@@ -158,6 +158,7 @@ class _FusedScores(torch.autograd.Function):
                 entropy[part] = found.entropy_S
             if grads is not None:
                 grads.add(_Chunk(part, ids[part], torch.ones_like(logprobs[part])), z, drawn_from, lse[part])
+            del z, drawn_from  # before the next chunk's: they are the largest tensors here
         if topk is not None:
             topk -= lse[:, None]
         kept = (grads.hidden, grads.weight) if grads is not None else (None, None)
@@ -190,6 +191,7 @@ class _FusedScores(torch.autograd.Function):
                 if grad_entropy is not None:
                     chunk = chunk._replace(entropy_s=entropy[part], grad_entropy_s=grad_entropy[part])
                 grads.add(chunk, z, settings.shaped(z, ids[part, 0]), lse[part])
+                del z
             grad_hidden, grad_weight = grads.hidden, grads.weight
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
@@ -221,7 +223,7 @@ class _Gradients:
     def add(self, chunk: _Chunk, z_sV: Tensor, drawn_from_sV: Tensor, lse_s: Tensor) -> None:
         """One chunk: logits z, and the shaped ones (overwritten; may be z) with their log-sum-exp."""
         kind, shaping = self._settings.kind, self._settings.shaping
-        slope_sV = 1 - (z_sV / kind.value).square_() if kind.name == "softcap" else None
+        slope_sV = (z_sV / kind.value).square_().neg_().add_(1) if kind.name == "softcap" else None
         dz_sV = self._of_logits(chunk, drawn_from_sV.sub_(lse_s[:, None]))
         if slope_sV is not None:
             dz_sV.mul_(slope_sV)

@@ -22,20 +22,18 @@ from automodel_cli.distributed.activation_checkpointing import KEPT_RESULTS, rec
 from automodel_cli.distributed.expert_parallel import experts_modules
 from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of
 from automodel_cli.distributed.layers import transformer_layers
-from automodel_cli.models.head import default_chunk_size
 from automodel_cli.models.part import ModelPart
 
 _COUNTED = "counted_not_computed"
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
-_LOGIT_COPIES = 2  # a chunk's logits and their gradient, in float32
 
 
 @dataclass(frozen=True)
 class Activations:
     """Bytes of one microbatch. `layers[i]` stay until the backward of layer i, `before` and `after` of the ends.
 
-    `boundary` is one tensor between stages. `workspace` exists for one microbatch at a time: the layer that is being
-    recomputed, the head's chunk of logits.
+    `boundary` is one tensor between stages. `recomputed` exists for one microbatch at a time: the layer that is being
+    recomputed.
     """
 
     before: float
@@ -43,7 +41,6 @@ class Activations:
     after: float
     boundary: float
     recomputed: float
-    logits: float
 
     def of_stage(self, layers: range, *, is_first: bool, is_last: bool) -> float:
         """What one microbatch keeps alive on a stage, with what it received and sent."""
@@ -56,9 +53,6 @@ class Activations:
         """
         layers = tuple(kept / tp for kept in self.layers)
         return replace(self, layers=layers, recomputed=self.recomputed / tp)
-
-    def workspace(self, *, has_last: bool) -> float:
-        return self.recomputed + (self.logits if has_last else 0.0)
 
 
 def trace_activations(
@@ -107,10 +101,7 @@ def trace_activations(
     ]
     recomputed = max((watch.kept[i] - exchanges[i] for i in range(0, len(layers), every)), default=0) if every else 0
     boundary = float(hidden_BTD.nbytes)
-    vocab = part.model.config.get_text_config().vocab_size
-    chunk = min(rows * seq_len, part.head.chunk_size or default_chunk_size(vocab, torch.device("cuda")))
-    logits = _LOGIT_COPIES * chunk * vocab * torch.float32.itemsize
-    return Activations(watch.kept[-1], tuple(kept), watch.kept[len(layers)] + boundary, boundary, recomputed, logits)
+    return Activations(watch.kept[-1], tuple(kept), watch.kept[len(layers)] + boundary, boundary, recomputed)
 
 
 @dataclass

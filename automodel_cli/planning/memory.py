@@ -30,12 +30,14 @@ class Memory:
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+    head: float = 0.0
+    """What the head computes with (`head_memory.py`), above the layer that is recomputed at other times."""
     host: float = 0.0
 
     @property
     def total(self) -> float:
         """All kinds at once, which is more than any moment needs: gradients and activations peak at other times."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.head
 
 
 @dataclass(frozen=True)

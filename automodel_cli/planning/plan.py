@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.tensor_parallel import cut_parameters
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.head import default_chunk_size
 from automodel_cli.models.nf4 import num_packed
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
@@ -24,6 +26,7 @@ from automodel_cli.pipelining.schedule.program import Program
 from automodel_cli.pipelining.spelling import as_yaml
 from automodel_cli.pipelining.timeline.simulator import Timeline, peak_activations
 from automodel_cli.planning.activations import Activations, trace_activations
+from automodel_cli.planning.head_memory import head_bytes
 from automodel_cli.planning.memory import Accounting, Memory
 from automodel_cli.planning.schedules import Comparison, Cutter
 from automodel_cli.planning.units import Units, read_units
@@ -41,6 +44,7 @@ class Request:
     rows: int
     num_microbatches: int
     seq_len: int
+    head: HeadRequest = LOGPROBS
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -122,7 +126,9 @@ def _make_plan(request: Request) -> Plan:
     )
     if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)
-    estimate = _Estimate(request, units, activations, _cut_over_tp(request, part))
+    over_tp = _cut_over_tp(request, part)
+    head = _head_bytes(request, part, over_tp, request.rows * tokens)
+    estimate = _Estimate(request, units, activations, over_tp, head)
     whole = {id(p): p for p in part.parameters()}.values()
     plan = Plan(
         request,
@@ -170,12 +176,32 @@ def _cut_over_tp(request: Request, part: ModelPart) -> frozenset[nn.Parameter]:
     return frozenset(cut_parameters(part.model, parallelizer.axis_options(), layout.tp, shard_experts=layout.ep == 1))
 
 
+def _head_bytes(request: Request, part: ModelPart, over_tp: frozenset[nn.Parameter], tokens: int) -> float:
+    """What the head computes with. Of every kind alike: a generic head holds as much of a chunk."""
+    weight = part.model.get_output_embeddings().weight
+    assert isinstance(weight, nn.Parameter)
+    vocabulary, width = weight.shape
+    if weight in over_tp:
+        vocabulary //= request.layout.tp
+    return head_bytes(
+        part.head.kind,
+        request.head,
+        request.compute_dtype,
+        vocabulary=vocabulary,
+        width=width,
+        tokens=tokens,
+        chunk=part.head.chunk_size or default_chunk_size(vocabulary, torch.device("cuda")),
+        trained=weight.requires_grad,
+    )
+
+
 @dataclass(frozen=True)
 class _Estimate:
     request: Request
     units: Units
     activations: Activations
     over_tp: frozenset[nn.Parameter]
+    head: float
 
     def of_plan(self, plan: StagePlan, program: Program) -> tuple[tuple[StageRow, ...], tuple[Memory, ...]]:
         return self.of_stages(plan.layers, plan.owner, lambda amounts: peak_activations(program, amounts))
@@ -200,6 +226,7 @@ class _Estimate:
         memory = []
         for rank, peak in enumerate(peaks(amounts)):
             own = [units for units, owned_by in zip(held, owner, strict=True) if owned_by == rank]
-            workspace = self.activations.workspace(has_last=owner[last] == rank)
-            memory.append(replace(accounting.rank_memory(own), activations=peak + workspace))
+            recomputed = self.activations.recomputed
+            head = max(0.0, self.head - recomputed) if owner[last] == rank else 0.0
+            memory.append(replace(accounting.rank_memory(own), activations=peak + recomputed, head=head))
         return rows, tuple(memory)

@@ -28,6 +28,7 @@ def print_plan(recipe: Recipe, source: Composed, *, num_gpus: int, memory_gib: f
             fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
         )
     hold_garbage()
+    from automodel_cli.objectives.base import request_of
     from automodel_cli.planning import render
     from automodel_cli.planning.plan import Request, make_plan
 
@@ -43,6 +44,7 @@ def print_plan(recipe: Recipe, source: Composed, *, num_gpus: int, memory_gib: f
             rows=recipe.train.microbatch_size,
             num_microbatches=num_microbatches,
             seq_len=recipe.data.seq_len,
+            head=request_of(recipe.objective),
         )
     )
     print(render.render(plan, memory_gib=memory_gib, width=shutil.get_terminal_size((120, 24)).columns))

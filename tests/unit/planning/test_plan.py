@@ -88,7 +88,7 @@ def test_memory_of_fsdp2_without_a_pipeline() -> None:
     assert memory.gradients == 4 * count
     assert memory.optimizer == 2 * count / 4 * 4
     assert make_plan(replace(asked, num_microbatches=1)).memory[0].gradients == count  # shards alone
-    assert plan.heaviest == memory.parameters + memory.gradients + memory.optimizer + memory.activations
+    assert plan.heaviest == memory.parameters + memory.gradients + memory.optimizer + memory.activations + memory.head
 
 
 def test_memory_of_fsdp2_under_a_pipeline_keeps_the_stage_gathered() -> None:
