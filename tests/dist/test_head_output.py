@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from dataclasses import dataclass, replace
 
 from pathlib import Path
@@ -10,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from automodel_cli.data.batch import Batch
+from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
@@ -35,6 +38,9 @@ from automodel_cli.pipelining import stages
 from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist.harness import launch
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from own_distillation import Distillation, taught  # noqa: E402
 
 TOLERANCE = 1e-6
 
@@ -217,3 +223,36 @@ def test_a_value_head_trains_in_stages_like_in_one_process_and_is_exported_besid
     part = build_part(ModelConfig(pretrained=str(paths[1])), request=HeadRequest(values=True))
     load_weights(part, ModelConfig(pretrained=str(paths[1])), device="cpu", seed=0)
     assert part.value_head is not None and torch.equal(part.value_head.weight, theirs["weight"])
+
+
+def _distilled(rank: int, world: int, teacher: Original, student: Original) -> tuple[list[float], list[float]]:
+    """Losses of three steps, and what full logits in float64 say of the first microbatch of the first one."""
+    layout = Row(MeshConfig(dp_size=1, pp_size=world), FSDP2Config(mp_policy=FP32), PipelineConfig(schedule="1f1b"))
+    mesh = build_mesh(layout.mesh.resolve(world), "cpu")
+    teaching, learning = (build_stages(original, layout, mesh) for original in (teacher, student))
+    batches = taught(teaching, step_batches(packed=True), 4)
+    weight = torch.stack([batch.num_label_tokens for batch in batches]).sum()
+    objective = Distillation()
+    (first, *_) = learning.forward(batches, lambda output, batch: objective(output, batch) / weight, objective.needs)
+    optimizer = torch.optim.Adam([p for part in learning.parts for p in part.parameters()], lr=3e-3)
+    losses = [
+        train_step(learning, batches, objective, optimizer, mesh, max_grad_norm=None).loss.item() for _ in range(3)
+    ]
+    models = [AutoModelForCausalLM.from_pretrained(o.folder, attn_implementation="eager") for o in (teacher, student)]
+    total = 0.0
+    batch = batches[0]
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        ids_1T = batch.input_ids_BT.flatten()[None, start:end]
+        p_TV, q_TV = (model.double()(ids_1T).logits[0].softmax(-1) for model in models)
+        for p_V, q_V, label in zip(p_TV, q_TV, batch.labels_BT.flatten()[start:end], strict=True):
+            top = p_V.topk(4).indices
+            p_N, q_N = (torch.cat([x[top], 1 - x[top].sum(0, keepdim=True)]) for x in (p_V, q_V))
+            total += (p_N * (p_N / q_N).log()).sum().item() * (label != IGNORE_INDEX).item()
+    return losses, [first.item(), total / weight.item()]
+
+
+def test_a_student_in_stages_learns_a_teachers_likeliest_tokens(originals, tmp_path: Path):
+    student = Original.write(tmp_path / "student", tiny.build_hf("llama", seed=1), Everything(), kinds=())
+    losses, (ours, definition) = launch(_distilled, 2, originals["llama"], student)
+    assert ours == pytest.approx(definition, rel=1e-5)
+    assert losses[2] < losses[1] < losses[0]
