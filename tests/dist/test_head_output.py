@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
-from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models import head_fused, vocabulary
 from automodel_cli.models.export import export_hf
@@ -88,6 +88,7 @@ def row(*, dp: int = 1, pp: int = 1, cp: int = 1, tp: int = 1, schedule: str = "
 
 LAYOUTS = {
     "fsdp2": row(dp=2),
+    "ddp": replace(row(dp=2), parallelizer=DDPConfig()),
     "pp": row(pp=2),
     "pp-zbv": row(pp=2, schedule="zbv"),
     "pp-eager": row(pp=2, runtime="eager"),
