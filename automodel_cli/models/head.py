@@ -31,7 +31,8 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models import compat
-from automodel_cli.models.head_fused import HeadKind, Scores, Settings, Shaping, fused_scores, merged, plain_scores
+from automodel_cli.models.head_fused import HeadKind, Scores, Settings, fused_scores, merged, plain_scores
+from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.vocabulary import WHOLE, Vocabulary, vocabulary_of
 
 if TYPE_CHECKING:

@@ -19,12 +19,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.vocabulary import WHOLE, Vocabulary
 
 
@@ -34,21 +35,6 @@ class HeadKind:
 
     name: Literal["plain", "scale", "softcap", "generic"]
     value: float = 1.0
-
-
-class Shaping(Protocol):
-    """How sampling turned logits into the distribution it drew from (`rollout.sampling.Shaping`)."""
-
-    @property
-    def temperature(self) -> float:
-        """What logits are divided by."""
-
-    @property
-    def filters(self) -> bool:
-        """Does a token's fate depend on the logits of the others?"""
-
-    def __call__(self, logits_SV: Tensor, drawn_S: Tensor, /) -> Tensor:
-        """fp32 logits, filtered tokens at -inf and the drawn one never."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +132,7 @@ class _FusedScores(torch.autograd.Function):
         grads = _Gradients(hidden, weight, settings, *ctx.needs_input_grad[:2]) if early else None
         for start in range(0, len(ids), settings.chunk):
             part = slice(start, start + settings.chunk)
+            # one chunk at a time: (s, D) hidden -> (s, V) logits -> (s, N) log-probs; only the last outlives the loop
             z = settings.logits(hidden[part], weight)
             drawn_from = settings.shaped(z, ids[part, 0])
             if topk is not None and topk_ids is not None:
@@ -160,7 +147,7 @@ class _FusedScores(torch.autograd.Function):
                 grads.add(_Chunk(part, ids[part], torch.ones_like(logprobs[part])), z, drawn_from, lse[part])
             del z, drawn_from  # before the next chunk's: they are the largest tensors here
         if topk is not None:
-            topk -= lse[:, None]
+            topk -= lse[:, None]  # (S, K) logits -> log-probs
         kept = (grads.hidden, grads.weight) if grads is not None else (None, None)
         ctx.save_for_backward(hidden, weight, ids, lse, entropy, topk_ids, *kept)
         ctx.settings = settings

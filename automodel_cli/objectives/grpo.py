@@ -209,12 +209,12 @@ class GRPO:
         return batch.num_label_tokens if self.aggregation == "token" else num_sequences(batch)
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
-        from automodel_cli.objectives.policy import Update
+        from automodel_cli.objectives.policy import PolicyTerms
 
-        return Update.of(self, output, batch).loss()
+        return PolicyTerms.of(self, output, batch).loss()
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
         """See `MeasuredObjective`."""
-        from automodel_cli.objectives.policy import Update
+        from automodel_cli.objectives.policy import PolicyTerms
 
-        return Update.of(self, output, batch).metrics()
+        return PolicyTerms.of(self, output, batch).metrics()

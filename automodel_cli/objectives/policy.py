@@ -63,7 +63,7 @@ def kl_penalty(
 
 
 def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
-    """What `Update.metrics` returns under these settings."""
+    """What `PolicyTerms.metrics` returns under these settings."""
     by_tokens = (
         "token_mult_prob_error",
         "gen_kl_error",
@@ -90,7 +90,7 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
 
 
 @dataclass(frozen=True)
-class Update:
+class PolicyTerms:
     """One microbatch under one objective. Columns hold 0 where the label is ignored."""
 
     objective: GRPO
@@ -103,7 +103,7 @@ class Update:
     advantages_BT: Tensor
 
     @classmethod
-    def of(cls, objective: GRPO, output: HeadOutput, batch: Batch) -> Update:
+    def of(cls, objective: GRPO, output: HeadOutput, batch: Batch) -> PolicyTerms:
         """Columns out of `batch.extra`; a KeyError names one that the recipe has not filled. Without `old_logprobs_BT`
         the update is the only one of its rollout, and its log-probs are the old ones themselves."""
         mask_BT = label_mask(batch)
