@@ -118,7 +118,18 @@ def get_hf_tp_shard_plan(model: PreTrainedModel) -> Plan:
     strings = {**strings, **structural}  # ours wins where both name a module
     if embedding := name_of(model, model.get_input_embeddings()):
         strings.setdefault(embedding, "embedding_rowwise")
-    return translate_plan(strings)
+    return translate_plan(_without_state_layers(model, strings))
+
+
+def _without_state_layers(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """A plan is for attention and MLP. Where a layer that carries a state has modules of the same names (Kimi's), they
+    stay whole: its convolutions and gates know nothing of shards of heads."""
+    names = [name for name, _ in model.named_modules()]
+    states = [f"{name}." for name, module in model.named_modules() if getattr(module, "carries_state", False)]
+    inside = {name for name in names if name.startswith(tuple(states))}
+    shared = {wildcard(name) for name in inside} & plan.keys()
+    own = {name: plan[wildcard(name)] for name in names if wildcard(name) in shared and name not in inside}
+    return {name: style for name, style in plan.items() if name not in shared} | own
 
 
 def published_plan(model: PreTrainedModel) -> dict[str, str]:

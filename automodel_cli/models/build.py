@@ -11,7 +11,7 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.expert_parallel import is_experts
-from automodel_cli.models import attention, compat, length_rope, source, transformer_engine
+from automodel_cli.models import attention, compat, length_rope, mixing, source, state_layers, transformer_engine
 from automodel_cli.models.config import ModelConfig, MoEConfig
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
@@ -52,6 +52,10 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
         transformer_engine.swap_layers(model, config.transformer_engine)
     train_every_token(model)
     length_rope.install(model)
+    mixers = mixing.state_layer_classes(
+        original, attention=config.attention, trust_remote_code=config.trust_remote_code
+    )
+    state_layers.install(model, mixers)
     model.config.use_cache = False
     _choose_experts_kernel(model, config)
     if config.lora is not None:

@@ -50,6 +50,21 @@ class ContextGroup(Protocol):
         ...
 
 
+class OneProcess:
+    """A `ContextGroup` of this process alone: there is nothing to exchange."""
+
+    rank, size, ring = 0, 1, False
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_results(self, x: Tensor) -> Tensor:
+        return x
+
+    def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
+        return lambda: x
+
+
 class Context:
     """One microbatch on one rank."""
 
@@ -117,6 +132,11 @@ class Context:
         """Results per local token `[B, t, ...]` -> `[B, T, ...]` in the order of the rows, on all ranks. Collective."""
         of_ranks = self.group.gather_results(x_Bt.contiguous()).unflatten(0, (self.group.size, self.rows))
         return of_ranks.transpose(0, 1).flatten(1, 2).index_select(1, self._where_P[: self._length])
+
+    def whole_index(self) -> Tensor:
+        """`[B*t]`: where each local token lies in the flat whole rows of P tokens."""
+        row_B1 = torch.arange(self.rows, device=self._local_t.device)[:, None]
+        return (row_B1 * self.tokens + self._local_t).flatten()
 
     def gathered_index(self) -> Tensor:
         """`[B*P]`: where each token of the whole rows lies after `group.gather` of the flat local tokens."""

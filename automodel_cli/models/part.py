@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
+from automodel_cli.models import state_layers
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.context import Context, ContextGroup, local_length
 from automodel_cli.models.head import Head, HeadKind
@@ -25,17 +27,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _PREFIX = "model."
-_PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "context")
 
 
-def takes_keywords(model: PreTrainedModel) -> bool:
-    """Whether the base model passes unknown keywords on, as document boundaries must be to reach attention."""
-    parameters = inspect.signature(model.base_model.forward).parameters.values()
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def model_inputs_for(model: PreTrainedModel, ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
-    """`Batch.model_inputs()` of one row that holds documents of these lengths, as far as the model takes them."""
+def model_inputs_for(ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+    """`Batch.model_inputs()` of one row that holds documents of these lengths."""
     bounds = [0, *itertools.accumulate(lengths)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=ids_BT.device)
     positions_T = torch.cat([torch.arange(length, device=ids_BT.device) for length in lengths])
@@ -47,7 +43,21 @@ def model_inputs_for(model: PreTrainedModel, ids_BT: Tensor, lengths: Sequence[i
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
     }
-    return inputs if takes_keywords(model) else {k: v for k, v in inputs.items() if k not in _PACKING_KEYWORDS}
+    return inputs
+
+
+def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that this family's base model takes. One without the boundaries isolates documents only where no
+    attention has to know them; the packing probe refuses the others."""
+    if _takes_keywords(type(model.base_model).forward):
+        return model_inputs
+    return {k: v for k, v in model_inputs.items() if k not in _PACKING_KEYWORDS}
+
+
+@functools.lru_cache
+def _takes_keywords(forward: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 class ModelPart(nn.Module):
@@ -75,7 +85,6 @@ class ModelPart(nn.Module):
         self.value_head: ValueHead | None = None
         self.hub_dtype = hub_dtype or model.dtype
         self.source_config = source_config or copy.deepcopy(model.config)
-        self._takes_keywords = takes_keywords(model)
         self._context_group: ContextGroup | None = None
 
     def forward(
@@ -94,22 +103,28 @@ class ModelPart(nn.Module):
         """
         assert hidden_BTD is None, "a whole model reads input_ids, not hidden states"
         inputs = self.local_inputs(model_inputs)
-        outputs = self.model.base_model(**self.accepted(inputs), use_cache=False)
+        hidden_BTD = self.hidden(inputs)
         context: Context | None = inputs.get("context")
         if context is not None:
             labels = context.local(labels, IGNORE_INDEX)
             token_ids = None if token_ids is None else context.local(token_ids, IGNORE_INDEX)
             label_positions = None  # of this rank's tokens, which the batch knows nothing of
-        output = self.head(outputs[0], labels, request, token_ids, label_positions)
+        output = self.head(hidden_BTD, labels, request, token_ids, label_positions)
         if request.values:
             assert self.value_head is not None, "who asks for values builds the part with a value head"
-            output = output._replace(values_BT=self.value_head(outputs[0]))
+            output = output._replace(values_BT=self.value_head(hidden_BTD))
         return output if context is None else output.map(context.whole)
 
     def add_value_head(self) -> None:
         """From now on the part can give values; `load_weights` fills the new parameters."""
         width = self.model.config.get_text_config().hidden_size
         self.value_head = ValueHead(width, self.model.dtype, self.model.device)
+
+    def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
+        """Hidden states `[B, T, D]` after the last layer, of this rank's tokens (`local_inputs`)."""
+        with state_layers.documents_of(self.model, local_inputs):
+            hidden_BTD: Tensor = self.model.base_model(**accepted_by(self.model, local_inputs), use_cache=False)[0]
+        return hidden_BTD
 
     def share_context(self, group: ContextGroup) -> None:
         """Work on this rank's tokens of every row from now on. `forward` stays the same from outside, and becomes
@@ -151,12 +166,6 @@ class ModelPart(nn.Module):
         if self._context_group is None:
             return rows, tokens
         return rows, local_length(tokens, self._context_group.size)
-
-    def accepted(self, model_inputs: dict[str, Any]) -> dict[str, Any]:
-        """The keywords that this family's base model takes."""
-        if self._takes_keywords:  # a family without them cannot isolate documents; the packing probe refuses it
-            return model_inputs
-        return {k: v for k, v in model_inputs.items() if k not in _PACKING_KEYWORDS}
 
     @staticmethod
     def hub_name(name: str) -> str:

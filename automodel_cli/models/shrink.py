@@ -70,6 +70,11 @@ _SIZES: dict[str, int] = {
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "attention_hidden_size": 2 * HIDDEN,
+    "n_mamba_heads": 8,
+    "mamba_headdim": 16,
     "mamba_num_heads": 8,
     "mamba_n_heads": 8,
     "mamba_head_dim": 16,
@@ -125,6 +130,7 @@ _LIMITS: dict[str, int] = {
     "index_topk_blocks": 1,
 }
 _SWITCH = "original_max_position_embeddings"
+_LAYER_INDICES = ("hybrid_layer_ids", "full_attn_idxs", "mlp_only_layers")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -164,6 +170,8 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] 
         return [value[i] for i in keep]
     if ("drop" in name or name.endswith("jitter_noise")) and isinstance(value, float):
         return 0.0
+    if isinstance(value, list) and keep and name in _LAYER_INDICES:
+        return [keep.index(i) for i in value if i in keep]
     if name.endswith("_token_id"):
         return _small_token(name, value)
     if not isinstance(value, int):
@@ -171,6 +179,8 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] 
     if name in ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads"):
         heads = fields.get("num_attention_heads", fields.get("n_head", value))
         return HEADS if value == heads else min(value, 2)
+    if name == "num_heads" and "state_size" in fields:  # Mamba-2 calls its state's heads so
+        return fields.get("expand", 2) * HIDDEN // HEAD_DIM
     if name == "head_dim" and value == fields.get("qk_rope_head_dim"):
         return _SIZES["qk_rope_head_dim"]
     if name in _SIZES:
@@ -179,12 +189,12 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] 
 
 
 def _representative(fields: dict[str, Any], layers: int, room: int) -> list[int]:
-    """`room` layer indices in which every kind of layer occurs, as far as there is room."""
+    """`room` layer indices in which every kind of layer occurs, as far as there is room, and twice where there is
+    more: some kinds share weights between their layers."""
     lists = [v for v in fields.values() if isinstance(v, list) and len(v) == layers]
     kinds = [repr([entries[i] for entries in lists]) for i in range(layers)]
-    firsts = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:room]
-    others = [i for i in range(layers) if i not in firsts]
-    return sorted(firsts + others[: room - len(firsts)])
+    nth = [kinds[:i].count(kinds[i]) for i in range(layers)]
+    return sorted(sorted(range(layers), key=lambda i: (min(nth[i], 2), i))[:room])
 
 
 def _small_token(name: str, value: Any) -> Any:

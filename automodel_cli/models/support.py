@@ -10,7 +10,6 @@ in the order of context-parallel ranks must give what it gives in its own order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,18 +18,16 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import dual_chunks
 from automodel_cli.models import attention as packed
-from automodel_cli.models import compat, length_rope
+from automodel_cli.models import compat, length_rope, mixing, state_layers
 from automodel_cli.models.build import part_of
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.context import Context
-from automodel_cli.models.part import ModelPart, model_inputs_for
+from automodel_cli.models.context import Context, OneProcess
+from automodel_cli.models.part import ModelPart, accepted_by, model_inputs_for
 from automodel_cli.models.shrink import build_small, shrink
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_ISOLATED = {"full_attention", "sliding_attention", "chunked_attention"}
-_STATE = ("conv1d", "A_log", "dt_bias", "short_conv", "recurrent_gate", "rg_lru", "x_proj")
 # Longer than every shrunken window, chunk and index size, or a leak would hide; one is longer than `shrink.SWITCH`
 _DOCUMENTS = (13, 9)
 Rows = Literal["packed", "padded", "whole"]
@@ -48,7 +45,6 @@ _SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
     "whole": (),
 }
 _UNMEASURED = "a small copy of it cannot be measured"
-_LEAK = ("data.packing",)
 _TOLERANCE = 1e-4  # of the largest hidden value; a leak is 1e-2 and more
 
 
@@ -90,15 +86,18 @@ def _fix(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_c
 
 
 def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError, naming the layer, when anything but packed attention mixes the tokens of a row.
+    """Raise ConfigError, naming the layer, when anything but packed attention and state layers mixes the tokens of a
+    row.
 
-    Context parallelism shows every layer some tokens of a row, in an order that is not theirs, and only attention knows
-    how to reach the others. One process stands in for its two ranks: their tokens one after another.
+    Context parallelism shows every layer some tokens of a row, in an order that is not theirs, and only these know how
+    to reach the others. One process stands in for its two ranks: their tokens one after another.
     """
     packed.register()
     with compat.quiet():
         try:
-            model = _small(shrink(hf_config), trust_remote_code)
+            small = shrink(hf_config)
+            model = _small(small, trust_remote_code)
+            state_layers.install(model, mixing.state_layer_classes(small, trust_remote_code=trust_remote_code))
             difference, where = _shared_against_whole(model)
         except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -112,10 +111,9 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
         )
 
 
-class _BothRanks:
-    """Two context-parallel ranks in one process: there is nothing to exchange. Remembers what each layer asked for."""
+class _BothRanks(OneProcess):
+    """Two context-parallel ranks in one process. Remembers what each layer asked for."""
 
-    rank, size, ring = 0, 1, False
     owners: tuple[tuple[int, ...], ...] = (tuple(chunk for chunks in dual_chunks(2) for chunk in chunks),)
 
     def __init__(self) -> None:
@@ -124,12 +122,6 @@ class _BothRanks:
     def gather(self, x: Tensor) -> Tensor:
         self.gathered.append(x)
         return x
-
-    def gather_results(self, x: Tensor) -> Tensor:
-        return x
-
-    def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
-        return lambda: x
 
 
 class _OneRank(_BothRanks):
@@ -153,7 +145,7 @@ def _shared_against_whole(model: Any) -> tuple[float, str]:
     model.set_attn_implementation(packed.PACKED)
     length_rope.install(model)
     ids_BT = _probe_row(model)
-    inputs = model_inputs_for(model, ids_BT, _DOCUMENTS)
+    inputs = model_inputs_for(ids_BT, _DOCUMENTS)
 
     def outputs(group: _BothRanks) -> tuple[list[Tensor], Context]:
         context = Context(group, (1, ids_BT.shape[1]), inputs.get("cu_seq_lens_q"), ids_BT.device, group.owners)
@@ -175,16 +167,13 @@ def _shared_against_whole(model: Any) -> tuple[float, str]:
 
 def _leak(hf_config: PretrainedConfig, reason: str) -> ConfigError:
     return ConfigError(
-        f"{hf_config.model_type} cannot train on packed rows: {reason}", keys=_LEAK, fix="data.packing=none"
+        f"{hf_config.model_type} cannot train on packed rows: {reason}", keys=("data.packing",), fix="data.packing=none"
     )
 
 
 def _refuse_by_rule(hf_config: PretrainedConfig) -> None:
     """Reasons that the config tells by itself."""
     text = hf_config.get_text_config()
-    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in _ISOLATED:
-            raise _leak(hf_config, f"layer {index} is of type {kind!r}, which carries a state from token to token")
     for field in ("index_topk", "index_head_dim"):
         if getattr(text, field, None):
             raise _leak(hf_config, f"its sparse indexer ({field}) reads an attention mask that packing does not build")
@@ -202,16 +191,11 @@ def _refuse_dropped_layers(hf_config: PretrainedConfig) -> None:
 
 
 def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_code: bool) -> str | None:
-    """Why a part, built and run as in training, does not give on a small copy what the library gives, if so.
-
-    Raises ConfigError for what no other attention would change.
-    """
+    """Why a part, built and run as in training, does not give on a small copy what the library gives, if so."""
     choice = ModelConfig(pretrained="-", attention=attention, trust_remote_code=trust_remote_code)
     try:
         small = shrink(hf_config)
         model = _small(small, trust_remote_code)
-        if rows == "packed":
-            _refuse_by_modules(hf_config, model)
         part = part_of(copy.deepcopy(small), choice, device="cpu")
         part.model.load_state_dict(model.state_dict())
         measured = [_row_against_documents(model, part, *row) for row in _ROWS[rows]]
@@ -221,8 +205,6 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
             noisy.get_text_config().update(dropout)
             _train_once(part_of(noisy, choice, device="cpu"), _ROWS[rows][0][0])
     except ConfigError as error:
-        if error.keys == _LEAK:
-            raise
         return error.message
     except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -238,7 +220,7 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
 def _train_once(part: ModelPart, documents: tuple[int, ...]) -> None:
     """What forward and backward of a step may refuse, they refuse here."""
     ids_BT = _probe_row(part.model)
-    output = part(labels=ids_BT.roll(-1, 1), **model_inputs_for(part.model, ids_BT, documents))
+    output = part(labels=ids_BT.roll(-1, 1), **model_inputs_for(ids_BT, documents))
     output.logprobs_BT.sum().backward()
 
 
@@ -261,15 +243,6 @@ def _probe_row(model: Any) -> Tensor:
     return ids_T[None]
 
 
-def _refuse_by_modules(hf_config: PretrainedConfig, model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        own = {*module._modules, *module._parameters}
-        if state := next((s for s in _STATE if s in own), None):
-            raise _leak(hf_config, f"{name} ({type(module).__name__}) has {state}: it mixes neighbouring tokens")
-        if isinstance(module, nn.Conv1d):
-            raise _leak(hf_config, f"{name} is a convolution over tokens")
-
-
 @torch.no_grad()
 def _row_against_documents(model: Any, part: ModelPart, documents: tuple[int, ...], compared: int) -> tuple[float, str]:
     """Largest difference of the first `compared` tokens relative to the largest hidden value, and the first layer that
@@ -278,9 +251,9 @@ def _row_against_documents(model: Any, part: ModelPart, documents: tuple[int, ..
     apart = []
     for document in ids_BT.split(documents, 1):
         alone: Any = copy.deepcopy(model).eval()  # of its own: some rotary tables remember what they saw
-        apart.append(_layer_outputs(alone, model_inputs_for(alone, document, (document.shape[1],)))[0])
+        apart.append(_layer_outputs(alone, {"input_ids": document})[0])
     part.eval()
-    together, names = _layer_outputs(part.model, model_inputs_for(part.model, ids_BT, documents))
+    together, names = _layer_outputs(part.model, model_inputs_for(ids_BT, documents))
     part.train()
     want = [torch.cat(outputs, 1)[:, :compared] for outputs in zip(*apart, strict=True)]
     return _first_difference([outputs[:, :compared] for outputs in together], want, names)
@@ -309,7 +282,8 @@ def _layer_outputs(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], li
         for layer in layers
     ]
     try:
-        hidden = model.base_model(**inputs, use_cache=False)[0]
+        with state_layers.documents_of(model, inputs):
+            hidden = model.base_model(**accepted_by(model, inputs), use_cache=False)[0]
     finally:
         for handle in handles:
             handle.remove()

@@ -132,7 +132,7 @@ class StagePart(ModelPart):
             )
             self.boundary.hidden_BTD = None
             return result
-        self.model.base_model(**self.accepted(self.local_inputs(model_inputs)), use_cache=False)
+        self.hidden(self.local_inputs(model_inputs))
         return self.boundary.take()
 
 

@@ -151,13 +151,8 @@ def test_probe_leaves_the_config_alone():
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("mamba", {}, "layer 0 is of type 'linear_attention'"),
-        ("jamba", {}, "carries a state"),
-        ("lfm2", {"full_attn_idxs": [2, 5]}, "layer 0 is of type 'conv'"),
-        ("qwen3_next", {}, "carries a state"),
-        ("rwkv", {"num_hidden_layers": 2}, "RwkvBlock"),
         ("bloom", {}, "layer 0 .BloomBlock. does not give packed documents what they get apart"),
-        ("stablelm", {}, "StableLmDecoderLayer"),
+        ("deepseek_v32", {}, "its sparse indexer .index_topk. reads an attention mask"),
     ],
 )
 def test_probe_refuses_and_names_the_layer(family: str, fields: dict, reason: str):

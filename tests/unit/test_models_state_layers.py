@@ -1,0 +1,146 @@
+"""Layers that carry a state from token to token: packed rows equal separate documents, on loss and every gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+
+from automodel_cli.distributed.activation_checkpointing import apply_activation_checkpointing
+from automodel_cli.models import mixing, state_layers
+from automodel_cli.models.build import part_of
+from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.part import ModelPart
+from automodel_cli.models.support import probe_context, probe_packing
+from tests.hybrids import HYBRIDS, hybrid
+from tests.tiny import FAMILIES, gradient_error, gradients, packed_batch, separate_documents, tiny_config, token_row
+
+TOLERANCE = 2e-6  # relative to the largest gradient, in float32; a leak is 1e-3 and more
+ROWS = [[token_row(9), token_row(6, 1), token_row(14, 2)], [token_row(20, 3), token_row(9, 4)]]
+
+
+def part_like(small: PretrainedConfig, model: PreTrainedModel, **choice) -> ModelPart:
+    part = part_of(copy.deepcopy(small), ModelConfig(pretrained="-", **choice), device="cpu")
+    part.model.load_state_dict(model.state_dict())
+    return part
+
+
+def run(part: ModelPart, rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs `[B, T]` and the gradients of their weighted sum."""
+    batch = packed_batch(rows)
+    logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
+    (logprobs_BT * _weights(logprobs_BT)).sum().backward()
+    found = gradients(part.model)
+    part.zero_grad()
+    return logprobs_BT.detach(), found
+
+
+def alone(model: PreTrainedModel, rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same by the unmodified model, one document at a time."""
+    logprobs_BT = torch.cat(separate_documents(model, rows)).view(len(rows), -1)
+    (logprobs_BT * _weights(logprobs_BT)).sum().backward()
+    found = gradients(model)
+    model.zero_grad()
+    return logprobs_BT.detach(), found
+
+
+def _weights(like: Tensor) -> Tensor:
+    return torch.rand(like.shape, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_packed_equals_separate_documents(family: str):
+    small, model = hybrid(family)
+    part = part_like(small, model)
+    want_logprobs, want = alone(model, ROWS)
+    logprobs, got = run(part, ROWS)
+    off, gradients_off = (logprobs - want_logprobs).abs().max().item(), gradient_error(want, got)
+    print(f"{family}: log-probs off by {off:.1e}, gradients by {gradients_off:.1e}")
+    assert off < 1e-5
+    assert gradients_off < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "lfm2", "falcon_h1"])
+def test_the_comparison_sees_a_state_that_leaks(family: str, monkeypatch: pytest.MonkeyPatch):
+    small, model = hybrid(family)
+    part = part_like(small, model)
+    monkeypatch.setattr(state_layers.Documents, "are_rows", True)
+    want_logprobs, want = alone(model, ROWS)
+    logprobs, got = run(part, ROWS)
+    assert (logprobs - want_logprobs).abs().max() > 1e-3
+    assert gradient_error(want, got) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_mamba"])
+def test_recomputation_meets_its_own_documents_with_two_microbatches_in_flight(family: str):
+    """Falcon-Mamba drops every keyword on the way to its layers."""
+    small, model = hybrid(family)
+    part = part_like(small, model)
+    one, other = ROWS, [[token_row(5, 7), token_row(24, 8)]]
+    want = [run(part, rows)[1] for rows in (one, other)]
+    layers = next(m for m in part.model.modules() if isinstance(m, torch.nn.ModuleList))
+    apply_activation_checkpointing(list(layers), "full")
+    batches = [packed_batch(rows) for rows in (one, other)]
+    logprobs = [part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT for batch in batches]
+    for of_batch, expected in zip(logprobs, want, strict=True):
+        (of_batch * _weights(of_batch)).sum().backward()
+        assert gradient_error(expected, gradients(part.model)) < TOLERANCE
+        part.zero_grad()
+
+
+def test_rows_of_one_document_run_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    """One call for all rows; and the library's torch code, which refuses boundaries, is not shown any."""
+    small, model = hybrid("qwen3_5_text")
+    part = part_like(small, model)
+    rows = [[token_row(12)], [token_row(12, 1)]]
+    want_logprobs, want = alone(model, rows)
+    seen = []
+    layer = next(m for m in part.model.modules() if isinstance(m, state_layers.StateLayer))
+    layer.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    monkeypatch.setattr(state_layers.segments, "document_groups", None)
+    logprobs, got = run(part, rows)
+    assert len(seen) == 1
+    assert (logprobs - want_logprobs).abs().max() < TOLERANCE
+    assert gradient_error(want, got) < TOLERANCE
+
+
+def test_adapters_inside_a_state_layer_train_on_packed_rows():
+    small, _ = hybrid("qwen3_next")
+    part = part_of(copy.deepcopy(small), ModelConfig(pretrained="-", lora=LoRAConfig(rank=4)), device="cpu")
+    for name, param in part.named_parameters():
+        torch.manual_seed(len(name))
+        torch.nn.init.normal_(param, std=0.1)
+    _, together = run(part, ROWS)
+    apart: dict[str, Tensor] = {}
+    weights = _weights(torch.empty(2, 29))
+    for row, row_weights in zip(ROWS, weights, strict=True):
+        for document, its_weights in zip(row, row_weights.split([len(d) for d in row]), strict=True):
+            batch = packed_batch([[document]])
+            (part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT * its_weights).sum().backward()
+    apart = gradients(part.model)
+    assert any("linear_attn" in name for name in together)
+    assert gradient_error(apart, together) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_without_a_state_are_left_as_they_are(family: str):
+    assert not mixing.state_layer_classes(tiny_config(family))
+
+
+def test_attention_that_does_not_hear_of_documents_is_run_per_document_too():
+    """StableLM drops the boundaries before its attention: what is measured is what mixes, not what it is called."""
+    assert [name.rpartition(".")[2] for name in mixing.state_layer_classes(CONFIG_MAPPING["stablelm"]())] == [
+        "StableLmAttention"
+    ]
+    probe_packing(CONFIG_MAPPING["stablelm"]())
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_probes_allow_packed_and_shared_rows(family: str):
+    config = CONFIG_MAPPING[family](**HYBRIDS[family])
+    probe_packing(config)
+    probe_context(config)
