@@ -7,8 +7,9 @@ covered by tests/unit/models/test_load.py and tests/dist/test_models_sharded.py;
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -101,10 +102,9 @@ def conversion_mapping(model: PreTrainedModel) -> list[Any]:
 
 @dataclass(frozen=True)
 class Converted:
-    """What a call of `convert_into` did, by parameter name; `unexpected` are checkpoint keys without a place."""
+    """What a call of `convert_into` did, by parameter name."""
 
     loaded: frozenset[str]
-    unexpected: frozenset[str]
     mismatched: tuple[str, ...]
 
 
@@ -129,7 +129,34 @@ def convert_into(
         raise RuntimeError(f"the library could not convert {info.conversion_errors}")
     mismatched = tuple(f"{name}: file {tuple(got)}, model {tuple(want)}" for name, got, want in info.mismatched_keys)
     missing = set(info.missing_keys) | {name for name, _, _ in info.mismatched_keys}
-    return Converted(frozenset(names - missing), frozenset(info.unexpected_keys), mismatched)
+    return Converted(frozenset(names - missing), mismatched)
+
+
+def unclaimed_keys(model: PreTrainedModel, mapping: list[Any], keys: Iterable[str]) -> list[str]:
+    """Those checkpoint keys for which the whole `model` has no place, as the library's loader decides it."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = copy.deepcopy(mapping)  # they remember what they met
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix, names = model.base_model_prefix, model.state_dict()
+
+    def is_claimed(key: str) -> bool:
+        renamed, _ = rename_source_key(key, renamings, converters, prefix, names)
+        plain, _ = rename_source_key(key, [], [], prefix, names) if key in names else (renamed, None)
+        return renamed in names or plain in names
+
+    return [key for key in keys if not is_claimed(key)]
+
+
+def current_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each checkpoint key with the one that today's library would store it under: renamed, nothing fused."""
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [entry for entry in copy.deepcopy(conversion_mapping(model)) if isinstance(entry, WeightRenaming)]
+    names = model.state_dict()
+    for key in keys:
+        yield key, rename_source_key(key, renamings, [], model.base_model_prefix, names)[0]
 
 
 def revert_conversion(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:

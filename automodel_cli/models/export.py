@@ -23,10 +23,10 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import one_document
-from automodel_cli.models import compat, lora, nf4, value_head
+from automodel_cli.models import carried, compat, lora, nf4, value_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
-from automodel_cli.models.weights import iter_hf_weights, over_stages
+from automodel_cli.models.weights import bucketed, iter_hf_weights, over_stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,9 @@ def export_hf(
     shard_bytes: int = _SHARD_BYTES,
     pp_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the whole model in the hub's names, layout and dtype; adapters are merged in, a value head lies beside it.
+    """Write the whole model in the hub's names, layout and dtype; adapters are merged in, a value head lies beside it,
+    and what the checkpoint holds besides is written as it was. Of a composite every file but the weights is the
+    original's.
 
     Collective; rank 0 writes. `title` and `summary` (markdown) are for the model card (data, steps, scores). The folder
     is safe to load only after this returns: write into a new one and `publish` it.
@@ -61,18 +63,28 @@ def export_hf(
     if writer:
         folder.mkdir(parents=True, exist_ok=True)
     shards: list[tuple[list[str], int]] = []
+    within = parts[0].within
+    hub_keys = {} if within is None else {name: key for key, name in within.keys.items()}
     for bucket in iter_hf_weights(parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group):
         if writer:
-            shards.append(_write_shard(folder, len(shards), bucket))
+            shards.append(
+                _write_shard(folder, len(shards), [(hub_keys.get(name, name), tensor) for name, tensor in bucket])
+            )
     mine = value_head.named_weights(parts)
     values = list(mine if pp_group is None else over_stages(mine, pp_group, parts[0], "cpu"))
     if writer:
+        for bucket in bucketed(carried.tensors(config, parts[0].unclaimed, parts[0].hub_dtype), shard_bytes):
+            shards.append(_write_shard(folder, len(shards), bucket))
         _write_index(folder, shards)
         value_head.write(folder, values)
-        _write_config(folder, parts[0])
-        if tokenizer is not None:
-            _write_tokenizer(folder, tokenizer)
-        _write_card(folder, parts[0], config, title or folder.name, summary)
+        if within is not None:
+            carried.copy_files(config, folder)
+        else:
+            _write_config(folder, parts[0])
+            if tokenizer is not None:
+                _write_tokenizer(folder, tokenizer)
+        if not (folder / "README.md").exists():
+            _write_card(folder, parts[0], config, title or folder.name, summary)
     if dist.is_initialized():
         dist.barrier()
 
@@ -238,11 +250,13 @@ def _whole(parts: Sequence[ModelPart]) -> Score:
 def _difference(
     folder: Path, dtype: torch.dtype, prompts: Sequence[Sequence[int]], ours: list[Tensor], trust: bool
 ) -> float:
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
         with compat.quiet():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust).eval()
+            of_text = trust or type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
+            auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+            model = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust).eval()
     except Exception as error:  # whatever it is, the export is not what we promise
         raise RunError(f"the export in {folder} does not load with transformers: {error}") from error
     worst = 0.0

@@ -18,22 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import compat, lora, nf4, quantized, source, value_head
+from automodel_cli.models import carried, compat, composite, lora, nf4, quantized, source, value_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.seeds import seed_for
 from automodel_cli.models.uneven import is_uneven
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """`num_bytes_read` of checkpoint data by this rank; `ignored_keys`: what the model has no place for."""
+    """`num_bytes_read` of checkpoint data by this rank; `unclaimed`: what the whole model has no place for; `within`:
+    where the model is in the composite that the checkpoint is of."""
 
     num_bytes_read: int = 0
-    ignored_keys: tuple[str, ...] = ()
+    unclaimed: tuple[str, ...] = ()
+    within: composite.TextOfWhole | None = None
 
 
 def load_weights(
@@ -53,16 +55,22 @@ def load_weights(
     materialise(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
         target = _Target(part.model, buffer_device or torch.device(device))
-        skeleton, mapping = _skeleton(part, config, target)
+        whole = compat.meta_model(
+            copy.deepcopy(part.source_config),
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=config.trust_remote_code,
+        )
         if config.config is not None:
-            report = _init_random(skeleton, target, seed)
+            report = _init_random(_skeleton(whole, target), target, seed)
         else:
             weights = source.weights(config)
             if weights.gguf is not None:
                 report = _load_gguf(part, config, weights.gguf, target)
+                _init_buffers(_skeleton(whole, target), target)
             else:
-                report = _load_safetensors(skeleton, mapping, target, weights)
-            _init_buffers(skeleton, target)
+                report = _load_safetensors(whole, target, weights, source.whole_config(config))
+                _init_buffers(whole, target)
+    part.unclaimed, part.within = report.unclaimed, report.within
     lora.init_adapters(part.model, seed)
     if part.value_head is not None:
         value_head.fill(part.value_head, source.folder(config))
@@ -133,15 +141,9 @@ class _Target:
         return sorted(n for n in self.tensors if n not in self.filled and n not in self.non_persistent)
 
 
-def _skeleton(part: ModelPart, config: ModelConfig, target: _Target) -> tuple[PreTrainedModel, list[Any]]:
-    """The whole model on meta, cut to the target's tensors and sharded as they are, and how hub keys become its own."""
-    skeleton = compat.meta_model(
-        copy.deepcopy(part.source_config),
-        dtype=getattr(torch, config.dtype),
-        trust_remote_code=config.trust_remote_code,
-    )
-    mapping = compat.conversion_mapping(skeleton)
-    for prefix, module in skeleton.named_modules():
+def _skeleton(whole: PreTrainedModel, target: _Target) -> PreTrainedModel:
+    """The whole model on meta, cut in place to the target's tensors and sharded as they are."""
+    for prefix, module in whole.named_modules():
         for store in _stores(module):
             for name in [name for name, tensor in store.items() if tensor is not None]:
                 full_name = f"{prefix}.{name}".lstrip(".")
@@ -149,7 +151,7 @@ def _skeleton(part: ModelPart, config: ModelConfig, target: _Target) -> tuple[Pr
                     del store[name]
                 elif compat.is_dtensor(tensor := target.tensors[target.names[full_name]]) and not _read_whole(tensor):
                     store[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
-    return skeleton, mapping
+    return whole
 
 
 def _read_whole(tensor: Any) -> bool:
@@ -180,25 +182,28 @@ class _CountedSlice:
 
 
 def _load_safetensors(
-    skeleton: PreTrainedModel, mapping: list[Any], target: _Target, weights: source.Weights
+    whole: PreTrainedModel, target: _Target, weights: source.Weights, repository: PretrainedConfig
 ) -> LoadReport:
-    from safetensors import safe_open
-
+    """`whole` becomes the target's skeleton. `repository`: the config beside the weights."""
     counter = [0]
+    tensors = quantized.dequantised(carried.lazy_tensors(weights.files), weights.quantization)
+    within = None
+    if composite.text_config(repository) is not repository:
+        within = composite.text_of_whole(repository, whole, tensors)
+    known_as = {key: key for key in tensors} if within is None else within.keys
     units: dict[str, dict[str, Any]] = {}
-    for file in weights.files:
-        handle = safe_open(str(file), "pt")
-        for key in handle.keys():  # noqa: SIM118  # not a mapping
-            units.setdefault(unit_of(key), {})[key] = _CountedSlice(handle.get_slice(key), counter)
-    ignored: list[str] = []
-    for tensors in units.values():
-        plain = quantized.dequantised(tensors, weights.quantization)
+    for key, name in known_as.items():
+        units.setdefault(unit_of(name), {})[name] = _CountedSlice(tensors[key], counter)
+    mapping = compat.conversion_mapping(whole)
+    no_place = set(compat.unclaimed_keys(whole, mapping, known_as.values()))
+    unclaimed = [key for key in tensors if key not in known_as or known_as[key] in no_place]
+    skeleton = _skeleton(whole, target)
+    for plain in units.values():
         done = compat.convert_into(skeleton, plain, mapping, skeleton.dtype)
         if done.mismatched:
             raise ConfigError(
                 f"the checkpoint does not fit the model: {'; '.join(done.mismatched[:3])}", keys=("pretrained",)
             )
-        ignored += done.unexpected
         for name in sorted(done.loaded):
             module, leaf = _owner(skeleton, name)
             value = module._parameters.get(leaf, module._buffers.get(leaf))
@@ -213,7 +218,7 @@ def _load_safetensors(
             keys=("pretrained",),
             fix="model.pretrained=<a checkpoint of the same architecture>",
         )
-    return LoadReport(counter[0], tuple(ignored))
+    return LoadReport(counter[0], tuple(unclaimed), within)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -154,6 +154,14 @@ def merged(weight: Tensor, layer: Any, factor: float | None = None) -> Tensor:
     return (weight.float() + delta(layer, factor)).to(weight.dtype)
 
 
+def _in_whole(name: str, places: dict[str, str]) -> str:
+    """A name of the language model as the composite around it has it."""
+    for of_text, of_whole in places.items():
+        if name.startswith(f"{of_text}."):
+            return of_whole + name.removeprefix(of_text)
+    return name
+
+
 def save_adapters(
     parts: Sequence[ModelPart],
     config: LoRAConfig,
@@ -174,18 +182,23 @@ def save_adapters(
         for name, layer in wrappers(part.model):
             for matrix in ("lora_A", "lora_B"):
                 weight = compat.gathered(getattr(layer, matrix)[_ADAPTER].weight)
-                mine[f"base_model.model.{name}.{matrix}.weight"] = weight.cpu().contiguous()
+                mine[f"{name}.{matrix}.weight"] = weight.cpu().contiguous()
     of_stages: list[dict[str, Tensor]] = [mine]
     if pp_group is not None:
         of_stages = [{} for _ in range(dist.get_world_size(pp_group))]
         dist.all_gather_object(of_stages, mine, group=pp_group)
     if not write:
         return
-    state = {name: weight for stage in of_stages for name, weight in stage.items()}
+    within = parts[0].within
+    places = {} if within is None else within.modules
+    state = {_in_whole(name, places): weight for stage in of_stages for name, weight in stage.items()}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    hub_names = {f"base_model.model.{name}": weight for name, weight in state.items()}
+    save_file(hub_names, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_config = _peft_config(parts[0].model, config)
+    if places:  # the other parts of a composite have layers of the same names
+        peft_config.target_modules = {name.partition(".lora_")[0] for name in state}
     peft_config.base_model_name_or_path = base_model
     peft_config.inference_mode = True
     peft_config.save_pretrained(folder)

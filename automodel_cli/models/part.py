@@ -26,6 +26,8 @@ from automodel_cli.models.value_head import ValueHead
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from automodel_cli.models.composite import TextOfWhole
+
 _PREFIX = "model."
 _PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "context")
 
@@ -67,7 +69,9 @@ class ModelPart(nn.Module):
     that back, and an adapter's wrapping too). Wrap the whole part for data parallelism, and keep the output
     embeddings in its root group: the head reads their weight directly.
     `hub_dtype` is what the checkpoint was stored in, the default dtype of exports. `source_config` is the library's
-    config as it was read, before attention, dtype or caching were set on the model's own copy.
+    config as it was read, before attention, dtype or caching were set on the model's own copy. `unclaimed`: keys of the
+    checkpoint for which the whole model has no place, once loaded; `within`: where the model is in the composite
+    that the checkpoint is of.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class ModelPart(nn.Module):
         self.value_head: ValueHead | None = None
         self.hub_dtype = hub_dtype or model.dtype
         self.source_config = source_config or copy.deepcopy(model.config)
+        self.unclaimed: tuple[str, ...] = ()
+        self.within: TextOfWhole | None = None
         self._context_group: ContextGroup | None = None
 
     def forward(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import quantized
+from automodel_cli.models import composite, quantized
 from automodel_cli.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -31,7 +31,13 @@ _GENERAL_FIELDS = {
 
 
 def hf_config(config: ModelConfig) -> PretrainedConfig:
-    """The library's config object, a fresh one per call. Raises ConfigError when it cannot be had."""
+    """The library's config object of the language model, a fresh one per call. Raises ConfigError when it cannot be
+    had."""
+    return composite.text_config(whole_config(config))
+
+
+def whole_config(config: ModelConfig) -> PretrainedConfig:
+    """The same of the whole repository, which may hold more than a language model."""
     from transformers import AutoConfig
 
     if config.config is not None:

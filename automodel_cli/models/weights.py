@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,10 +36,15 @@ def iter_hf_weights(
     `pp_group`: the ranks of a pipeline, whose stages follow each other in the stream; every rank gets all of them.
     Collective over all ranks that hold shards, in the same order everywhere: every rank must exhaust the iterator.
     """
+    mine = (item for part in parts for item in _named_full_weights(part, dtype or part.hub_dtype, device, hub_names))
+    yield from bucketed(mine if pp_group is None else over_stages(mine, pp_group, parts[0], device), bucket_bytes)
+
+
+def bucketed(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """The same tensors in buckets: at least one in each, which closes once it reaches `bucket_bytes`."""
     bucket: Bucket = []
     size = 0
-    mine = (item for part in parts for item in _named_full_weights(part, dtype or part.hub_dtype, device, hub_names))
-    for name, tensor in mine if pp_group is None else over_stages(mine, pp_group, parts[0], device):
+    for name, tensor in named:
         bucket.append((name, tensor))
         size += tensor.numel() * tensor.element_size()
         if size >= bucket_bytes:

@@ -26,6 +26,7 @@ from automodel_cli.data.loader import StepLoader
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.launch import startup, stop, worker
+from automodel_cli.models import carried
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
 from automodel_cli.run.model import Model
@@ -103,6 +104,8 @@ class Session:
         )
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
         self.callbacks = Callbacks(self, self._callback_states)
+        if unclaimed := self.model.parts[0].unclaimed:
+            self.print(carried.summary(recipe.model, unclaimed))
 
     def steps(self) -> Iterator[tuple[int, list[Any]]]:
         """The number of each step (1-based) and this rank's microbatches, until the run's end or a signal.

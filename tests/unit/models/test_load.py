@@ -179,7 +179,7 @@ def test_keys_without_a_place_are_reported(tmp_path: Path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = ModelConfig(pretrained=str(tmp_path))
     report = load_weights(build_part(config), config, device="cpu", seed=0)
-    assert report.ignored_keys == ("model.layers.4.mtp.weight",)
+    assert report.unclaimed == ("model.layers.4.mtp.weight",)
 
 
 @pytest.mark.parametrize(
