@@ -23,6 +23,7 @@ import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import composite
 from automodel_cli.models.support import probe_packing
 from automodel_cli.pipelining.cut.anatomy import NotMeasuredError, SplitError
 from automodel_cli.pipelining.cut.probe import probe
@@ -37,7 +38,15 @@ USUAL = {
     "num_experts_per_tok": 6,
     "n_group": 1,
     "topk_group": 1,
+    "layer_types": ["conv", "conv", "full_attention", "conv"] * 8,
 }
+# Families that people fine-tune now come first in the table; the rest follows by name.
+FIRST = (
+    "qwen3_5", "qwen3_5_moe", "qwen3", "qwen3_moe", "qwen3_next", "gemma3", "gemma4", "llama", "llama4", "gpt_oss",
+    "deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm_moe_dsa", "kimi_linear", "minimax_m2", "mistral",
+    "ministral3", "mixtral", "phi3", "granite", "granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe", "lfm3",
+    "falcon_h1", "jamba", "bamba", "olmo3", "olmo_hybrid", "smollm3", "qwen2", "gemma2", "cohere2", "mamba2", "zamba2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,16 +61,17 @@ class Row:
 
 
 def families() -> Iterator[tuple[str, PretrainedConfig, type[PreTrainedModel]]]:
-    """(model_type, default config, causal-LM class) of every decoder family that the library registers."""
+    """(model_type, default config, causal-LM class) of every decoder family that the library registers; of a composite,
+    those of its language model."""
     for name in sorted(CONFIG_MAPPING):
         config_class = CONFIG_MAPPING[name]
         if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
             continue
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         try:
-            config = config_class()
+            config = composite.text_config(config_class())
         except Exception:
             continue  # a composite that cannot exist without its parts
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         if not config.is_encoder_decoder:
             config.is_decoder = True  # bert and its kin are causal only when told so
             yield name, config, model_class[0] if isinstance(model_class, tuple) else model_class
@@ -136,16 +146,29 @@ from its default config. *Split*: three uneven pipeline stages give the log-prob
 family's default configuration needs another attention or other rows, the note says which. A run probes the user's own
 config in the same way and refuses what differs, so this table is information, not a gate. *Unknown*: the tiny copy
 could not be built or run, so nothing was measured.
+
+Layers that carry a state from token to token (gated delta nets, Mamba, short convolutions, linear attention) are found
+by measurement and run document by document through the family's own module. Of a multimodal repository the language
+model is built alone; the export is the whole repository with other text weights. What else a checkpoint holds and the
+model does not build (layers for multi-token prediction, say) is carried to the export as it is; it is not trained.
 """
+    order = {name: index for index, name in enumerate(FIRST)}
+    rows = sorted(rows, key=lambda r: (order.get(r.family, len(order)), r.family))
     lines = [
         intro,
         "| | yes | no | unknown |",
         "|---|--:|--:|--:|",
         *(f"| {what} | {c['yes']} | {c['no']} | {c['unknown']} |" for what, c in totals.items()),
         "",
-        "| family | class | split | packing | |",
-        "|---|---|---|---|---|",
-        *(f"| {r.family} | {r.model_class} | {r.split} | {r.packing} | {'; '.join(r.notes)} |" for r in rows),
+        f"Exact in both: {', '.join(r.family for r in rows if r.split == r.packing == 'yes')}.",
+        "",
+        "| family | class | split | packing |",
+        "|---|---|---|---|",
+        *(f"| {r.family} | {r.model_class} | {r.split} | {r.packing} |" for r in rows),
+        "",
+        "## Why not",
+        "",
+        *(f"- {r.family}: {'; '.join(r.notes)}" for r in rows if r.notes),
     ]
     return "\n".join(lines) + "\n"
 
