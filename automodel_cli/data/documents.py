@@ -18,7 +18,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class PromptCompletion:
+class AnsweredPrompt:
     """A prompt and its continuation without a chat template."""
 
     prompt: str
@@ -32,7 +32,7 @@ class PlainText:
     text: str
 
 
-Document = Conversation | PromptCompletion | PlainText
+Document = Conversation | AnsweredPrompt | PlainText
 
 
 @dataclass(frozen=True)

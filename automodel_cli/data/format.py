@@ -17,12 +17,12 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 from automodel_cli.data.columns import LIST_COLUMNS
-from automodel_cli.data.documents import Conversation, JudgedResponse, Pair, PlainText, PromptCompletion
+from automodel_cli.data.documents import AnsweredPrompt, Conversation, JudgedResponse, Pair, PlainText
 from automodel_cli.data.row_fields import Fields
 
 Makes = Literal["conversations", "texts", "pairs", "judged"]
 DOCUMENTS: dict[str, tuple[type, ...]] = {
-    "conversations": (Conversation, PromptCompletion),
+    "conversations": (Conversation, AnsweredPrompt),
     "texts": (PlainText,),
     "pairs": (Pair,),
     "judged": (JudgedResponse,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from automodel_cli.data.documents import Conversation, Document, PromptCompletion
+from automodel_cli.data.documents import AnsweredPrompt, Conversation, Document
 from automodel_cli.data.rows import RowError
 from automodel_cli.data.tool_calls import json_value, link_answers, read_calls
 from automodel_cli.data.unread import NO_OTHER_KEYS, KnownKeys
@@ -69,7 +69,7 @@ def chat_or_text(
             "system text, tools, reasoning and earlier turns need a chat template",
             fix=NO_TEMPLATE_FIX,
         )
-    return PromptCompletion(messages[0]["content"], messages[1]["content"])
+    return AnsweredPrompt(messages[0]["content"], messages[1]["content"])
 
 
 def as_messages(

@@ -9,7 +9,7 @@ from typing import Any
 from automodel_cli.config import targets
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.columns import LIST_COLUMNS
-from automodel_cli.data.documents import Conversation, JudgedResponse, Messages, Pair, PlainText, PromptCompletion
+from automodel_cli.data.documents import AnsweredPrompt, Conversation, JudgedResponse, Messages, Pair, PlainText
 from automodel_cli.data.format import DOCUMENTS, Format
 from automodel_cli.data.formats import format_name
 from automodel_cli.data.messages import ROLES
@@ -87,7 +87,7 @@ class RowReader:
             case JudgedResponse():
                 self._check_messages(document.prompt, [False] * len(document.prompt))
                 self._check_messages(document.response, document.trained)
-            case PromptCompletion():
+            case AnsweredPrompt():
                 self._check_texts(document.prompt, document.completion)
             case PlainText():
                 self._check_texts(document.text)

@@ -16,7 +16,7 @@ import numpy as np
 
 from automodel_cli.data.chat import ChatEncoder
 from automodel_cli.data.config import Mask, SpecialTokensInText, Turns
-from automodel_cli.data.documents import Conversation, Document, JudgedResponse, Pair, PlainText, PromptCompletion
+from automodel_cli.data.documents import AnsweredPrompt, Conversation, Document, JudgedResponse, Pair, PlainText
 from automodel_cli.data.encoded import Encoded, Unrolled, encode_texts
 from automodel_cli.data.format import PREFERENCES, Format
 from automodel_cli.data.preferences import judged_document
@@ -79,7 +79,7 @@ class RowEncoder:
         out: list[Encoded | Unrolled | RowError] = [d if isinstance(d, RowError) else _NOTHING for d in documents]
         for kind, encode in (
             (Conversation, self._encode_chats),
-            (PromptCompletion, self._encode_completions),
+            (AnsweredPrompt, self._encode_completions),
             (PlainText, self._encode_texts),
         ):
             places = [i for i, document in enumerate(documents) if isinstance(document, kind)]

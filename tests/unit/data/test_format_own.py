@@ -158,7 +158,7 @@ def test_what_is_no_conversation_is_no_prompt(own, tmp_path):
     [
         ("Peeks", "rows.jsonl:1: the format reads 'q', which is not among its fields (a)"),
         ("Divides", "rows.jsonl:2: format talk_format.Divides raised ZeroDivisionError"),
-        ("WrongKind", "returned PlainText, and what makes conversations returns Conversation or PromptCompletion"),
+        ("WrongKind", "returned PlainText, and what makes conversations returns Conversation or AnsweredPrompt"),
         ("NoRole", "made messages without a known role and text"),
         ("TrainsTheQuestion", "made a message that is trained and is not the assistant's"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig, SourceConfig
-from automodel_cli.data.documents import Conversation, PromptCompletion
+from automodel_cli.data.documents import AnsweredPrompt, Conversation
 from automodel_cli.data.formats import FORMATS, detect_format
 from automodel_cli.data.locate import local_files
 from automodel_cli.data.readers import read_file
@@ -230,7 +230,7 @@ def test_openai_tool_calls_keep_tools_and_get_arguments_as_objects():
 def test_prompt_and_completion_are_turns_with_a_template_and_text_without():
     row = {"prompt": "q", "completion": "a"}
     assert said(read("prompt_completion", row)) == [("user", "q"), ("assistant", "a")]
-    assert read("prompt_completion", row, chat=False) == PromptCompletion("q", "a")
+    assert read("prompt_completion", row, chat=False) == AnsweredPrompt("q", "a")
     preference = {
         "prompt": [turn("user", "q"), turn("assistant", "x"), turn("user", "r")],
         "completion": turn("assistant", "a"),
