@@ -152,6 +152,7 @@ def _resume(rank, world, layout, node, folder, last):
     return [run.step(number) for number in range(start + 1, last + 1)], run.local_state(), torch.rand(3)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("layout", "world", "node"),
     [("fsdp", 2, "adamw"), ("fsdp", 2, "muon32"), ("ddp", 2, "adamw"), ("hsdp", 4, "muon"), ("mixed", 2, "adamw")],

@@ -38,7 +38,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.smoke) if name == "fsdp2 x2" else name for name in LAYOUTS]
+)
 def test_same_numbers_as_one_process(layout, family):
     world, mesh, config = LAYOUTS[layout]
     cases = [

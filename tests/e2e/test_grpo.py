@@ -141,6 +141,7 @@ def test_export_loads_in_transformers(whole: Path) -> None:
     assert torch.isfinite(model(**ids).logits).all()
 
 
+@pytest.mark.smoke
 def test_one_update_on_policy_is_exactly_that(tmp_path: Path) -> None:
     write_config(tmp_path)
     alarm = "rollout.max_mult_prob_error=1.0000000001"  # less than what rounding makes

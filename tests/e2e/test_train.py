@@ -156,6 +156,7 @@ def test_a_run_goes_on_under_another_layout(whole: Path, tmp_path: Path) -> None
 _SAME_LR = ["lr_scheduler=constant"]  # a schedule over 20 steps is another one than over 10
 
 
+@pytest.mark.smoke
 def test_adapters_train_alone_and_are_merged_into_the_export(tmp_path: Path) -> None:
     write_config(tmp_path)
     arguments = ["model.lora={rank: 4}", "train.max_steps=4"]

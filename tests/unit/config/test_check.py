@@ -51,6 +51,7 @@ def test_a_good_config_becomes_objects() -> None:
     assert recipe.mesh == nodes.Mesh() and recipe.run_name is None
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("override", "message", "fix"),
     [

@@ -42,6 +42,7 @@ def encode(template, messages, mask="assistant", tools=None, **options):
     return tokenizer, result
 
 
+@pytest.mark.smoke
 def test_the_two_ways_and_the_library_agree():
     tokenizer, by_tags = encode(TAGGED, CHAT)
     _, by_prefixes = encode(NATIVE, CHAT)

@@ -49,6 +49,7 @@ def slow_best_fit(lengths: list[int], capacity: int) -> int:
     return len(rooms)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("packing", ["best_fit", "wrapped", "none"])
 @pytest.mark.parametrize("seed", range(8))
 def test_every_token_stands_in_exactly_one_row(packing, seed):

@@ -22,6 +22,7 @@ VOCAB, WIDTH = 50, 12
 EXPECTED = {"llama": "plain", "gemma3_text": "plain", "gpt_oss": "plain", "gemma2": "softcap", "granite": "scale"}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", EXPECTED)
 def test_detection_by_measurement(family: str):
     kind = detect_head(tiny_config(family))

@@ -45,6 +45,7 @@ def legal(case):
         return False
 
 
+@pytest.mark.smoke
 def test_every_legal_program_is_complete_and_runs():
     cases = [case for case in CASES if legal(case)]
     assert len(cases) > 150
