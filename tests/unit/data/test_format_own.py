@@ -18,7 +18,7 @@ from .helpers import tiny_tokenizer, turn, write_jsonl
 
 MODULE = """
 from dataclasses import dataclass
-from automodel_cli.data.documents import Completion, Conversation, PlainText
+from automodel_cli.data.documents import AnsweredPrompt, Conversation, PlainText
 from spoken_words import question
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TrainsTheQuestion(Page):
 class NoTurns(Page):
     makes = "conversations"
     def read(self, row):
-        return Completion(row.text("a"), "!")
+        return AnsweredPrompt(row.text("a"), "!")
 
 class MakesNothing(Page):
     makes = "rows"
@@ -149,7 +149,9 @@ def test_prompts_leave_the_answer_out_and_keep_the_row(own, tmp_path):
 def test_what_is_no_conversation_is_no_prompt(own, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     config = DataConfig(path=str(path), format=own.NoTurns(), long_documents="drop")
-    with pytest.raises(DataError, match=r"format talk_format.NoTurns made Completion, and a prompt to sample from is"):
+    with pytest.raises(
+        DataError, match=r"format talk_format.NoTurns made AnsweredPrompt, and a prompt to sample from is"
+    ):
         prepare_prompts(config, tiny_tokenizer(), seed=0, max_tokens=100)
 
 
