@@ -149,6 +149,18 @@ def unclaimed_keys(model: PreTrainedModel, mapping: list[Any], keys: Iterable[st
     return [key for key in keys if not is_claimed(key)]
 
 
+def joined_names(mapping: list[Any], names: Iterable[str]) -> set[str]:
+    """Parameters that are several tensors of the checkpoint one after another along dim 0 (the convolutions of KDA).
+    The library's reader takes a shard of each of them, which is not a shard of the whole."""
+    ends = tuple(
+        pattern.lstrip(".")
+        for entry in mapping
+        if any(type(step).__name__ == "Concatenate" and step.dim == 0 for step in getattr(entry, "operations", ()))
+        for pattern in entry.target_patterns
+    )
+    return {name for name in names if name.endswith(ends)}
+
+
 def current_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Each checkpoint key with the one that today's library would store it under: renamed, nothing fused."""
     from transformers.core_model_loading import WeightRenaming, rename_source_key

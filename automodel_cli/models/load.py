@@ -99,6 +99,7 @@ class _Target:
 
     def __init__(self, model: nn.Module, packed_device: torch.device):
         self.packed_device = packed_device
+        self.joined: set[str] = set()
         self.packed = {f"{name}.weight": layer for name, layer in nf4.packed_layers(model)}
         self.names: dict[str, str] = {}  # every name -> first name of the same tensor
         self.tensors: dict[str, Tensor] = {}
@@ -149,7 +150,9 @@ def _skeleton(whole: PreTrainedModel, target: _Target) -> PreTrainedModel:
                 full_name = f"{prefix}.{name}".lstrip(".")
                 if full_name not in target.names:
                     del store[name]
-                elif compat.is_dtensor(tensor := target.tensors[target.names[full_name]]) and not _read_whole(tensor):
+                elif compat.is_dtensor(tensor := target.tensors[target.names[full_name]]) and not (
+                    full_name in target.joined or _read_whole(tensor)
+                ):
                     store[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
     return whole
 
@@ -197,6 +200,7 @@ def _load_safetensors(
     mapping = compat.conversion_mapping(whole)
     no_place = set(compat.unclaimed_keys(whole, mapping, known_as.values()))
     unclaimed = [key for key in tensors if key not in known_as or known_as[key] in no_place]
+    target.joined = compat.joined_names(mapping, target.names)
     skeleton = _skeleton(whole, target)
     for plain in units.values():
         done = compat.convert_into(skeleton, plain, mapping, skeleton.dtype)
@@ -210,7 +214,8 @@ def _load_safetensors(
             assert value is not None
             if not value.is_meta:
                 param = target.tensors[target.names[name]]
-                target.fill(name, compat.local_part(param, value.detach()) if _read_whole(param) else value.detach())
+                cut = name in target.joined or _read_whole(param)
+                target.fill(name, compat.local_part(param, value.detach()) if cut else value.detach())
                 _to_meta(module, leaf)
     if missing := target.missing():
         raise ConfigError(
