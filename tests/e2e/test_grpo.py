@@ -51,7 +51,7 @@ rewards:
 objective: {{kl_coef: 0.02}}
 parallelizer:
   mp_policy: {{_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}}
-optimizer: {{lr: 1e-3}}
+optimizer: {{lr: 1e-3, eps: 1e-5}}  # by far less, Adam makes steps of rounding errors, and ranks differ by theirs
 train: {{global_batch_size: 8, microbatch_size: 2, max_steps: 6, epochs: null, cpu_threads: 1}}
 checkpoint: {{every: 2}}
 """
