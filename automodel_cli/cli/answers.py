@@ -32,7 +32,8 @@ _ANSWERS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (("merge", "convert", "save"), "export writes a run, adapters merged", "automodel export runs/quickstart"),
     (("ls", "list", "cp", "init", "new", "template"), "configs to start from", "automodel recipes ls"),
-    (("lint", "dry-run", "dryrun"), "a config is checked by check", "automodel check -c quickstart"),
+    (("lint", "validate-config"), "a config is checked by check", "automodel check -c quickstart"),
+    (("dry-run", "dry_run", "simulate"), "it is one word", "automodel dryrun -c quickstart --gpus 1"),
     (
         ("preprocess", "tokenize", "prepare"),
         "a run prepares its data itself; this shows it",

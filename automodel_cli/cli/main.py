@@ -38,6 +38,7 @@ COMMANDS = {
     "submit": ("automodel_cli.cli.submit", "submit"),
     "check": ("automodel_cli.cli.check", "check"),
     "plan": ("automodel_cli.cli.plan", "plan"),
+    "dryrun": ("automodel_cli.cli.dryrun", "dryrun"),
     "verify": ("automodel_cli.cli.verify", "verify"),
     "data": ("automodel_cli.cli.data", "data"),
     "export": ("automodel_cli.cli.export", "export"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import composite, quantized
+from automodel_cli.models import composite, quantized, shipped
 from automodel_cli.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ def whole_config(config: ModelConfig) -> PretrainedConfig:
     if config.config is not None:
         return _config_from_fields(config.config)
     folder, extra = _folder_and_gguf(config)
+    fields = None if extra else shipped.fields(folder, config.revision)
+    if fields is not None:
+        known: PretrainedConfig = AutoConfig.for_model(**fields)
+        return known
     try:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(
             folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra

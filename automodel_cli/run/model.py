@@ -45,29 +45,16 @@ class Model:
     @classmethod
     def build(cls, recipe: Recipe, mesh: Mesh) -> Model:
         """From config to loaded weights under the parallelizer, whole or cut into pipeline stages. Collective."""
-        config = recipe.model
-        _check_compile(recipe, mesh)
-        if recipe.parallelizer.assumes_unpacked:
-            compat.assume_unpacked()
-        probe_packing(
-            hf_config(config),
-            attention=config.attention,
-            rows=_rows(recipe),
-            trust_remote_code=config.trust_remote_code,
-        )
-        if mesh.layout.cp > 1:
-            probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
-        stages = build_stages(
-            build_part(config, request=request_of(recipe.objective)),
-            mesh,
-            recipe.pipeline,
-            recipe.parallelizer,
-            num_microbatches=recipe.train.num_microbatches(mesh.dp_size),
-        )
-        parts = [part for part in stages.parts if isinstance(part, ModelPart)]
+        stages = empty_stages(recipe, mesh)
         device = recipe.parallelizer.parameter_device(mesh.device)
-        for part in parts:
-            load_weights(part, config, device=device, buffer_device=mesh.device, seed=recipe.seed)
+        for part in _parts(stages):
+            load_weights(part, recipe.model, device=device, buffer_device=mesh.device, seed=recipe.seed)
+        return cls.filled(stages, recipe, mesh)
+
+    @classmethod
+    def filled(cls, stages: Stages, recipe: Recipe, mesh: Mesh) -> Model:
+        """Around `empty_stages` that have since been given their weights. Collective."""
+        parts = _parts(stages)
         weights_changed(parts)
         return cls(mesh, stages, parts, *_count_parameters(parts, mesh), _watch_routers(parts, recipe, mesh))
 
@@ -81,6 +68,35 @@ class Model:
         batches = [one_document(ids).to(self.mesh.device) for ids in prompts]
         scores = self.stages.forward(batches, lambda output, _: output.logprobs_BT[0, :-1])
         return [score.cpu() for score in scores]
+
+
+def empty_stages(recipe: Recipe, mesh: Mesh) -> Stages:
+    """The model as the config says, probed, cut and under the parallelizer, its parameters still on meta. Collective.
+    Raises ConfigError."""
+    config = recipe.model
+    _check_compile(recipe, mesh)
+    if recipe.parallelizer.assumes_unpacked:
+        compat.assume_unpacked()
+    probe_packing(
+        hf_config(config),
+        attention=config.attention,
+        rows=_rows(recipe),
+        trust_remote_code=config.trust_remote_code,
+    )
+    if mesh.layout.cp > 1:
+        probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
+    return build_stages(
+        build_part(config, request=request_of(recipe.objective)),
+        mesh,
+        recipe.pipeline,
+        recipe.parallelizer,
+        num_microbatches=recipe.train.num_microbatches(mesh.dp_size),
+    )
+
+
+def _parts(stages: Stages) -> list[ModelPart]:
+    """This rank's parts as what they are."""
+    return [part for part in stages.parts if isinstance(part, ModelPart)]
 
 
 def _rows(recipe: Recipe) -> Rows:

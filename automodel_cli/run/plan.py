@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.launch.startup import collect_again, hold_garbage
+from automodel_cli.models import shipped
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.planning.plan import Request
     from automodel_cli.run.recipe import Recipe
 
 
@@ -28,30 +30,36 @@ def print_plan(recipe: Recipe, source: Composed, *, num_gpus: int, memory_gib: f
             fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
         )
     hold_garbage()
-    from automodel_cli.objectives.base import request_of
     from automodel_cli.planning import render
-    from automodel_cli.planning.plan import Request, make_plan
+    from automodel_cli.planning.plan import make_plan
 
     collect_again()
 
-    plan = make_plan(
-        Request(
-            model=recipe.model,
-            layout=layout,
-            parallelizer=recipe.parallelizer,
-            optimizer=recipe.optimizer,
-            pipeline=recipe.pipeline,
-            rows=recipe.train.microbatch_size,
-            num_microbatches=num_microbatches,
-            seq_len=recipe.data.seq_len,
-            head=request_of(recipe.objective),
-        )
-    )
+    with shipped.preferred():
+        plan = make_plan(plan_request(recipe, layout))
     print(render.render(plan, memory_gib=memory_gib, width=shutil.get_terminal_size((120, 24)).columns))
     if svg is not None:
         svg.write_text(render.svg(plan), encoding="utf-8")
         print(f"\ntimeline written to {svg}")
     return 0
+
+
+def plan_request(recipe: Recipe, layout: Layout) -> Request:
+    """What the plan of a recipe on these ranks depends on."""
+    from automodel_cli.objectives.base import request_of
+    from automodel_cli.planning.plan import Request
+
+    return Request(
+        model=recipe.model,
+        layout=layout,
+        parallelizer=recipe.parallelizer,
+        optimizer=recipe.optimizer,
+        pipeline=recipe.pipeline,
+        rows=recipe.train.microbatch_size,
+        num_microbatches=recipe.train.num_microbatches(layout.dp),
+        seq_len=recipe.data.seq_len,
+        head=request_of(recipe.objective),
+    )
 
 
 def _layout(recipe: Recipe, source: Composed, num_gpus: int) -> Layout:

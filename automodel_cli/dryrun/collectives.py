@@ -1,0 +1,108 @@
+"""Collectives of a group that answers alone: counted, timed, and with the integers that the others would have sent."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from automodel_cli.dryrun import integers, torch_compat
+from automodel_cli.dryrun.clock import Clock
+from automodel_cli.dryrun.gpus import Links
+from automodel_cli.dryrun.integers import Twins
+from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
+
+Key = tuple[str, str, int]
+"""Operator, group, ranks."""
+
+
+class Collectives:
+    """Other ranks are taken to hold what this one holds: to route, pack and count as it does."""
+
+    def __init__(self, clock: Clock, links: Links):
+        self.clock, self.links, self.twins = clock, links, Twins()
+        self.count: Counter[Key] = Counter()
+        self.bytes: Counter[Key] = Counter()
+        self.seconds: defaultdict[Key, float] = defaultdict(float)
+        self.ends: dict[int, float] = {}
+
+    def ran(self, name: str, args: Any, kwargs: Any, out: Any, *, counting: bool) -> None:
+        """An operator of c10d has been called. `name` without its namespace."""
+        if name == "wait_tensor":
+            self.clock.wait(self.clock.stream, self.ends.pop(torch_compat.storage_key(args[0]), 0.0))
+            return
+        flat = tree_flatten((args, kwargs))[0]
+        tensors = [t for t in flat if isinstance(t, Tensor)] + [
+            t for t in tree_flatten(out)[0] if isinstance(t, Tensor)
+        ]
+        group = torch_compat.group_of(flat)
+        self._integers(name, args, group)
+        if not any(isinstance(t, FakeTensor) and t.fake_device.type == "cuda" for t in tensors):
+            return
+        size = max((t.numel() * t.element_size() for t in tensors), default=0)
+        kind = name.strip("_")
+        ranks = torch_compat.group_ranks(group) if group is not None else ()
+        seconds = self.links.seconds(kind, size, ranks)
+        functional = name == kind and not kind.endswith("_")
+        point_to_point = kind in ("send", "recv_", "recv")
+        label = group.group_name if group is not None else "?"
+        if not point_to_point:  # the simulator of schedules times those
+            asynchronous = functional or _is_asynchronous(name, args)
+            end = self.clock.collective(label, seconds, asynchronous=asynchronous)
+            for t in tree_flatten(out)[0] if functional else ():
+                if isinstance(t, Tensor):
+                    self.ends[torch_compat.storage_key(t)] = end
+        if counting:
+            key = (kind.rstrip("_"), _described(group), len(ranks))
+            self.count[key] += 1
+            self.bytes[key] += size
+            self.seconds[key] += seconds
+
+    def rows(self) -> list[dict[str, Any]]:
+        """By group, largest first. `bytes` of the largest tensor of each call."""
+        return [
+            {
+                "operator": operator,
+                "group": group,
+                "ranks": ranks,
+                "count": self.count[operator, group, ranks],
+                "bytes": total,
+                "seconds": self.seconds[operator, group, ranks],
+            }
+            for (operator, group, ranks), total in self.bytes.most_common()
+        ]
+
+    def _integers(self, name: str, args: Any, group: dist.ProcessGroup | None) -> None:
+        size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+        if "alltoall_base" in name and args[0].dtype in integers.KINDS:
+            sent = self.twins.get(args[1])
+            if sent is not None and sent.numel() % size == 0 and args[0].numel() == sent.numel():
+                with unset_fake_temporarily():
+                    self.twins.put(args[0], sent.view(size, -1)[rank].repeat(size).view(args[0].shape))
+        elif name.startswith("_allgather_base") and args[1].dtype in integers.KINDS:
+            mine = self.twins.get(args[1])
+            if mine is not None:
+                with unset_fake_temporarily():
+                    self.twins.put(args[0], mine.flatten().repeat(size).view(args[0].shape))
+
+
+def _is_asynchronous(name: str, args: Any) -> bool:
+    """By the flag that operators of c10d carry, where they do (before the timeout)."""
+    schema = getattr(getattr(torch.ops.c10d, name), "default", None)
+    if schema is None:
+        return False
+    for argument, value in zip(schema._schema.arguments, args, strict=False):
+        if argument.name in ("asyncOp", "async_op"):
+            return bool(value)
+    return False
+
+
+def _described(group: dist.ProcessGroup | None) -> str:
+    """The axis that a group was made for."""
+    if group is None:
+        return "?"
+    return (group.group_desc or group.group_name).removeprefix("mesh_")

@@ -1,0 +1,89 @@
+"""What `automodel dryrun` does: traced ranks in processes of their own, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.distributed.layout import Layout
+from automodel_cli.dryrun import report
+from automodel_cli.dryrun.estimate import Estimate, estimate
+from automodel_cli.dryrun.request import RankResult, Request
+
+LARGEST_WORLD = 4096
+_WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]
+
+
+def dry_run(recipe: Any, request: Request, *, every: bool, json_file: Path | None, svg: Path | None) -> int:
+    """Trace `request.rank`, or with `every` one rank of each stage; print, and write what is asked for. Returns 0.
+    Raises ConfigError for what is refused, RunError where the step fails."""
+    layout = _layout(recipe, request.num_gpus)
+    if svg is not None and layout.pp == 1:
+        raise ConfigError(
+            "--svg draws the timeline of a pipeline, and mesh.pp_size=1 has none",
+            keys=("mesh.pp_size",),
+            fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
+        )
+    found = measure(request, distinct_ranks(layout) if every else (request.rank,))
+    print(report.render(found))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+        print(f"\nwritten to {json_file}")
+    if svg is not None and found.timeline is not None:
+        from automodel_cli.pipelining.timeline.svg import draw_svg
+
+        title = f"{found.timeline.program.schedule} on estimated times: {layout}"
+        svg.write_text(draw_svg(found.timeline, title=title, unit="s"), encoding="utf-8")
+        print(f"timeline written to {svg}")
+    return 0
+
+
+def distinct_ranks(layout: Layout) -> tuple[int, ...]:
+    """One rank of each stage: within one, ranks hold shards of the same size and, with balanced routers, do the same.
+    The first has the most where sizes do not divide evenly."""
+    return tuple(range(0, layout.world_size, layout.world_size // layout.pp))
+
+
+def measure(request: Request, ranks: Sequence[int]) -> Estimate:
+    """Raises ConfigError for what a worker refuses, RunError for a step that fails."""
+    found = [trace_rank(replace(request, rank=rank)) for rank in ranks]
+    return estimate(found, request.device, request.num_gpus)
+
+
+def trace_rank(request: Request) -> RankResult:
+    """In a process of its own, which tells what it found in its last line."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        _WORKER, input=request.to_json(), capture_output=True, text=True, env=environment, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    try:
+        answer: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise RunError(f"rank {request.rank} ended without an answer: {words[0]}") from None
+    if "refused" in answer:
+        refused = answer["refused"]
+        raise ConfigError(refused["message"], keys=refused["keys"], origin=refused["origin"], fix=refused["fix"])
+    if "failed" in answer:
+        failed = answer["failed"]
+        print(failed["trace"], file=sys.stderr)
+        raise RunError(
+            f"rank {request.rank}: the step would fail on a GPU, or needs what a dry run lacks: {failed['message']}"
+        )
+    return RankResult.from_dict(answer["result"])
+
+
+def _layout(recipe: Any, num_gpus: int) -> Layout:
+    if num_gpus > LARGEST_WORLD:
+        raise ConfigError(f"--gpus {num_gpus}: a dry run knows up to {LARGEST_WORLD}", fix=f"--gpus {LARGEST_WORLD}")
+    recipe.check_ranks(num_gpus)
+    layout: Layout = recipe.mesh.resolve(num_gpus)
+    return layout

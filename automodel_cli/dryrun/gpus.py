@@ -1,0 +1,67 @@
+"""What a dry run assumes about GPUs and the links between them. Torch-free.
+
+Peaks are those of the vendors' data sheets. The efficiencies are assumptions, the same for every GPU and calibrated on
+none: nothing of this project has run on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`memory_gib` is what torch can allocate; peaks in FLOP/s (dense) and bytes/s."""
+
+    name: str
+    memory_gib: float
+    peak_bf16: float
+    peak_fp32: float
+    bandwidth: float
+    capability: tuple[int, int]
+    link: float
+    """Bytes/s between GPUs of one machine, one way."""
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 79.1, 989.4e12, 67e12, 3.35e12, (9, 0), 450e9),
+    "h200": Gpu("NVIDIA H200", 139.8, 989.4e12, 67e12, 4.8e12, (9, 0), 450e9),
+    "b200": Gpu("NVIDIA B200", 178.3, 2250e12, 80e12, 8.0e12, (10, 0), 900e9),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 79.1, 312e12, 19.5e12, 2.04e12, (8, 0), 300e9),
+    "l40s": Gpu("NVIDIA L40S", 44.5, 362e12, 91.6e12, 0.864e12, (8, 9), 32e9),
+}
+
+GEMM, ATTENTION, MEMORY, LINK = 0.70, 0.53, 0.85, 0.70
+"""Share of its peak that a matrix product, attention or a grouped product, a copy, and an exchange is granted."""
+FP32_PRODUCTS = 0.90
+KERNEL_SECONDS = 3e-6
+"""The shortest kernel."""
+LAUNCH_SECONDS = 5e-6
+"""What a call costs the host; kernels start when the host has come to them."""
+COLLECTIVE_SECONDS = 15e-6
+RESERVE_GIB = 5.0
+"""CUDA context, cuBLAS workspaces, NCCL buffers and fragmentation, which no tracer of tensors sees."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """How ranks reach each other: `gpus_per_node` neighbours over `node` bytes/s, all others over `network`."""
+
+    node: float
+    network: float = 50e9
+    gpus_per_node: int = 8
+
+    def seconds(self, kind: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
+        """Of one collective in which this rank's largest tensor has `num_bytes`, by a ring's volume."""
+        size = len(ranks)
+        if size <= 1:
+            return 0.0
+        crosses = len({rank // self.gpus_per_node for rank in ranks}) > 1
+        bandwidth = (self.network if crosses else self.node) * LINK
+        if kind in ("send", "recv"):
+            volume = num_bytes
+        else:
+            volume = num_bytes * (size - 1) / size * (2 if "reduce" in kind and "scatter" not in kind else 1)
+        return COLLECTIVE_SECONDS + volume / bandwidth

@@ -1,0 +1,228 @@
+"""The dispatch mode of a traced rank: sees every operator, keeps real integers, counts, and moves the clocks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from automodel_cli.dryrun import integers, kernels, torch_compat
+from automodel_cli.dryrun.clock import Clock
+from automodel_cli.dryrun.collectives import Collectives
+from automodel_cli.dryrun.fake_cuda import CUDA
+from automodel_cli.dryrun.gpus import Gpu
+from automodel_cli.dryrun.integers import Twins
+from automodel_cli.dryrun.memory import MemoryTracker, code_line
+from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
+
+_aten = torch.ops.aten
+# Results whose size depends on data, and how often the operator's CUDA implementation waits for the device (bincount
+# reads minimum and maximum, and copies).
+_DYNAMIC = {
+    _aten.nonzero.default: 1,
+    _aten.bincount.default: 2,
+    _aten.masked_select.default: 1,
+    _aten._unique2.default: 1,
+    _aten.unique_dim.default: 1,
+    _aten.repeat_interleave.Tensor: 0,
+}
+_BOOLEAN = (torch.bool, torch.uint8)
+
+
+class Counts:
+    """What the measured step did, by name."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.syncs: Counter[tuple[str, str]] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.flops = 0.0
+
+    def sync(self, what: str, line: str) -> None:
+        if self.on:
+            self.syncs[what, line] += 1
+
+
+class TracedRank(TorchDispatchMode):
+    """Enter it inside the fake mode. `route`: see `Request`."""
+
+    def __init__(self, gpu: Gpu, clock: Clock, memory: MemoryTracker, collectives: Collectives, route: str):
+        super().__init__()
+        self.gpu, self.clock, self.memory, self.collectives, self.route = gpu, clock, memory, collectives, route
+        self.counts, self.twins = Counts(), collectives.twins
+        FakeTensor.tolist = self._tolist_of()  # type: ignore[method-assign, assignment]
+
+    def synchronised(self, what: str) -> None:
+        """The host waits for the device, at the line that is running."""
+        self.clock.host_waits()
+        self.counts.sync(what, code_line(3))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(torch_compat.is_dtensor(kind) for kind in types):
+            return NotImplemented
+        if not torch_compat.fake_mode_is_on():
+            return func(*args, **kwargs)
+        if func in _SCALARS:
+            return self._scalar(func, args)
+        flat, spec = tree_flatten((args, kwargs))
+        tensors = [t for t in flat if isinstance(t, Tensor)]
+        reals = [self.twins.get(t) if isinstance(t, FakeTensor) else t for t in tensors]
+        known = all(real is not None for real in reals)
+        if func in _DYNAMIC and known:
+            if any(_is_cuda(t) for t in tensors):
+                for _ in range(_DYNAMIC[func]):
+                    self.synchronised(func._schema.name.removeprefix("aten::"))
+                self._launch(func, args, tensors, [])
+            return self._wrapped(self._really(func, flat, spec), tensors)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return self._communicate(func, args, kwargs)
+        if func is _aten.index.Tensor:
+            args = (args[0], self._positions(args[1], tensors))
+        if func in (_aten._to_copy.default, _aten.copy_.default) and _reaches_host(func, args, kwargs):
+            self.synchronised("copy to host")
+        if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # The shape function knows bf16 only. On a device the others go one by one, by offsets read on the host.
+            out = func(*(t.bfloat16() for t in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+            self.synchronised("grouped_mm in " + str(args[0].dtype))
+        else:
+            out = func(*args, **kwargs)
+        outs = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        for t in outs:
+            if _is_cuda(t):
+                self.memory.add(t, func._schema.name.removeprefix("aten::"))
+        self._keep_integers(func, args, flat, spec, outs, known)
+        if func not in kernels.FREE and not kernels.is_view(func) and any(_is_cuda(t) for t in (*outs, *tensors)):
+            self._launch(func, args, tensors, outs)
+        return out
+
+    def _scalar(self, func: Any, args: Any) -> Any:
+        tensor = args[0]
+        if func is _aten._local_scalar_dense.default:
+            if _is_cuda(tensor):
+                self.synchronised(".item()")
+            real = self.twins.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+            with unset_fake_temporarily():
+                return real.item() if real is not None else _plausible(tensor.dtype)
+        self.synchronised(func._schema.name.removeprefix("aten::"))
+        return True
+
+    def _tolist_of(self) -> Callable[[Any], Any]:
+        def tolist(tensor: Any) -> Any:
+            if _is_cuda(tensor):
+                self.synchronised(".tolist()")
+            real = self.twins.get(tensor)
+            if real is None:
+                with unset_fake_temporarily():
+                    real = torch.full(tuple(tensor.shape), _plausible(tensor.dtype), dtype=tensor.dtype)
+            with unset_fake_temporarily():
+                return real.tolist()
+
+        return tolist
+
+    def _really(self, func: Any, flat: Sequence[Any], spec: Any) -> Any:
+        """The operator on the real twins, on the CPU."""
+        host = torch.device("cpu")
+        values = [
+            self.twins.get(v) if isinstance(v, FakeTensor) else host if isinstance(v, torch.device) else v for v in flat
+        ]
+        args, kwargs = tree_unflatten(values, spec)
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _wrapped(self, real: Any, like: Sequence[Tensor]) -> Any:
+        """Fake tensors of the shape that the real result turned out to have."""
+        device = CUDA if any(_is_cuda(t) for t in like) else torch.device("cpu")
+
+        def wrap(result: Tensor) -> Tensor:
+            fake = torch.empty(result.shape, dtype=result.dtype, device=device)
+            if result.dtype in integers.KINDS:
+                self.twins.put(fake, result)
+            return fake
+
+        return tree_map_only(Tensor, wrap, real)
+
+    def _positions(self, index: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
+        """Boolean masks of an indexing become the positions that they select, as on a device: after a wait."""
+        found: list[Tensor | None] = []
+        for i in index:
+            real = self.twins.get(i) if i is not None and i.dtype in _BOOLEAN else None
+            if real is None:
+                found.append(i)
+                continue
+            self.synchronised("index by mask")
+            with unset_fake_temporarily():
+                positions = real.nonzero(as_tuple=True)
+            found += [self._wrapped(x, like) for x in positions]
+        return found
+
+    def _keep_integers(
+        self, func: Any, args: Any, flat: Sequence[Any], spec: Any, outs: Sequence[Tensor], known: bool
+    ) -> None:
+        if func is _aten.topk.default and len(outs) == 2 and _is_cuda(outs[1]):
+            width, chosen = args[0].shape[args[2] if len(args) > 2 else -1], outs[1].shape[-1]
+            with unset_fake_temporarily():
+                index = torch.arange(outs[1].numel()) % (width if self.route == "balanced" else chosen)
+                self.twins.put(outs[1], index.view(outs[1].shape))
+            return
+        small = all(t.dtype in integers.KINDS and t.numel() <= integers.LARGEST for t in outs)
+        if not (outs and small and known):
+            return
+        try:
+            real = self._really(func, flat, spec)
+        except (RuntimeError, NotImplementedError, TypeError):  # without a twin it is only a shape, as floats are
+            return
+        for fake, result in zip(outs, [t for t in tree_flatten(real)[0] if isinstance(t, Tensor)], strict=True):
+            if isinstance(fake, FakeTensor):
+                self.twins.put(fake, result)
+
+    def _launch(self, func: Any, args: Any, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        work = kernels.flops(func, args, self.twins.get)
+        on_device = [t for t in tensors if _is_cuda(t)]
+        moved = kernels.num_bytes(func, on_device, [t for t in outs if _is_cuda(t)])
+        took = kernels.seconds(self.gpu, func, work, moved, tensors[0].dtype if tensors else torch.bfloat16)
+        self.clock.kernel(took)
+        if self.counts.on:
+            self.counts.kernels[name] += 1
+            self.counts.seconds[name] += took
+            self.counts.flops += work
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        for t in tree_flatten(out)[0]:
+            if isinstance(t, Tensor) and _is_cuda(t):
+                self.memory.add(t, name)
+        self.collectives.ran(name, args, kwargs, out, counting=self.counts.on)
+        return out
+
+
+_SCALARS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default})
+
+
+def _is_cuda(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def _plausible(dtype: torch.dtype) -> Any:
+    """A value of a tensor that has none: finite, and true where it is asked."""
+    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+def _reaches_host(func: Any, args: Any, kwargs: Any) -> bool:
+    if func is _aten._to_copy.default:
+        device = kwargs.get("device")
+        return _is_cuda(args[0]) and device is not None and torch.device(device).type == "cpu"
+    return _is_cuda(args[1]) and not _is_cuda(args[0])
+
+
+__all__ = ["Counts", "TracedRank", "Twins"]

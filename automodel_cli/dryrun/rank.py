@@ -1,0 +1,279 @@
+"""One rank of a run on fake tensors: built as a run builds it, two real `train_step`s, the second one measured."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.dryrun import fake_cuda, rows, torch_compat
+from automodel_cli.dryrun.clock import Clock
+from automodel_cli.dryrun.collectives import Collectives
+from automodel_cli.dryrun.estimate import program_to_json
+from automodel_cli.dryrun.fake_cuda import CUDA
+from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
+from automodel_cli.dryrun.mode import TracedRank
+from automodel_cli.dryrun.request import Line, RankResult, Request
+from automodel_cli.dryrun.worker import peak_rss_gib
+from automodel_cli.models import shipped
+from automodel_cli.models.source import hf_config
+from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
+from automodel_cli.pipelining.torch_runtime.compat import Runtime
+from automodel_cli.planning.plan import Plan, make_plan
+from automodel_cli.run.model import Model, empty_stages
+from automodel_cli.run.plan import plan_request
+from automodel_cli.training.flops import training_flops_per_token
+from automodel_cli.training.optim import build_optimizer
+from automodel_cli.training.step import train_step
+
+_LARGEST = 14
+
+
+class Traced:
+    """The state of one traced rank."""
+
+    def __init__(self, recipe: Any, request: Request):
+        self.recipe, self.request = recipe, request
+        self.phase = "build"
+        self.parts: list[nn.Module] = []
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.actions: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self._action_began = 0.0
+        self.clock = Clock()
+        self.memory = MemoryTracker(self._what, lambda: owned_tensors(self.parts, self.optimizer))
+        self.collectives = Collectives(self.clock, request.links)
+        self.mode = TracedRank(request.device, self.clock, self.memory, self.collectives, request.route)
+
+    def _what(self) -> str:
+        if torch_compat.in_backward():
+            return "recomputed activations and temporaries"
+        return {"forward": "activations", "optimizer": "optimizer temporaries"}.get(self.phase, self.phase)
+
+    def watch_stages(self) -> None:
+        """Time their actions; nothing has to be connected, and torch's handshake would read what is not there."""
+        for runtime in (Runtime, EagerRuntime):
+            runtime.warm_up = lambda self: None  # type: ignore[method-assign]
+
+        def begin() -> None:
+            self.clock.host_waits()  # actions are timed apart; the simulator puts them together
+            self._action_began = self.clock.now()
+
+        def end(kind: str, stage: int) -> None:
+            if self.mode.counts.on:
+                self.actions[kind, stage].append(self.clock.at(0) - self._action_began)
+
+        torch_compat.on_stage_actions(begin, end)
+
+    def step(self, stages: Any, mesh: Mesh, columns: list[rows.Columns], hooks: Any) -> float:
+        """One optimizer step; returns its model time."""
+        assert self.optimizer is not None
+        self.phase = "batch"
+        batches = rows.as_batches(columns, self.mode.twins.put)
+        self.phase = "forward"
+        began = self.clock.now()
+        maximum = self.recipe.train.max_grad_norm
+        train_step(stages, batches, self.recipe.objective, self.optimizer, mesh, max_grad_norm=maximum, hooks=hooks)
+        return self.clock.now() - began
+
+
+@dataclass(frozen=True)
+class Times:
+    """Model seconds of the two steps, which had so many microbatches."""
+
+    warm: float
+    measured: float
+    num_warm: int
+    num_measured: int
+
+
+def trace(recipe: Any, request: Request) -> RankResult:
+    """Raises what the step raises, and ConfigError for what a dry run does not cover."""
+    began = time.process_time()
+    layout = recipe.mesh.resolve(request.num_gpus)
+    check_covered(recipe)
+    count = recipe.train.num_microbatches(layout.dp)
+    with shipped.preferred():
+        documents = rows.document_lengths(recipe, request.document, read=request.data)
+        columns = rows.microbatches(recipe, documents, request.microbatches or _enough(recipe, layout, count))
+        plan = make_plan(plan_request(recipe, layout))
+        run = Traced(recipe, request)
+        fake_cuda.pretend(request.device, run.clock, run.mode.synchronised)
+        fake = torch_compat.install(CUDA)
+        torch_compat.start_group(request.rank, request.num_gpus)
+        torch_compat.on_resize(run.memory.resized)
+        mesh = build_mesh(layout, "cuda")
+        times = _run(run, mesh, fake, columns)
+        result = _result(run, mesh, plan, times, columns)
+    notes = [*result.notes, f"documents: {documents.source}"]
+    return replace(result, notes=notes, cpu_seconds=time.process_time() - began, rss_gib=peak_rss_gib())
+
+
+def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Times:
+    recipe = run.recipe
+    if mesh.layout.pp > 1:
+        run.watch_stages()
+    stages = empty_stages(recipe, mesh)
+    run.phase, run.parts = "buffers", list(stages.parts)
+    with fake, run.mode:
+        device = recipe.parallelizer.parameter_device(mesh.device)
+        for part in run.parts:
+            _materialise(part, device)
+        model = Model.filled(stages, recipe, mesh)
+        run.optimizer = build_optimizer(recipe.optimizer, model.parts)
+        _name_phase_of_optimizer(run)
+        warm = columns if mesh.layout.pp > 1 else columns[:1]
+        first = run.step(stages, mesh, warm, model.step_hooks)  # makes the optimizer's states
+        run.mode.counts.on = True
+        run.memory.forget_peak()
+        second = run.step(stages, mesh, columns, model.step_hooks)
+    return Times(first, second, len(warm), len(columns))
+
+
+def _name_phase_of_optimizer(run: Traced) -> None:
+    optimizer: Any = run.optimizer
+    step = optimizer.step
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        run.phase = "optimizer"
+        try:
+            return step(*args, **kwargs)
+        finally:
+            run.phase = "forward"
+
+    optimizer.step = stepped
+
+
+def _materialise(part: nn.Module, device: torch.device) -> None:
+    """Fake memory for everything on meta; tied parameters stay one."""
+    done: dict[int, torch.Tensor] = {}
+    for module in part.modules():
+        stores: tuple[tuple[dict[str, Any], torch.device], ...] = (
+            (module._parameters, device),
+            (module._buffers, CUDA),
+        )
+        for store, where in stores:
+            for name, old in store.items():
+                if old is None:
+                    continue
+                if id(old) not in done:
+                    local = torch_compat.local_part(old)
+                    new = torch_compat.with_local(old, torch.empty(local.shape, dtype=local.dtype, device=where))
+                    done[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                store[name] = done[id(old)]
+
+
+def _enough(recipe: Any, layout: Layout, count: int) -> int:
+    """Microbatches that show what a step of `count` does: all microbatches are alike, and a pipeline keeps at most
+    some per stage alive."""
+    if layout.pp == 1:
+        return min(count, 2)
+    smallest = min(count, 4 * layout.pp)
+    while recipe.pipeline is not None and smallest < count:
+        try:
+            recipe.pipeline.check(layout.pp, smallest)
+            return smallest
+        except ConfigError:
+            smallest += 1
+    return count
+
+
+def check_covered(recipe: Any) -> None:
+    name = type(recipe.parallelizer).__name__
+    refused: list[tuple[bool, str, str, str]] = [
+        (name.startswith("Megatron"), "parallelizer", "Megatron-FSDP", "parallelizer=fsdp2"),
+        (recipe.model.transformer_engine is not None, "model.transformer_engine", "Transformer Engine",
+         "model.transformer_engine=null"),
+        (recipe.parallelizer.axis_options().expert_dispatch == "deepep", "parallelizer.expert_dispatch", "DeepEP",
+         "parallelizer.expert_dispatch=all_to_all"),
+        (recipe.model.lora is not None and recipe.model.lora.base_quantization != "none",
+         "model.lora.base_quantization", "a 4-bit base", "model.lora.base_quantization=none"),
+    ]  # fmt: skip
+    for is_it, key, what, fix in refused:
+        if is_it:
+            raise ConfigError(f"{what} has kernels of its own, which fake tensors do not reach", keys=(key,), fix=fix)
+
+
+def _model_flops(recipe: Any, columns: list[rows.Columns]) -> float | None:
+    """Of one token, training, in documents as long as those of the step."""
+    lengths = torch.cat([one.cu_seqlens.diff() for one in columns]).double()
+    context = float(lengths.square().sum() / lengths.sum())
+    return training_flops_per_token(hf_config(recipe.model), context, frozen_base=recipe.model.lora is not None)
+
+
+def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[rows.Columns]) -> RankResult:
+    counts, recipe, request, layout = run.mode.counts, run.recipe, run.request, mesh.layout
+    snapshot = run.memory.result()
+    tokens = recipe.train.microbatch_size * recipe.data.seq_len
+    per_stage = request.num_gpus // layout.pp
+    in_actions = sum(sum(seconds) for seconds in run.actions.values())
+    step = max(times.measured - times.warm, 0.0) / max(times.num_measured - times.num_warm, 1)
+    return RankResult(
+        rank=request.rank,
+        pp_rank=request.rank // per_stage,
+        layout=str(layout),
+        num_microbatches=recipe.train.num_microbatches(layout.dp),
+        measured_microbatches=times.num_measured,
+        tokens_per_microbatch=tokens,
+        peak=snapshot.total,
+        peak_by_kind=dict(snapshot.by_kind.most_common()),
+        largest=[
+            Line(f"{kind}: {operator} at {line}" if line else f"{kind}: {operator}, blocks below 8 MiB", 1, size)
+            for (kind, operator, line), size in snapshot.blocks.most_common(_LARGEST)
+        ],
+        plan=plan.memory[request.rank // per_stage].total,
+        syncs=[Line(f"{what} at {line}", n) for (what, line), n in counts.syncs.most_common()],
+        collectives=run.collectives.rows(),
+        kernels=[
+            Line(name, counts.kernels[name], took)
+            for name, took in sorted(counts.seconds.items(), key=lambda entry: -entry[1])
+        ],
+        num_kernels=sum(counts.kernels.values()),
+        flops=counts.flops,
+        kernel_seconds=sum(counts.seconds.values()),
+        data_parallel=layout.dp,
+        actions=_means(run),
+        pipeline=program_to_json(plan.timeline.program, plan.timeline.costs.forward) if plan.timeline else None,
+        once_seconds=times.warm,
+        microbatch_seconds=step,
+        outside_seconds=max(0.0, times.measured - in_actions),
+        hop_seconds=_hop(recipe, request, layout, tokens),
+        model_flops_per_token=_model_flops(recipe, columns),
+        cpu_seconds=0.0,
+        rss_gib=0.0,
+        notes=_notes(recipe, request),
+    )
+
+
+def _means(run: Traced) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for (kind, stage), seconds in run.actions.items():
+        found.setdefault(kind, {})[str(stage)] = sum(seconds) / len(seconds)
+    return found
+
+
+def _hop(recipe: Any, request: Request, layout: Layout, tokens: int) -> float:
+    """Seconds that hidden states take to the next stage."""
+    if layout.pp == 1:
+        return 0.0
+    dtype = recipe.parallelizer.compute_dtype() or getattr(torch, recipe.model.dtype)
+    size = tokens / layout.cp * hf_config(recipe.model).get_text_config().hidden_size * dtype.itemsize
+    neighbour = (request.rank + request.num_gpus // layout.pp) % request.num_gpus
+    return request.links.seconds("send", size, (request.rank, neighbour))
+
+
+def _notes(recipe: Any, request: Request) -> list[str]:
+    notes = []
+    if recipe.parallelizer.enable_compile:
+        notes.append("enable_compile=true: counted as if it were false")
+    if request.route == "worst":
+        notes.append("routers: every token chooses the experts of the first rank")
+    if getattr(recipe, "reference", None) == "frozen_copy":
+        notes.append("the frozen copy of the model is not counted: its parameters come on top")
+    return notes

@@ -1,0 +1,72 @@
+"""A dry run as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from automodel_cli.dryrun.estimate import Estimate
+from automodel_cli.dryrun.gpus import RESERVE_GIB
+from automodel_cli.dryrun.request import GIB, LIMITS, Line, RankResult
+
+_ROWS = 12
+
+
+def render(found: Estimate) -> str:
+    """Everything that `automodel dryrun` prints."""
+    blocks = [_rank(rank, found) for rank in found.ranks]
+    return "\n\n".join([*blocks, _step(found), f"limits\n{LIMITS}"])
+
+
+def _rank(rank: RankResult, found: Estimate) -> str:
+    head = (
+        f"rank {rank.rank} of {found.num_gpus} ({rank.layout}): {rank.measured_microbatches} of "
+        f"{rank.num_microbatches} microbatches of {rank.tokens_per_microbatch} tokens "
+        f"[{rank.cpu_seconds:.0f} CPU s, {rank.rss_gib:.1f} GiB]"
+    )
+    kinds = [f"{size / GIB:8.2f} GiB  {kind}" for kind, size in rank.peak_by_kind.items()]
+    n = rank.measured_microbatches
+    exchanged = [
+        f"{row['count']:7} x {row['operator']:24} {row['group']} ({row['ranks']} ranks)  {row['bytes'] / GIB:9.3f} GiB"
+        f"  {row['seconds'] * 1e3:8.1f} ms"
+        for row in rank.collectives[:_ROWS]
+    ]
+    return "\n".join(
+        [
+            head,
+            *rank.notes,
+            f"peak {rank.peak / GIB:.2f} GiB (plan: {rank.plan / GIB:.2f})",
+            *kinds,
+            "largest at the peak",
+            *(f"{line.amount / GIB:8.2f} GiB  {line.what}" for line in rank.largest),
+            f"host synchronisations: {rank.num_syncs:g} ({rank.num_syncs / n:.1f} a microbatch)",
+            *(f"{line.count:8g}  {line.what}" for line in rank.syncs[:_ROWS]),
+            "collectives (bytes of the largest tensor of each call)",
+            *exchanged,
+            f"kernels: {rank.num_kernels} ({rank.num_kernels / n:.0f} a microbatch), {rank.flops / 1e12:.1f} TFLOP",
+            *_kernels(rank.kernels, rank.kernel_seconds),
+        ]
+    )
+
+
+def _kernels(lines: Sequence[Line], whole: float) -> list[str]:
+    return [
+        f"{line.count:8g}  {line.what:34} {line.amount * 1e3:9.1f} ms {line.amount / whole if whole else 0:6.1%}"
+        for line in lines[:_ROWS]
+    ]
+
+
+def _step(found: Estimate) -> str:
+    """What follows for the run."""
+    mfu = "unknown (the model's FLOPs are not counted)" if found.mfu is None else f"{found.mfu:.1%}"
+    peak, verdict = found.heaviest.peak / GIB, "fits" if found.fits else "does not fit"
+    rate = f"{found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {mfu} (estimated, never calibrated)"
+    memory = f"{peak:.1f} GiB and {RESERVE_GIB:g} set aside, of {found.gpu.memory_gib:g} ({found.gpu.name})"
+    lines = [
+        f"step {found.step_seconds:.3g} s, {rate}; kernels alone would allow {found.utilisation_bound:.0%}",
+        f"{verdict}: {memory}",
+    ]
+    if found.timeline is not None:
+        lines.append(
+            f"idle {found.timeline.idle_fraction:.1%} of the pipeline's time ({found.timeline.program.schedule})"
+        )
+    return "\n".join(lines)

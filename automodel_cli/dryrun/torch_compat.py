@@ -1,0 +1,231 @@
+"""Every private name of torch that a dry run needs (torch 2.11 to 2.13): fake tensors that say `cuda`, groups that
+answer alone, FSDP2's bookkeeping. `install` changes torch for the whole process; a traced rank has one of its own.
+
+A build of torch without CUDA cannot run autograd on tensors whose device is CUDA in C++. So fake tensors stay `meta`
+there and say `cuda` in Python, where every decision of this program and of the library is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+__all__ = ["FakeTensor", "FakeTensorMode", "unset_fake_temporarily"]
+
+_MESH_METHODS = (
+    "__getitem__", "get_local_rank", "get_coordinate", "get_group", "get_all_groups", "size", "__init__", "_flatten",
+    "__eq__", "__hash__",
+)  # fmt: skip
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0  # type: ignore[attr-defined]
+
+
+def fake_mode_is_on() -> bool:
+    """False inside `unset_fake_temporarily`."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+
+
+def install(cuda: torch.device) -> FakeTensorMode:
+    """Fake tensors on `cuda`, and process groups of any size in which this process is one rank. Returns the mode, not
+    yet entered."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _meta_in_cpp(cuda)
+    _build_on(mode)
+    _objects_stay_here()
+    _meshes_are_real()
+    return mode
+
+
+def start_group(rank: int, world_size: int) -> None:
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+def _meta_in_cpp(cuda: torch.device) -> None:
+    make = torch.Tensor._make_subclass
+
+    def make_subclass(cls: Any, elem: Any, require_grad: bool = False, **keywords: Any) -> Any:
+        if cls is FakeTensor:
+            keywords.pop("dispatch_device", None)
+            keywords.pop("device_for_backend_keys", None)
+        return make(cls, elem, require_grad, **keywords)
+
+    normalise = FakeTensor._normalize_fake_device
+    patched: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "_make_subclass", staticmethod(make_subclass)),
+        # C++ makes gradients and buffers "like" such a tensor on meta: in Python that is cuda again.
+        (FakeTensor, "_normalize_fake_device", staticmethod(lambda d: cuda if d.type == "meta" else normalise(d))),
+        (FakeTensorMode, "avoid_device_init", True),  # torch asks cuda.is_available(), which has been made true
+        (FakeTensor, "is_meta", property(lambda t: False)),
+        (FakeTensor, "is_cuda", property(lambda t: t.fake_device.type == "cuda")),
+        (DTensor, "device", property(lambda t: t._local_tensor.device)),
+        (DTensor, "is_meta", property(lambda t: t._local_tensor.is_meta)),
+        (DTensor, "is_cuda", property(lambda t: t._local_tensor.is_cuda)),
+    ]
+    for owner, name, value in patched:
+        setattr(owner, name, value)
+    assert fake_tensor.FakeTensor is FakeTensor
+
+
+def _build_on(mode: FakeTensorMode) -> None:
+    """FSDP2 allocates a small tensor on the device while it wraps modules that are still on the real meta device."""
+    empty = torch.empty
+
+    class Torch:
+        """What FSDP2's module sees as `torch`: torch itself must keep its constructors, which contexts know."""
+
+        @staticmethod
+        def empty(*sizes: Any, **keywords: Any) -> Tensor:
+            device = keywords.get("device")
+            if device is not None and torch.device(device).type == "cuda" and not fake_mode_is_on():
+                with mode:
+                    return empty(*sizes, **keywords)
+            return empty(*sizes, **keywords)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    fsdp: Any = _fsdp_param_group
+    fsdp.torch = Torch()
+
+
+def _objects_stay_here() -> None:
+    """Every rank is taken to hold what this one holds."""
+
+    def all_gather_object(found: list[Any], mine: Any, group: Any = None) -> None:
+        found[:] = [mine] * len(found)
+
+    distributed: Any = dist
+    distributed.all_gather_object = all_gather_object
+    distributed.broadcast_object_list = lambda *_, **__: None
+
+
+def _meshes_are_real() -> None:
+    """Meshes are small real tensors, also where they are sliced while the fake mode is on."""
+
+    def really(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def without_fakes(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return method(*args, **kwargs)
+
+        return without_fakes
+
+    members = vars(DeviceMesh)
+    for name in _MESH_METHODS:
+        if name in members:
+            setattr(DeviceMesh, name, really(members[name]))
+    if isinstance(members.get("mesh"), property):
+        mesh: Any = DeviceMesh
+        mesh.mesh = property(really(members["mesh"].fget))
+
+
+def on_resize(seen: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
+    """Call `seen(storage)` after a storage has changed its size (FSDP2 frees gathered parameters so); returns what
+    undoes it."""
+    resize = torch.UntypedStorage.resize_
+
+    def watched(self: torch.UntypedStorage, size: int) -> Any:
+        result = resize(self, size)
+        seen(self)
+        return result
+
+    torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
+
+    def undo() -> None:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    return undo
+
+
+def storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """`local` as `like` is: the local part of a DTensor of the same kind, or itself."""
+    return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local  # type: ignore
+
+
+def is_dtensor(kind: type) -> bool:
+    return issubclass(kind, DTensor)
+
+
+def group_of(arguments: list[Any]) -> dist.ProcessGroup | None:
+    """The group among the flat arguments of a collective operator."""
+    for argument in arguments:
+        try:
+            if isinstance(argument, torch.ScriptObject):
+                return dist.ProcessGroup.unbox(argument)  # type: ignore[attr-defined]
+            if isinstance(argument, str):
+                return dist.distributed_c10d._resolve_process_group(argument)  # type: ignore[arg-type]
+        except (RuntimeError, ValueError, AttributeError):  # a ReduceOp, or another word
+            continue
+    return None
+
+
+def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def fsdp_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor) of what FSDP2 holds for the parameters of `part`."""
+    for module in part.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for param in (param for group in groups if group is not None for param in group.fsdp_params):
+            yield "parameters", param._sharded_param_data
+            if param.sharded_param.grad is not None:
+                yield "gradients", param.sharded_param.grad
+            for gathered in (*param.all_gather_outputs, *getattr(param, "_unsharded_inner_tensors", ())):
+                yield "gathered parameters", gathered
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is not None:
+                yield "gathered parameters", whole
+                if whole.grad is not None:
+                    yield "unreduced gradients", whole.grad
+            if param.unsharded_accumulated_grad is not None:
+                yield "unreduced gradients", param.unsharded_accumulated_grad
+
+
+def on_stage_actions(begin: Callable[[], None], end: Callable[[str, int], None]) -> None:
+    """Call `begin()` before and `end(kind, stage)` after every forward ("F") and backward ("B": whole, "I": of inputs,
+    "W": of weights) of a pipeline stage."""
+
+    def watched(method: Callable[..., Any], kind_of: Callable[[dict[str, Any]], str]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            begin()
+            result = method(self, *args, **kwargs)
+            end(kind_of(kwargs), self.stage_index)
+            return result
+
+        return run
+
+    kinds: dict[str, Callable[[dict[str, Any]], str]] = {
+        "forward_one_chunk": lambda _: "F",
+        "backward_one_chunk": lambda given: "B" if given.get("full_backward", True) else "I",
+        "backward_weight_one_chunk": lambda _: "W",
+    }
+    for name, kind_of in kinds.items():
+        setattr(PipelineStage, name, watched(getattr(PipelineStage, name), kind_of))

@@ -1,0 +1,63 @@
+"""`python -m automodel_cli.dryrun.worker`: trace one rank. Reads a `Request` from stdin, writes a result as its last
+line of standard output. A process of its own, because what makes tensors fake is never undone."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+import traceback
+from typing import Any
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.dryrun.request import Request
+
+
+def main() -> int:
+    """0 with a result; 1 with what the step failed with; 2 with a ConfigError."""
+    request = Request.from_json(sys.stdin.read())
+    try:
+        from automodel_cli.dryrun.rank import trace
+
+        answer: dict[str, Any] = {"result": trace(load(request), request).to_dict()}
+    except ConfigError as error:
+        answer = {
+            "refused": {
+                "message": error.message,
+                "keys": list(error.keys),
+                "origin": error.origin,
+                "fix": error.fix,
+            }
+        }
+    except Exception as error:
+        while error.__cause__ is not None and isinstance(
+            error.__cause__, Exception
+        ):  # pipelines wrap what stages raise
+            error = error.__cause__
+        first = (str(error).splitlines() or [""])[0]
+        frames = "".join(f for f in traceback.format_tb(error.__traceback__) if "site-packages/torch/" not in f)
+        answer = {"failed": {"message": f"{type(error).__name__}: {first}", "trace": frames}}
+    print(json.dumps(answer), flush=True)
+    return 0 if "result" in answer else 1
+
+
+def load(request: Request) -> Any:
+    """The checked recipe, as the command found it."""
+    from automodel_cli.config.check import check
+    from automodel_cli.config.compose import compose
+    from automodel_cli.config.trust import Trust
+
+    trust = Trust(frozenset(request.trust_words), request.trust_packages)
+    return check(compose(request.conf, request.overrides), trust, [])
+
+
+def peak_rss_gib() -> float:
+    """Of this process, on Linux."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
+CPU_SECONDS = time.process_time
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Dry runs of tiny models: what they count, against closed forms and against what the same step does on real ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layout import Layout
+from automodel_cli.dryrun.command import distinct_ranks, trace_rank
+from automodel_cli.dryrun.estimate import estimate
+from automodel_cli.dryrun.rank import check_covered
+from automodel_cli.dryrun.request import RankResult, Request
+from automodel_cli.dryrun.worker import load
+
+_PLAIN = (
+    "mesh.tp_size=1",
+    "mesh.cp_size=1",
+    "mesh.dp_size=null",
+    "parallelizer.sequence_parallel=false",
+    "train.global_batch_size=32",
+    "parallelizer.mp_policy.param_dtype=bfloat16",
+)
+"""llama3_8b_tp2cp2_tiny on data-parallel ranks only."""
+
+_BF16 = ("parallelizer.mp_policy.param_dtype=bfloat16",)
+
+
+@cache
+def traced(conf: str, gpus: int, rank: int, *overrides: str, **options: Any) -> RankResult:
+    return trace_rank(Request(conf, overrides, gpus, rank, **options))
+
+
+def test_parameters_optimizer_states_and_gradients_of_one_gpu_are_those_of_the_closed_form() -> None:
+    """llama: D=64, F=192, 4 layers, 4 heads of 16, 2 kv heads, V=354, untied; fp32 parameters and AdamW moments."""
+    found = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN)
+    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64
+    parameters = 4 * layer + 2 * 354 * 64 + 64
+    tensors = 4 * 9 + 3
+    for kind, factor in (("parameters", 4), ("optimizer", 8)):
+        exact = factor * parameters
+        assert exact <= found.peak_by_kind[kind] <= exact + 512 * 3 * tensors, kind
+
+
+def test_a_dense_step_waits_for_the_device_only_in_the_head_and_once_to_refuse_what_is_not_finite() -> None:
+    found = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN)
+    lines = {line.what.split(" at ")[0]: line.count for line in found.syncs}
+    assert lines[".item()"] == 1
+    assert found.num_syncs <= 1 + 2 * found.measured_microbatches
+
+
+@pytest.mark.slow
+def test_sharded_parameters_are_gathered_and_gradients_reduced_with_the_bytes_that_the_shapes_say() -> None:
+    found = traced("llama3_8b_tp2cp2_tiny", 4, 0, *_PLAIN)
+    reduced = sum(row["bytes"] for row in found.collectives if row["operator"] == "reduce_scatter_base")
+    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64
+    exact = 4 * (4 * layer + 2 * 354 * 64 + 64)  # fp32, once a step
+    assert exact <= reduced <= 1.02 * exact  # shards are padded to equal rows
+
+
+@pytest.mark.slow
+def test_experts_receive_what_balanced_routers_send_and_all_of_it_when_every_token_goes_to_one_rank() -> None:
+    balanced = traced("qwen3_moe_30b_ep8_tiny", 8, 0, microbatches=2)
+    worst = traced("qwen3_moe_30b_ep8_tiny", 8, 0, microbatches=2, route="worst")
+
+    def exchanged(found: RankResult) -> float:
+        return sum(row["bytes"] for row in found.collectives if row["operator"] == "alltoall_base")
+
+    assert exchanged(worst) > 3 * exchanged(balanced)
+    assert worst.peak > balanced.peak
+
+
+@pytest.mark.slow
+def test_recomputation_lowers_what_activations_hold_and_runs_more_kernels() -> None:
+    off, selective, full = (
+        traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, f"parallelizer.activation_checkpointing={mode}")
+        for mode in ("false", "selective", "full")
+    )
+    assert full.peak < selective.peak < off.peak
+    assert full.num_kernels > selective.num_kernels > off.num_kernels
+
+
+@pytest.mark.slow
+def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
+    ranks = [traced("dpo_llama3_8b_pp2_tiny", 8, rank, *_BF16) for rank in distinct_ranks(Layout(pp=2, dp_shard=4))]
+    request = Request("", (), 8)
+    found = estimate(ranks, request.device, 8)
+    assert found.timeline is not None
+    work = [rank.num_microbatches * sum(sum(stages.values()) for stages in rank.actions.values()) for rank in ranks]
+    assert max(work) < found.timeline.makespan < sum(work)
+    assert set(found.to_json()) == {
+        "peak_gib", "peak_by_kind", "plan_gib", "host_syncs_per_microbatch", "kernels_per_microbatch", "collectives",
+        "step_seconds", "tokens_per_second_per_gpu", "mfu_estimate", "utilisation_bound", "fits",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallelizer=ddp", *_PLAIN[:3]),
+        ("model.lora={rank: 4}", *_PLAIN),
+        ("mesh.pp_size=2", "pipeline=zb_h1", "parallelizer.activation_checkpointing=false", *_PLAIN),
+        ("mesh.dp_replicate_size=2", *_PLAIN),
+        ("parallelizer.offload_policy={_target_: automodel_cli.distributed.config.CPUOffload}", *_PLAIN),
+    ],
+    ids=["ddp", "lora", "zero bubble", "hybrid sharding", "offload"],
+)
+def test_the_step_goes_through(overrides: tuple[str, ...]) -> None:
+    found = traced("llama3_8b_tp2cp2_tiny", 8, 0, *overrides)
+    assert found.peak > 0 and found.num_kernels > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("conf", ["dpo_llama3_8b_pp2_tiny", "grpo_moonlight_16b_pp2ep4_tiny"])
+def test_preferences_and_updates_of_rollouts_are_steps_too(conf: str) -> None:
+    found = traced(conf, 8, 4)
+    assert found.num_syncs > 0 and found.peak > 0
+
+
+def test_what_fake_tensors_do_not_reach_is_refused_with_what_does() -> None:
+    recipe = load(Request("qwen3_moe_30b_ep8_tiny", ("parallelizer.expert_dispatch=deepep",), 8))
+    with pytest.raises(ConfigError, match="DeepEP"):
+        check_covered(recipe)
