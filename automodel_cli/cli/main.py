@@ -90,7 +90,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command line and exit with its code."""
     worker.begin()
-    sys.exit(worker.finish(run(sys.argv[1:] if arguments is None else arguments)))
+    worker.leave(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -7,11 +7,13 @@ that exits non-zero. So a rank leaves its exit code in a file of the launcher's 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from automodel_cli.launch import placement, stop
 
@@ -88,6 +90,21 @@ def finish(code: int) -> int:
         return code
     _write(_status / f"rank-{_rank()}.exit", str(code))
     return 0 if code in _CLEAN_STOPS else code
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with `code` (75 and 130 as 0, see `finish`). A rank leaves after what is registered with `atexit`.
+
+    An ordinary exit of the interpreter would destroy the groups that the model still refers to, and gloo's threads abort
+    the process then, now and then: a run that has succeeded would be told as failed.
+    """
+    code = finish(code)
+    if "RANK" not in os.environ:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _rank() -> str:
