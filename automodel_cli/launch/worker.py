@@ -93,10 +93,10 @@ def finish(code: int) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code` (75 and 130 as 0, see `finish`). A rank leaves after what is registered with `atexit`.
+    """End this process with `code` (75 and 130 as 0, see `finish`); a rank by `_exit`, after `atexit`'s functions.
 
-    An ordinary exit of the interpreter would destroy the groups that the model still refers to, and gloo's threads abort
-    the process then, now and then: a run that has succeeded would be told as failed.
+    An ordinary exit of the interpreter would destroy the groups that the model still refers to, and now and then gloo's
+    threads abort the process then: a run that has succeeded would be told as failed.
     """
     code = finish(code)
     if "RANK" not in os.environ:

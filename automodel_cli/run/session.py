@@ -122,8 +122,10 @@ class Session:
             self._noticed = None
             yield step, self.loader.next_step()
             self.profiler.after(step)
-            self.stopped_by = self._agree_to_stop() if self._noticed is None else self._noticed
-            if self.recipe.validation.due(step, self.num_steps) and not self.stopped_by:
+            validates = self.recipe.validation.due(step, self.num_steps)
+            # The step has told of the notices that came before its loss was summed; a validation waits for none.
+            self.stopped_by = self._agree_to_stop() if validates or self._noticed is None else self._noticed
+            if validates and not self.stopped_by:
                 self.validate(step)
                 self.stopped_by = self._agree_to_stop()  # it may have taken long, and a notice does not wait
             if self.recipe.checkpoint.due(step, self.num_steps) or self.stopped_by:
@@ -180,7 +182,7 @@ class Session:
                 self.mesh,
                 max_grad_norm=self.recipe.train.max_grad_norm,
                 hooks=self.model.step_hooks,
-                notice=stop.requested() or 0,
+                notice=lambda: stop.requested() or 0,
             )
         except NonFiniteError as error:
             raise error.located(step, self.data.train.describe) from error

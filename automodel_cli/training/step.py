@@ -78,11 +78,12 @@ def train_step(
     *,
     max_grad_norm: float | None,
     hooks: Sequence[StepHook] = (),
-    notice: int = 0,
+    notice: Callable[[], int] = lambda: 0,
 ) -> StepResult:
     """One optimizer step over this rank's microbatches; every rank must bring equally many.
 
-    `notice`, 0 to 31, is for all ranks to know after the step (a signal that this one received).
+    `notice` gives a number, 0 to 31, for all ranks to know after the step (a signal that this one received). It is
+    asked after backward.
 
     The denominator of the loss is summed over ranks before the first forward, so each microbatch is divided once, by
     the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss (with
@@ -102,7 +103,7 @@ def train_step(
 
     local_loss = stages.forward_backward(batches, loss_of, request_of(objective))
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
-    total = _over_all_ranks(torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()]), notice, mesh)
+    total = _over_all_ranks(torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()]), notice(), mesh)
     loss, num_bad_norms, sums, notices = total[0], total[1], total[2:-_NUM_NOTICES], total[-_NUM_NOTICES:]
     is_good = loss.isfinite() & (num_bad_norms == 0)
     launched = step_unless(~is_good, optimizer, mesh.device)

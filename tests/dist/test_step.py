@@ -25,11 +25,11 @@ class BadOnce(SFT):
 
     bad = False
 
-    def __call__(self, logprobs_BT, batch):
-        loss = super().__call__(logprobs_BT, batch)
+    def __call__(self, output, batch):
+        loss = super().__call__(output, batch)
         if not self.bad or dist.get_rank() > 0:
             return loss
-        return loss + (logprobs_BT * 0).sum().sqrt()  # d sqrt(x) / dx at 0
+        return loss + (output.logprobs_BT * 0).sum().sqrt()  # d sqrt(x) / dx at 0
 
 
 def _kept(part, optimizer):
@@ -87,7 +87,7 @@ def _noticed(rank, world, mesh_config):
     dist.all_reduce = counted
     try:
         notice = (0, 15)[rank == world - 1] or (10 if rank == 0 else 0)
-        result = train_step(SingleStage(module), batches, SFT(), optimizer, mesh, max_grad_norm=None, notice=notice)
+        result = train_step(SingleStage(module), batches, SFT(), optimizer, mesh, max_grad_norm=None, notice=lambda: notice)
     finally:
         dist.all_reduce = plain
     return result.notice, result.loss.item(), seen.count(2 + 32)
