@@ -189,14 +189,15 @@ def _load_safetensors(
 ) -> LoadReport:
     """`whole` becomes the target's skeleton. `repository`: the config beside the weights."""
     counter = [0]
-    tensors = quantized.dequantised(carried.lazy_tensors(weights.files), weights.quantization)
+    stored = {key: _CountedSlice(lazy, counter) for key, lazy in carried.lazy_tensors(weights.files).items()}
+    tensors = quantized.dequantised(stored, weights.quantization)
     within = None
     if composite.text_config(repository) is not repository:
         within = composite.text_of_whole(repository, whole, tensors)
     known_as = {key: key for key in tensors} if within is None else within.keys
     units: dict[str, dict[str, Any]] = {}
     for key, name in known_as.items():
-        units.setdefault(unit_of(name), {})[name] = _CountedSlice(tensors[key], counter)
+        units.setdefault(unit_of(name), {})[name] = tensors[key]
     mapping = compat.conversion_mapping(whole)
     no_place = set(compat.unclaimed_keys(whole, mapping, known_as.values()))
     unclaimed = [key for key in tensors if key not in known_as or known_as[key] in no_place]

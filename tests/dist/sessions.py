@@ -30,7 +30,7 @@ def session(
 
     os.chdir(folder)
     os.environ["AUTOMODEL_CACHE"] = str(folder / "cache")
-    path = folder / "config.yaml"
+    path = folder / f"config-{os.environ['RANK']}.yaml"  # ranks write at the same time
     path.write_text(config)
     composed = compose(path, overrides, run_dir=folder / "runs" / run if run else None)
     stop.install()

@@ -78,7 +78,7 @@ def _generate(rank, world, family, mesh_config, pipeline, parallelizer):
         assert sharded or parallelizer is not None, "weights stayed gathered"
     assert all(module.training for part in stages.parts for module in part.modules())
     batches = [tiny.packed_batch([[tiny.token_row(10, rank)]]) for _ in range(4)]
-    loss = stages.forward_backward(batches, lambda logprobs, batch: -logprobs[batch.labels_BT != IGNORE_INDEX].sum())
+    loss = stages.forward_backward(batches, lambda output, batch: -output.logprobs_BT[batch.labels_BT != IGNORE_INDEX].sum())
     assert loss.isfinite() and all(p.grad is not None for m in stages.parts for p in m.parameters())
     return mesh.dp_rank, [(c.tokens, c.logprobs, c.finish_reason) for c in completions]
 
