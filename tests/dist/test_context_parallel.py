@@ -162,10 +162,9 @@ def test_two_ranks(ring: bool):
     check(2, [*(Case(family, ring=ring) for family in FAMILIES), Case("gpt_oss", packed=False, ring=ring)])
 
 
-@pytest.mark.parametrize("ring", [False, True], ids=["all_gather", "ring"])
-def test_four_ranks_with_recomputation(ring: bool):
+def test_a_ring_of_four_ranks_with_recomputation():
     families = ("mistral", "gpt_oss", "deepseek_v3")
-    check(4, [Case(family, mesh=mesh(4), recompute=True, ring=ring) for family in families])
+    check(4, [Case(family, mesh=mesh(4), recompute=True, ring=True) for family in families])
 
 
 @pytest.mark.slow

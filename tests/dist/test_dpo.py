@@ -31,6 +31,7 @@ from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch, launch_all
+from tests.marks import slow
 
 TOLERANCE = 1e-6
 OBJECTIVES: dict[str, Any] = {
@@ -68,7 +69,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Original
     return write
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ["dpo", "kto", "grpo", "gspo", *slow("ipo")])
 def test_same_numbers_as_one_process(original, name):
     rows = layouts(OBJECTIVES[name])
     for which, errors in zip(rows, launch(run_rows, 2, original("llama", name), rows), strict=True):

@@ -34,12 +34,13 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Errors, microbatch, tiny_part
+from tests.marks import slow
 
 TOLERANCE = 1e-6
 CLEARLY_WRONG = 1e-3
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 FAST = ("gpt_oss", "deepseek_v3")  # biased, interleaved, transposed experts; a sigmoid router in groups
-SLOW = tuple(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_moe", "mixtral"))
+SLOW = slow("qwen3_moe", "mixtral")
 MICROBATCHES = 3
 
 
@@ -159,7 +160,7 @@ def test_two_ranks(family):
     check(2, [Case(family, EP2), Case(family, EP2, config=RECOMPUTE)])
 
 
-@pytest.mark.parametrize("family", [*FAST, *SLOW])
+@pytest.mark.parametrize("family", [FAST[0], *slow(FAST[1]), *SLOW])
 def test_four_ranks(family):
     """ep 2 x two shards of each expert, ep 4, hybrid sharding."""
     check(4, [Case(family, EP2), Case(family, EP4), Case(family, MeshConfig(dp_replicate_size=2, ep_size=2))])
@@ -183,7 +184,7 @@ def test_every_family_under_every_schedule():
     check(4, PIPELINES)
 
 
-@pytest.mark.parametrize("family", [FAST[0], pytest.param(FAST[1], marks=pytest.mark.slow), *SLOW])
+@pytest.mark.parametrize("family", [FAST[0], *slow(FAST[1]), *SLOW])
 def test_with_tensor_parallelism_in_the_same_layer(family):
     """Tokens are the same on all ranks of tp, whole or (sequence parallel) gathered for the layer."""
     sequence = replace(FSDP2, sequence_parallel=True)
@@ -198,7 +199,7 @@ def test_ranks_that_receive_nothing(family):
     check(4, [Case(family, EP4, skewed=True), Case(family, EP4, config=RECOMPUTE, skewed=True)])
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gpt_oss", *slow("deepseek_v3")])
 def test_with_rows_over_ranks(family):
     """Under context parallelism every rank has tokens of its own, so the dispatch has nothing to know."""
     check(4, [Case(family, MeshConfig(cp_size=2, ep_size=m)) for m in (2, 4)])

@@ -23,6 +23,7 @@ from tests import tiny
 from tests.dist import mutations
 from tests.dist.harness import launch
 from tests.dist.parity import FSDP2, Case, compare, step_batches
+from tests.marks import slow
 
 TOLERANCE = 1e-6
 CLEARLY_WRONG = 1e-4
@@ -37,7 +38,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", *slow("qwen3")])
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.smoke) if name == "fsdp2 x2" else name for name in LAYOUTS]
 )

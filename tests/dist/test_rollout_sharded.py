@@ -30,6 +30,7 @@ from automodel_cli.training.stages import SingleStage
 from automodel_cli.rollout.model_engines import build_sampler
 from tests import tiny
 from tests.dist.harness import launch_all
+from tests.marks import slow
 
 PARAMS = SamplingParams(max_new_tokens=9, temperature=0.8, top_p=0.9)
 STOP = [2, 5, 9, 30, 77]
@@ -106,7 +107,7 @@ def test_hybrid_sharding_and_ddp():
     check(2, "llama", MeshConfig(dp_size=2), parallelizer=DDPConfig())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gpt_oss", *slow("qwen3_moe", "deepseek_v3")])
 def test_expert_parallel_ranks_keep_in_step(family):
     check(4, family, MeshConfig(dp_size=4, ep_size=2))
 
@@ -116,7 +117,7 @@ def test_pipeline(family, schedule):
     check(2, family, MeshConfig(dp_size=1, pp_size=2), schedule)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", *slow("deepseek_v3")])
 def test_pipeline_of_expert_parallel_stages(family):
     assert check(4, family, MeshConfig(dp_size=2, pp_size=2, ep_size=2), "1f1b") == {0, 1}
 
