@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing import process, util
+from multiprocessing import process, resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -136,6 +136,7 @@ def _be_command(arguments: list[str], folder: str, environ: Mapping[str, str]) -
     code = 1
     try:
         process.ORIGINAL_DIR = folder  # where processes of its own multiprocessing start
+        resource_tracker._resource_tracker.__init__()  # type: ignore[misc]  # the server's, whose descriptor is closed here
         tempfile.tempdir = None  # TMPDIR may be another
         path = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         sys.path[:] = [folder, *path, *(entry for entry in _PATH if entry not in path)]

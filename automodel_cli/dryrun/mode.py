@@ -83,6 +83,8 @@ class TracedRank(TorchDispatchMode):
             return self._wrapped(self._really(func, flat, spec), tensors)
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._communicate(func, args, kwargs)
+        if func is _aten._pin_memory.default:
+            return args[0]  # a fake has no memory that could be pinned
         if func is _aten.index.Tensor:
             args = (args[0], self._positions(args[1], tensors))
         if func in (_aten._to_copy.default, _aten.copy_.default) and _reaches_host(func, args, kwargs):

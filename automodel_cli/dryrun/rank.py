@@ -188,6 +188,7 @@ def check_covered(recipe: Any) -> None:
     name = type(recipe.parallelizer).__name__
     refused: list[tuple[bool, str, str, str]] = [
         (name.startswith("Megatron"), "parallelizer", "Megatron-FSDP", "parallelizer=fsdp2"),
+        (name.startswith("DDP"), "parallelizer", "DDP", "parallelizer=fsdp2"),
         (recipe.model.transformer_engine is not None, "model.transformer_engine", "Transformer Engine",
          "model.transformer_engine=null"),
         (recipe.parallelizer.axis_options().expert_dispatch == "deepep", "parallelizer.expert_dispatch", "DeepEP",

@@ -100,13 +100,12 @@ def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("parallelizer=ddp", *_PLAIN[:3]),
         ("model.lora={rank: 4}", *_PLAIN),
         ("mesh.pp_size=2", "pipeline=zb_h1", "parallelizer.activation_checkpointing=false", *_PLAIN),
         ("mesh.dp_replicate_size=2", *_PLAIN),
         ("parallelizer.offload_policy={_target_: automodel_cli.distributed.config.CPUOffload}", *_PLAIN),
     ],
-    ids=["ddp", "lora", "zero bubble", "hybrid sharding", "offload"],
+    ids=["lora", "zero bubble", "hybrid sharding", "offload"],
 )
 def test_the_step_goes_through(overrides: tuple[str, ...]) -> None:
     found = traced("llama3_8b_tp2cp2_tiny", 8, 0, *overrides)
@@ -120,7 +119,14 @@ def test_preferences_and_updates_of_rollouts_are_steps_too(conf: str) -> None:
     assert found.num_syncs > 0 and found.peak > 0
 
 
-def test_what_fake_tensors_do_not_reach_is_refused_with_what_does() -> None:
-    recipe = load(Request("qwen3_moe_30b_ep8_tiny", ("parallelizer.expert_dispatch=deepep",), 8))
-    with pytest.raises(ConfigError, match="DeepEP"):
+@pytest.mark.parametrize(
+    ("conf", "override", "named"),
+    [
+        ("qwen3_moe_30b_ep8_tiny", "parallelizer.expert_dispatch=deepep", "DeepEP"),
+        ("quickstart", "parallelizer._target_=automodel_cli.distributed.config.DDPConfig", "DDP"),
+    ],
+)
+def test_what_fake_tensors_do_not_reach_is_refused_with_what_does(conf: str, override: str, named: str) -> None:
+    recipe = load(Request(conf, (override,), 8))
+    with pytest.raises(ConfigError, match=f"{named} has kernels of its own"):
         check_covered(recipe)

@@ -68,6 +68,18 @@ def start(folder: Path, *arguments: str) -> warm.Command:
     return warm.Command(arguments, folder, environment(folder), stderr_to_stdout=True)
 
 
+def start_cold(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The same in new interpreters, whose ranks can be told apart by their environment."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "automodel_cli", *arguments],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

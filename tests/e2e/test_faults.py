@@ -23,7 +23,7 @@ from automodel_cli.run.run_lock import hold
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.sessions import session
-from tests.e2e.command import TINY, automodel, metrics, start, write_config
+from tests.e2e.command import TINY, automodel, metrics, start_cold, write_config
 
 SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
 FEW = ("train.max_steps=4", "logging.report=false", "logging.display=plain", "checkpoint.every=null")
@@ -235,7 +235,7 @@ def test_a_damaged_checkpoint_through_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on_with_it(tmp_path: Path) -> None:
     write_config(tmp_path)
-    process = start(tmp_path, "tiny.yaml", "mesh.dp_size=2", "train.max_steps=30", "data.num_workers=1")
+    process = start_cold(tmp_path, "tiny.yaml", "mesh.dp_size=2", "train.max_steps=30", "data.num_workers=1")
     rows = tmp_path / "runs/tiny/metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (rows.exists() and rows.read_bytes().count(b"\n") >= 2):
