@@ -30,8 +30,10 @@ def session(
 
     os.chdir(folder)
     os.environ["AUTOMODEL_CACHE"] = str(folder / "cache")
-    path = folder / f"config-{os.environ['RANK']}.yaml"  # ranks write at the same time
-    path.write_text(config)
+    path = folder / "config.yaml"
+    mine = folder / f".config-{os.environ['RANK']}"
+    mine.write_text(config)
+    mine.replace(path)  # whole at any moment: all ranks write it
     composed = compose(path, overrides, run_dir=folder / "runs" / run if run else None)
     stop.install()
     recipe = check(composed, Trust(packages=trust))
