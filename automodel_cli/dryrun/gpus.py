@@ -8,29 +8,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from automodel_cli.training.flops import device_peak_flops
+
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """`memory_gib` is what torch can allocate; peaks in FLOP/s (dense) and bytes/s."""
+    """`name` as the driver gives it. `memory_gib` is what torch can allocate; peaks in FLOP/s (dense) and bytes/s."""
 
     name: str
     memory_gib: float
-    peak_bf16: float
     peak_fp32: float
     bandwidth: float
     capability: tuple[int, int]
     link: float
     """Bytes/s between GPUs of one machine, one way."""
 
+    @property
+    def peak_bf16(self) -> float:
+        """The same that MFU is measured against in a run."""
+        peak = device_peak_flops(self.name)
+        assert peak is not None, f"{self.name} has no peak in training/flops.py"
+        return peak
+
 
 GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 79.1, 989.4e12, 67e12, 3.35e12, (9, 0), 450e9),
-    "h200": Gpu("NVIDIA H200", 139.8, 989.4e12, 67e12, 4.8e12, (9, 0), 450e9),
-    "b200": Gpu("NVIDIA B200", 178.3, 2250e12, 80e12, 8.0e12, (10, 0), 900e9),
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 79.1, 312e12, 19.5e12, 2.04e12, (8, 0), 300e9),
-    "l40s": Gpu("NVIDIA L40S", 44.5, 362e12, 91.6e12, 0.864e12, (8, 9), 32e9),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 79.1, 67e12, 3.35e12, (9, 0), 450e9),
+    "h200": Gpu("NVIDIA H200", 139.8, 67e12, 4.8e12, (9, 0), 450e9),
+    "b200": Gpu("NVIDIA B200", 178.3, 80e12, 8.0e12, (10, 0), 900e9),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 79.1, 19.5e12, 2.04e12, (8, 0), 300e9),
+    "l40s": Gpu("NVIDIA L40S", 44.5, 91.6e12, 0.864e12, (8, 9), 32e9),
 }
 
 GEMM, ATTENTION, MEMORY, LINK = 0.70, 0.53, 0.85, 0.70

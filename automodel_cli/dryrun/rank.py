@@ -21,7 +21,6 @@ from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
 from automodel_cli.dryrun.mode import TracedRank
 from automodel_cli.dryrun.request import Line, RankResult, Request
-from automodel_cli.dryrun.worker import peak_rss_gib
 from automodel_cli.models import shipped
 from automodel_cli.models.source import hf_config
 from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
@@ -30,6 +29,7 @@ from automodel_cli.planning.plan import Plan, make_plan
 from automodel_cli.run.model import Model, empty_stages
 from automodel_cli.run.plan import plan_request
 from automodel_cli.training.flops import training_flops_per_token
+from automodel_cli.training.memory import peak_memory_gib
 from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.step import train_step
 
@@ -112,7 +112,8 @@ def trace(recipe: Any, request: Request) -> RankResult:
         times = _run(run, mesh, fake, columns)
         result = _result(run, mesh, plan, times, columns)
     notes = [*result.notes, f"documents: {documents.source}"]
-    return replace(result, notes=notes, cpu_seconds=time.process_time() - began, rss_gib=peak_rss_gib())
+    resident = peak_memory_gib(torch.device("cpu"))
+    return replace(result, notes=notes, cpu_seconds=time.process_time() - began, rss_gib=resident)
 
 
 def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Times:
@@ -185,10 +186,9 @@ def _enough(recipe: Any, layout: Layout, count: int) -> int:
 
 
 def check_covered(recipe: Any) -> None:
-    name = type(recipe.parallelizer).__name__
-    refused: list[tuple[bool, str, str, str]] = [
-        (name.startswith("Megatron"), "parallelizer", "Megatron-FSDP", "parallelizer=fsdp2"),
-        (name.startswith("DDP"), "parallelizer", "DDP", "parallelizer=fsdp2"),
+    compiled: str | None = getattr(recipe.parallelizer, "compiled_code", None)  # one's own need not inherit ours
+    refused: list[tuple[bool, str, str | None, str]] = [
+        (compiled is not None, "parallelizer", compiled, "parallelizer=fsdp2"),
         (recipe.model.transformer_engine is not None, "model.transformer_engine", "Transformer Engine",
          "model.transformer_engine=null"),
         (recipe.parallelizer.axis_options().expert_dispatch == "deepep", "parallelizer.expert_dispatch", "DeepEP",
@@ -217,7 +217,6 @@ def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[row
     step = max(times.measured - times.warm, 0.0) / max(times.num_measured - times.num_warm, 1)
     return RankResult(
         rank=request.rank,
-        pp_rank=request.rank // per_stage,
         layout=str(layout),
         num_microbatches=recipe.train.num_microbatches(layout.dp),
         measured_microbatches=times.num_measured,

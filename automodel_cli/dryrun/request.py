@@ -77,7 +77,6 @@ class RankResult:
     """What one rank's step showed. Bytes and seconds; counts are of the measured step unless they say otherwise."""
 
     rank: int
-    pp_rank: int
     layout: str
     num_microbatches: int
     """Of the config, per step and data-parallel rank."""

@@ -4,9 +4,7 @@ line of standard output. A process of its own, because what makes tensors fake i
 from __future__ import annotations
 
 import json
-import resource
 import sys
-import time
 import traceback
 from typing import Any
 
@@ -31,9 +29,7 @@ def main() -> int:
             }
         }
     except Exception as error:
-        while error.__cause__ is not None and isinstance(
-            error.__cause__, Exception
-        ):  # pipelines wrap what stages raise
+        while isinstance(error.__cause__, Exception):  # pipelines wrap what stages raise
             error = error.__cause__
         first = (str(error).splitlines() or [""])[0]
         frames = "".join(f for f in traceback.format_tb(error.__traceback__) if "site-packages/torch/" not in f)
@@ -51,13 +47,6 @@ def load(request: Request) -> Any:
     trust = Trust(frozenset(request.trust_words), request.trust_packages)
     return check(compose(request.conf, request.overrides), trust, [])
 
-
-def peak_rss_gib() -> float:
-    """Of this process, on Linux."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-
-
-CPU_SECONDS = time.process_time
 
 if __name__ == "__main__":
     sys.exit(main())

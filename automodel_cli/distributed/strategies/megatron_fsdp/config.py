@@ -46,6 +46,7 @@ class MegatronFSDPConfig(ParallelizerConfig):
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"tp", "cp"})
+    compiled_code: ClassVar[str | None] = "Megatron-FSDP"
 
     sequence_parallel: bool = False
     tp_plan: Any = field(default=None, metadata=trust.imports())
