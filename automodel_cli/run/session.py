@@ -104,7 +104,7 @@ class Session:
         )
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
         self.callbacks = Callbacks(self, self._callback_states)
-        if unclaimed := self.model.parts[0].unclaimed:
+        if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
             self.print(carried.summary(recipe.model, unclaimed))
 
     def steps(self) -> Iterator[tuple[int, list[Any]]]:
