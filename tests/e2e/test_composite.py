@@ -6,33 +6,10 @@ import hashlib
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForImageTextToText, Gemma3Config
+from transformers import AutoModelForImageTextToText
 
+from tests.composites import repository, tensors
 from tests.e2e.command import automodel, curve, write_config
-
-_TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 2048,
-}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 16,
-}
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def _hash(data: bytes) -> str:
@@ -41,10 +18,7 @@ def _hash(data: bytes) -> str:
 
 def test_the_export_differs_from_the_repository_in_the_text_weights_only(tmp_path: Path):
     original = tmp_path / "gemma"
-    torch.manual_seed(0)
-    config = Gemma3Config(text_config=_TEXT, vision_config=_VISION, mm_tokens_per_image=4)
-    AutoModelForImageTextToText.from_config(config).float().save_pretrained(original)
-    (original / "preprocessor_config.json").write_text('{"image_mean": [0.5]}\n')
+    repository("gemma3", original, vocab_size=2048)
     write_config(tmp_path)
     done = automodel(
         tmp_path,
@@ -56,7 +30,7 @@ def test_the_export_differs_from_the_repository_in_the_text_weights_only(tmp_pat
     run = tmp_path / "runs" / "tiny"
     losses = curve(run)
     assert losses[-1] < losses[0]
-    before, after = _tensors(original), _tensors(run / "export")
+    before, after = tensors(original), tensors(run / "export")
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if "language_model" not in name}

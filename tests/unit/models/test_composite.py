@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForImageTextToText, Gemma3Config, Mistral3Config, PreTrainedModel, Qwen3_5Config
+from safetensors.torch import save_file
 
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import LoRAConfig, ModelConfig
@@ -18,54 +16,8 @@ from automodel_cli.models.export import export_hf, verify_export
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.lora import save_adapters
 from automodel_cli.models.part import ModelPart
+from tests.composites import KINDS, repository, tensors
 from tests.tiny import packed_batch, token_row
-
-_TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 160,
-}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 16,
-}
-_QWEN = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-COMPOSITES = {
-    "gemma3": lambda: Gemma3Config(text_config=_TEXT, vision_config=_VISION, mm_tokens_per_image=4),
-    "mistral3": lambda: Mistral3Config(
-        text_config={"model_type": "mistral", **_TEXT},
-        vision_config={"model_type": "pixtral", **_VISION, "head_dim": 16},
-        tie_word_embeddings=False,
-    ),
-    "qwen3_5": lambda: Qwen3_5Config(
-        text_config={**_TEXT, **_QWEN},
-        vision_config={"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
-    ),
-}
-
-
-def repository(kind: str, folder: Path) -> PreTrainedModel:
-    """Saved as the library saves it, with files that only the composite needs."""
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(COMPOSITES[kind]()).float().eval()
-    model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5]}\n')
-    (folder / "README.md").write_text("# The original\n")
-    return model
 
 
 def loaded(folder: Path) -> tuple[ModelPart, ModelConfig]:
@@ -75,11 +27,7 @@ def loaded(folder: Path) -> tuple[ModelPart, ModelConfig]:
     return part, config
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-@pytest.mark.parametrize("kind", COMPOSITES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_language_model_alone_gives_what_the_composite_gives(kind: str, tmp_path: Path):
     whole = repository(kind, tmp_path)
     part, _ = loaded(tmp_path)
@@ -92,7 +40,7 @@ def test_the_language_model_alone_gives_what_the_composite_gives(kind: str, tmp_
     assert (got - want.gather(-1, ids_T[1:, None])[:, 0]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", COMPOSITES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_export_is_the_repository_with_other_text_weights(kind: str, tmp_path: Path):
     original, export = tmp_path / "original", tmp_path / "export"
     repository(kind, original)
