@@ -26,7 +26,7 @@ __all__ = ["fsdp2_strategy_parallelize", "import_classes_from_paths", "paralleli
 def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
     """Apply a strategy to one part, preferably still on the meta device; its parameters are filled afterwards.
 
-    Returns the module that runs: `part` itself, or a wrapper, which `sharded.unwrap` takes off. Gradients are sums over
+    Returns the module that runs: `part` itself, or a wrapper around it (`sharded.handle_of`). Gradients are sums over
     ranks with each. Collective over the ranks that hold this part. Raises ConfigError for what the strategy cannot do
     on this mesh.
     """

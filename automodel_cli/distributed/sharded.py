@@ -57,11 +57,6 @@ def handle_of(module: nn.Module) -> Sharded:
     return Sharded(module) if found is None else found
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """The part inside a strategy's wrapper; anything else is a part already."""
-    return handle_of(module).part
-
-
 def weights_changed(parts: Sequence[nn.Module]) -> None:
     """To be called by whoever fills parameters (a loader, a checkpoint). Collective."""
     for part in parts:

@@ -1,1 +1,1 @@
-"""Generation engines, rewards and weight sync."""
+"""The model's own samples: engines that generate, rewards, environments, and the updates made of them."""

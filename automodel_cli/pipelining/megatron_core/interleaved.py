@@ -41,7 +41,7 @@ def forward_backward_pipelining_with_interleaving(
 ) -> list[Any]:
     """Interleaved 1F1B over the chunks in the list `model`, each with its iterator in the list `data_iterator`.
 
-    The order is `megatron.compute_order`'s; gradient and parameter collectives are those of `megatron_sync.plan_sync`.
+    The order is that of `schedule.orders`; gradient and parameter collectives are those of `grad_sync.plan_sync`.
     Raises ValueError and RuntimeError for an illegal group of microbatches. Collective over the pipeline.
     """
     if not isinstance(model, list) or not isinstance(data_iterator, list) or len(model) != len(data_iterator):
