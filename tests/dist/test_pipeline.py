@@ -9,6 +9,7 @@ import pytest
 
 from tests.dist.harness import launch
 from tests.dist.pipeline_cases import FAMILIES, KINDS, SCHEDULES, Case, run_cases, write_csv
+from tests.dist.turns import in_turns
 
 TOLERANCE = 1e-6
 
@@ -40,7 +41,8 @@ def test_every_schedule_on_four_ranks():
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_matrix(world: int, family: str):
-    check(world, [Case(s, family, k) for s, k in itertools.product(SCHEDULES, KINDS)])
+    rows = [Case(s, family, k) for s, k in itertools.product(SCHEDULES, KINDS)]
+    check(world, in_turns(rows, world, FAMILIES.index(family)))
 
 
 def test_tied_table_on_every_placement():

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from automodel_cli.distributed.layers import transformer_layers
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.distributed.layers import transformer_layers
 from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, ProcessGroupCollection
 from automodel_cli.pipelining.megatron_core.finalize import finalize_model_grads
 from automodel_cli.pipelining.megatron_core.forward_backward import forward_backward_no_pipelining
@@ -20,6 +20,7 @@ from tests.dist import pipeline_cases
 from tests.dist.eager_cases import Chunk, Row, forward_step, reference, run_rows
 from tests.dist.harness import launch, launch_all
 from tests.dist.pipeline_cases import FAMILIES, KINDS, Case, run_cases
+from tests.dist.turns import in_turns
 from tests.tiny import gradient_error, gradients
 
 TOLERANCE = 1e-6
@@ -28,6 +29,7 @@ OVERLAP = (*ONE_BY_ONE, ("overlap_p2p_comm", True))
 FLUSH = (*OVERLAP, ("overlap_p2p_comm_warmup_flush", True))
 RELEASE = (("deallocate_pipeline_outputs", True),)
 EAGER = (("runtime", "eager"),)
+FUNCTION_FAMILIES = ("llama", "gpt_oss", "qwen3_moe")
 EAGER_OVERLAP = (*EAGER, ("overlap_p2p_comm", True))
 
 
@@ -80,15 +82,15 @@ def test_functions_on_four_ranks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", FUNCTION_FAMILIES)
 def test_function_matrix(world: int, family: str):
     kinds, posted = ("packed", "variable", "masked"), (RELEASE, (*ONE_BY_ONE, *RELEASE))
-    single = [Row(family, None, m, kind, flags=f) for m, kind, f in itertools.product((1, 4, 7), kinds, posted)]
+    single = [Row(family, None, m, kind, flags=f) for f, m, kind in itertools.product(posted, (1, 4, 7), kinds)]
     shapes = [(4, 4), (8, 4), (8, 8), (11, 6)]
     multi = [Row(family, 2, m, k, "token", (*RELEASE, *group(g))) for (m, g), k in itertools.product(shapes, kinds)]
     early = itertools.product(shapes, (OVERLAP, FLUSH))
     multi += [Row(family, 2, m, flags=(*f, *RELEASE, *group(g))) for (m, g), f in early]
-    check_rows(world, single + multi)
+    check_rows(world, in_turns(single + multi, world, FUNCTION_FAMILIES.index(family)))
 
 
 def _token_mean(rank: int, world: int) -> float:
@@ -219,7 +221,8 @@ def test_runtime_on_four_ranks():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_runtime_matrix(world: int, family: str):
     runs = [("1F1B", EAGER), ("Interleaved1F1B", EAGER), ("Interleaved1F1B", EAGER_OVERLAP)]
-    check_cases(world, [Case(s, family, kind, options=o) for (s, o), kind in itertools.product(runs, KINDS)])
+    rows = [Case(s, family, kind, options=o) for (s, o), kind in itertools.product(runs, KINDS)]
+    check_cases(world, in_turns(rows, world, FAMILIES.index(family)))
 
 
 def _layer_calls(rank: int, world: int) -> int:
