@@ -23,6 +23,12 @@ def names(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionIte
     return [CompletionItem(n, help=bundled.describe(n).summary) for n in found]
 
 
+def runs(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
+    """The runs below runs/, by name."""
+    found = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
+    return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+
+
 def configs(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
     """Bundled recipes, and the .yaml files and folders of the path typed so far."""
     folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent

@@ -41,6 +41,7 @@ COMMANDS = {
     "dryrun": ("automodel_cli.cli.dryrun", "dryrun"),
     "verify": ("automodel_cli.cli.verify", "verify"),
     "data": ("automodel_cli.cli.data", "data"),
+    "runs": ("automodel_cli.cli.runs", "runs"),
     "export": ("automodel_cli.cli.export", "export"),
     "recipes": ("automodel_cli.cli.recipes", "recipes"),
     "options": ("automodel_cli.cli.options", "options"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.remembered import remember
 from automodel_cli.run.config_root import ConfigRoot
-from automodel_cli.run.run_lock import hold
+from automodel_cli.runs.lock import hold
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed

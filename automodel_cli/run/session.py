@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli import __version__
-from automodel_cli.config import bundled
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.loader import StepLoader
@@ -29,9 +27,11 @@ from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models import carried
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
+from automodel_cli.run.header import describe, header_rows
 from automodel_cli.run.model import Model
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.run_folder import run_folder
+from automodel_cli.runs.record import RunRecord, summary_of
 from automodel_cli.training import rng
 from automodel_cli.training.callback import Callbacks
 from automodel_cli.training.checkpoint import Checkpointer
@@ -64,10 +64,11 @@ class Session:
         tokenizer: Any,
         mesh: Mesh,
         run_dir: Path,
+        record: RunRecord,
         columns: Callable[[Session], Columns] | None,
     ):
         self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
-        self.mesh, self.run_dir = mesh, run_dir
+        self.mesh, self.run_dir, self.record = mesh, run_dir, record
         self.is_main = dist.get_rank() == 0
         self.loader: StepLoader[Any] = StepLoader(
             data.train,
@@ -234,30 +235,10 @@ class Session:
         return stop.exit_code(self.stopped_by)
 
     def header(self) -> None:
-        """What is about to run, before the first step."""
-        recipe, model = self.recipe, self.model
-        share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
-        num_rows = self.loader.global_batch_size
-        steps = f"{self.num_steps} = {self.num_steps * num_rows / self._rows_per_epoch():.2f} epochs"
-        ranks = f"{_plural(dist.get_world_size(), 'rank')} on {self.mesh.device.type}"
-        begin = f", from step {self.first_step}" if self.first_step else ""
-        self.meter.header(
-            [
-                ("automodel", f"{__version__}   run {self.run_dir}"),
-                ("config", f"{bundled.display(self.source.path)}   {_plural(len(self.source.overrides), 'override')}"),
-                (
-                    "model",
-                    f"{_model_name(recipe)}   {_count(model.num_parameters)} parameters{share}   {recipe.model.dtype}",
-                ),
-                ("layout", f"{ranks}   {_layout(recipe, self.mesh)}"),
-                *([("allocator", startup.allocator())] if self.mesh.device.type == "cuda" else []),
-                ("data", "\n".join(self.data.report.lines())),
-                ("steps", f"{steps}   {num_rows} {recipe.row_name} a step{begin}"),
-            ]
-        )
-
-    def _rows_per_epoch(self) -> int:
-        return self.loader.stream.rows_per_epoch
+        """What is about to run, before the first step: shown, and kept in the run's record."""
+        rows = header_rows(self)
+        self.meter.header(rows)
+        describe(self, dict(rows[1:]))
 
     def _resume(self) -> int:
         path = self.checkpointer.resume_path()
@@ -319,16 +300,33 @@ def open_session(
         with ExitStack() as held:
             mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
             run_dir = _shared_run_folder(recipe, source, held)
-            session = Session(recipe, source, data, tokenizer, mesh, run_dir, columns)
-            succeeded = False
-            try:
-                session.callbacks.start(recipe.callbacks)
-                yield session
-                succeeded = True
-            finally:
-                session.close(succeeded=succeeded)
+            with _recorded(run_dir, source) as record:
+                session = Session(recipe, source, data, tokenizer, mesh, run_dir, record, columns)
+                succeeded = False
+                try:
+                    session.callbacks.start(recipe.callbacks)
+                    yield session
+                    succeeded = True
+                finally:
+                    session.close(succeeded=succeeded)
+                record.describe(numbers=summary_of(session.meter.summary()))
+                record.end("interrupted" if session.stopped_by else "finished")
     finally:
         process_group.stop()
+
+
+@contextmanager
+def _recorded(run_dir: Path, source: Composed) -> Iterator[RunRecord]:
+    """The record of this run, which also says of a failure. Only rank 0 writes it."""
+    record = RunRecord(run_dir if dist.get_rank() == 0 else None, source)
+    try:
+        yield record
+    except KeyboardInterrupt:
+        record.end("interrupted")
+        raise
+    except BaseException as error:
+        record.end("failed", error)
+        raise
 
 
 def _shared_run_folder(recipe: Recipe, source: Composed, held: ExitStack) -> Path:
@@ -373,25 +371,3 @@ def _over_updates(results: Sequence[Mapping[str, Tensor]], objective: Any) -> di
         kind = combine.get(name, "mean")
         found[name] = values.amin(0) if kind == "min" else values.amax(0) if kind == "max" else values.float().mean(0)
     return found
-
-
-def _model_name(recipe: Recipe) -> str:
-    model = recipe.model
-    if model.config is not None:
-        return f"{model.config['model_type']} (random weights)"
-    return "/".join(part for part in (model.pretrained, model.gguf_file) if part)
-
-
-def _layout(recipe: Recipe, mesh: Mesh) -> str:
-    return f"{recipe.parallelizer.name}: {mesh.layout}"
-
-
-def _count(number: int) -> str:
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return str(number)
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

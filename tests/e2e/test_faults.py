@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.export import discard_staged, publish, staging
-from automodel_cli.run.run_lock import hold
+from automodel_cli.runs.lock import hold
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.sessions import session

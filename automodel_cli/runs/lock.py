@@ -5,10 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from automodel_cli.config.errors import RunError
+
+_FILE = ".lock"
+_SECONDS = 0.3
+"""Somebody who looks whether a run goes on holds the lock for an instant."""
 
 
 def hold(folder: Path) -> Callable[[], None]:
@@ -17,9 +22,9 @@ def hold(folder: Path) -> Callable[[], None]:
     Two runs in one folder would remove each other's checkpoints and mix their rows. Raises RunError where another one
     holds it. A file system without locks admits all. OSError where the folder cannot be written.
     """
-    file = (folder / ".lock").open("a+")
+    file = (folder / _FILE).open("a+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(file.fileno())
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "another process"
@@ -35,3 +40,29 @@ def hold(folder: Path) -> Callable[[], None]:
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file.close
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a run goes on in `folder`; None where its file system has no locks."""
+    try:
+        with (folder / _FILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
+
+
+def _take(descriptor: int) -> None:
+    """Raises BlockingIOError where a run has the lock, and OSError where there are no locks."""
+    last = time.monotonic() + _SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > last:
+                raise
+            time.sleep(0.02)

@@ -1,0 +1,203 @@
+"""`runs ls | show | tail | diff | clean`: the runs in a folder. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from automodel_cli.cli import complete, tables
+from automodel_cli.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from automodel_cli.runs.catalogue import Run
+
+_run = click.argument("run", required=False, metavar="[RUN]", shell_complete=complete.runs)
+
+
+@click.group()
+def runs() -> None:
+    """List, follow, compare and clear runs."""
+
+
+@runs.command()
+@click.argument("folder", default="runs", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def ls(folder: Path, as_json: bool) -> None:
+    """One line for each run in FOLDER (default: runs), the newest last."""
+    from automodel_cli.runs.catalogue import find
+
+    found = find(folder)
+    if as_json:
+        for run in found:
+            click.echo(json.dumps(_as_json(run)))
+        return
+    if not found:
+        click.echo(f"no runs in {folder}; begin one with: automodel finetune llm -c quickstart")
+        return
+    table = tables.table("run", "recipe", "state", "steps", "loss", "val loss", "metric", "age")
+    for run in found:
+        name = run.folder.relative_to(folder) if run.folder.is_relative_to(folder) else run.folder
+        of = f"/{run.num_steps}" if run.num_steps else ""
+        numbers = (tables.number(run.last("loss")), tables.number(run.last("val_loss")), _metric(run))
+        table.add_row(str(name), run.recipe, tables.state(run), f"{run.step}{of}", *numbers, tables.age(run.age))
+    tables.console().print(table)
+
+
+@runs.command()
+@_run
+@click.option("--json", "as_json", is_flag=True, help="The record of the run as JSON.")
+def show(run: str | None, as_json: bool) -> None:
+    """What a run is, how it went and what it left. Without RUN: the newest."""
+    found = _one(run)
+    if as_json:
+        click.echo(json.dumps({**_as_json(found), "record": found.record}, indent=1))
+        return
+    from automodel_cli.runs.details import details
+
+    for label, text in details(found):
+        first, *more = text.split("\n")
+        click.echo(f"{click.style(label.ljust(11), bold=True)} {first}")
+        for line in more:
+            click.echo(f"{'':<11} {line}")
+
+
+@runs.command()
+@_run
+@click.option("-n", "count", default=10, show_default=True, type=click.IntRange(min=0), help="Rows to begin with.")
+@click.option("--no-follow", is_flag=True, help="Do not wait for more while the run goes on.")
+def tail(run: str | None, count: int, no_follow: bool) -> None:
+    """The newest steps of a run, and those to come while it goes on. Without RUN: the newest."""
+    found = _one(run)
+    from automodel_cli.runs.follow import follow
+
+    for line in follow(found, count, wait=not no_follow):
+        click.echo(line)
+    click.echo(click.style(f"{found.folder}: {type(found)(found.folder).state}", dim=True), err=True)
+
+
+@runs.command()
+@click.argument("first", shell_complete=complete.runs)
+@click.argument("second", shell_complete=complete.runs)
+@click.option(
+    "--tolerance",
+    default=1e-3,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Relative difference from which two losses are apart.",
+)
+def diff(first: str, second: str, tolerance: float) -> None:
+    """What differs between two runs in config, data, code and environment, and the step at which their losses part."""
+    from automodel_cli.runs.compare import differences
+
+    a, b = _one(first), _one(second)
+    table = tables.table("", "what", str(a.folder), str(b.folder))
+    found = differences(a, b)
+    for index, entry in enumerate(found):
+        where = entry.where if index == 0 or found[index - 1].where != entry.where else ""
+        table.add_row(where, entry.name, _with_origin(entry.first), _with_origin(entry.second))
+    console = tables.console()
+    if found:
+        console.print(table)
+    else:
+        click.echo("nothing differs in config, data, code and environment")
+    for run in (a, b):
+        if not run.record:
+            click.echo(f"{run.folder} has no record of its data, code and environment")
+    for column in ("loss", "grad_norm", "reward"):
+        if text := _parting(a, b, column, tolerance):
+            click.echo(text)
+
+
+@runs.command()
+@click.argument("names", nargs=-1, metavar="[RUN|FOLDER]...", shell_complete=complete.runs)
+@click.option("--yes", is_flag=True, help="Remove it; otherwise it is only said.")
+@click.option("--last-checkpoint", is_flag=True, help="All checkpoints too, of runs that have an export.")
+@click.option("--empty", is_flag=True, help="The folders of runs that never took a step too.")
+def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool) -> None:
+    """Remove what runs no longer need: leftovers, damaged checkpoints, and all but the newest and the best.
+
+    Without --yes it says what would go and removes nothing. What goes on is left alone; the last whole checkpoint of
+    a run stays unless --last-checkpoint asks for it.
+    """
+    from automodel_cli.runs.catalogue import named
+    from automodel_cli.runs.clean import removable, remove
+
+    found = named(names or ("runs",))
+    for run in (run for run in found if run.state == "running"):
+        click.echo(f"{run.folder} goes on: left alone")
+    removals = [r for run in found for r in removable(run, last_checkpoint=last_checkpoint, empty=empty)]
+    if not removals:
+        click.echo("nothing to remove")
+        return
+    table = tables.table("path", "size", "why")
+    for removal in removals:
+        table.add_row(str(removal.path), tables.size_text(removal.size), removal.why)
+    tables.console().print(table)
+    total = tables.size_text(sum(removal.size for removal in removals))
+    if yes:
+        remove(removals)
+        click.echo(f"removed: {total}")
+    else:
+        click.echo(f"{total} would be freed; --yes removes it")
+
+
+def _one(name: str | None) -> Run:
+    """The run of a name or folder; the newest without one. Raises ConfigError."""
+    from automodel_cli.cli.common import run_folder
+    from automodel_cli.runs.catalogue import Run, find
+
+    if name is not None:
+        folder = run_folder(name)
+        return Run(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+    if not (found := find(Path("runs"))):
+        raise ConfigError("no run in runs/", fix="automodel runs show FOLDER")
+    return found[-1]
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    metrics = {
+        key: run.last(key) for key in ("loss", "val_loss", "reward", "val_accuracy") if run.last(key) is not None
+    }
+    return {
+        "folder": str(run.folder),
+        "recipe": run.recipe,
+        "state": run.state,
+        "step": run.step,
+        "num_steps": run.num_steps,
+        **metrics,
+        "age_seconds": round(run.age),
+    }
+
+
+def _metric(run: Run) -> str:
+    """What says more than the loss, where there is such a thing."""
+    for key in ("val_reward", "reward", "val_accuracy", "accuracy"):
+        if (value := run.last(key)) is not None:
+            return f"{key.replace('_', ' ')} {tables.number(value)}"
+    accuracy = run.record.get("numbers", {}).get("accuracy after")
+    return f"accuracy {accuracy}" if accuracy else ""
+
+
+def _parting(a: Run, b: Run, column: str, tolerance: float) -> str:
+    from automodel_cli.runs.compare import parting
+
+    found = parting(a, b, column, tolerance)
+    if found is None:
+        return ""
+    label = click.style(f"{column:<10}", bold=True)
+    if found.unequal is None:
+        return f"{label} the same number at all {found.num_steps} steps that both have"
+    apart = "never by more" if found.apart is None else f"by more from step {found.apart}"
+    end = f"{tables.number(found.at_end[0])} and {tables.number(found.at_end[1])} at the last step that both have"
+    return f"{label} parts at step {found.unequal} ({apart} than {tolerance:g} of itself); {end}"
+
+
+def _with_origin(text: str) -> str:
+    """`value` and, dim behind it, where it came from."""
+    from rich.markup import escape
+
+    value, _, origin = text.partition("\n")
+    return f"{escape(value)}  [dim]{escape(origin)}[/dim]" if origin else escape(value)

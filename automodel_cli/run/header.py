@@ -1,0 +1,78 @@
+"""What a run says before its first step, and keeps in its record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from automodel_cli import __version__
+from automodel_cli.config import bundled
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.launch import startup
+from automodel_cli.report.software_versions import environment
+from automodel_cli.run.recipe import Recipe
+
+if TYPE_CHECKING:
+    from automodel_cli.run.session import Session
+
+
+def header_rows(session: Session) -> list[tuple[str, str]]:
+    """What is about to run: (short label, text)."""
+    recipe, model = session.recipe, session.model
+    share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
+    num_rows = session.loader.global_batch_size
+    steps = f"{session.num_steps} = {session.num_steps * num_rows / session.loader.stream.rows_per_epoch:.2f} epochs"
+    ranks = f"{_plural(dist.get_world_size(), 'rank')} on {session.mesh.device.type}"
+    begin = f", from step {session.first_step}" if session.first_step else ""
+    return [
+        ("automodel", f"{__version__}   run {session.run_dir}"),
+        ("config", f"{bundled.display(session.source.path)}   {_plural(len(session.source.overrides), 'override')}"),
+        (
+            "model",
+            f"{_model_name(recipe)}   {_count(model.num_parameters)} parameters{share}   {recipe.model.dtype}",
+        ),
+        ("layout", f"{ranks}   {_layout(recipe, session.mesh)}"),
+        *([("allocator", startup.allocator())] if session.mesh.device.type == "cuda" else []),
+        ("data", "\n".join(session.data.report.lines())),
+        ("steps", f"{steps}   {num_rows} {recipe.row_name} a step{begin}"),
+    ]
+
+
+def describe(session: Session, about: Mapping[str, str]) -> None:
+    """Keep `about` and where the run runs in its record."""
+    device = session.mesh.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    session.record.describe_attempt(
+        first_step=session.first_step, environment=environment(name, session.mesh.layout.world_size)
+    )
+    session.record.describe(
+        recipe=session.recipe.kind,
+        num_steps=session.num_steps,
+        about=dict(about),
+        data={"contents": [list(pair) for pair in session.data.train.contents]},
+    )
+
+
+def _model_name(recipe: Recipe) -> str:
+    model = recipe.model
+    if model.config is not None:
+        return f"{model.config['model_type']} (random weights)"
+    return "/".join(part for part in (model.pretrained, model.gguf_file) if part)
+
+
+def _layout(recipe: Recipe, mesh: Mesh) -> str:
+    return f"{recipe.parallelizer.name}: {mesh.layout}"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return str(number)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
