@@ -129,7 +129,7 @@ def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Tim
         model = Model.filled(stages, recipe, mesh)
         run.optimizer = build_optimizer(recipe.optimizer, model.parts)
         _name_phase_of_optimizer(run)
-        warm = columns if mesh.layout.pp > 1 else columns[:1]
+        warm = columns[: _smallest(recipe, mesh.layout, 1, len(columns))]
         first = run.step(stages, mesh, warm, model.step_hooks)  # makes the optimizer's states
         run.mode.counts.on = True
         run.memory.forget_peak()
@@ -175,14 +175,22 @@ def _enough(recipe: Any, layout: Layout, count: int) -> int:
     some per stage alive."""
     if layout.pp == 1:
         return min(count, 2)
-    smallest = min(count, 4 * layout.pp)
-    while recipe.pipeline is not None and smallest < count:
+    return _smallest(recipe, layout, min(count, 4 * layout.pp), count)
+
+
+def _smallest(recipe: Any, layout: Layout, least: int, most: int) -> int:
+    """The smallest number of microbatches from `least` on that the schedule can run; `most` is known to be one."""
+    if recipe.pipeline is None:
+        return least
+    if recipe.pipeline.named_schedule is None:  # a file that says when each of them runs
+        return most
+    for number in range(least, most):
         try:
-            recipe.pipeline.check(layout.pp, smallest)
-            return smallest
+            recipe.pipeline.check(layout.pp, number)
+            return number
         except ConfigError:
-            smallest += 1
-    return count
+            continue
+    return most
 
 
 def check_covered(recipe: Any) -> None:
