@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -16,15 +17,39 @@ from automodel_cli.config.trust import Need, Trust
     "--memory-gib", default=80.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="Of one GPU."
 )
 @click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the pipeline's timeline here.")
+@click.option("--traced", is_flag=True, help="Take memory from a dry run of every stage: exact to a tensor, slower.")
 @common.config_options
-def plan(conf: str, overrides: tuple[str, ...], trust: Trust, gpus: int, memory_gib: float, svg: Path | None) -> int:
+def plan(
+    conf: str,
+    overrides: tuple[str, ...],
+    trust: Trust,
+    gpus: int,
+    memory_gib: float,
+    svg: Path | None,
+    *,
+    traced: bool,
+) -> int:
     """Print stages, memory of a GPU, the schedule's timeline and every other schedule, from the model's config alone.
 
-    Memory is an estimate. Loads torch, starts no process.
+    Memory is an estimate, or with --traced what the real step holds on fake CUDA tensors, as `dryrun` measures it.
+    Loads torch; without --traced it starts no process.
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
     common.say_untrusted(composed, untrusted)
     from automodel_cli.run.plan import print_plan
 
-    return print_plan(recipe, composed, num_gpus=gpus, memory_gib=memory_gib, svg=svg)
+    trace = None
+    if traced:
+        from automodel_cli.dryrun.command import traced_memory
+        from automodel_cli.dryrun.request import Request
+
+        request = Request(
+            str(composed.path),
+            composed.overrides,
+            gpus,
+            trust_words=tuple(trust.words),
+            trust_packages=trust.packages,
+        )
+        trace = partial(traced_memory, recipe, request)
+    return print_plan(recipe, composed, num_gpus=gpus, memory_gib=memory_gib, svg=svg, trace=trace)

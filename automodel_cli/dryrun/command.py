@@ -15,7 +15,9 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.dryrun import report
 from automodel_cli.dryrun.estimate import Estimate, estimate
-from automodel_cli.dryrun.request import RankResult, Request
+from automodel_cli.dryrun.gpus import RESERVE_GIB
+from automodel_cli.dryrun.request import GIB, RankResult, Request
+from automodel_cli.planning.render import Traced
 
 LARGEST_WORLD = 4096
 _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]
@@ -43,6 +45,16 @@ def dry_run(recipe: Any, request: Request, *, every: bool, json_file: Path | Non
         svg.write_text(draw_svg(found.timeline, title=title, unit="s"), encoding="utf-8")
         print(f"timeline written to {svg}")
     return 0
+
+
+def traced_memory(recipe: Any, request: Request) -> list[Traced]:
+    """What a rank of each pipeline stage holds, for `automodel plan --traced`. Raises as `measure` does."""
+    layout = _layout(recipe, request.num_gpus)
+    per_stage = layout.world_size // layout.pp
+    return [
+        Traced(rank // per_stage, trace_rank(replace(request, rank=rank)).peak_by_kind, RESERVE_GIB * GIB)
+        for rank in distinct_ranks(layout)
+    ]
 
 
 def distinct_ranks(layout: Layout) -> tuple[int, ...]:

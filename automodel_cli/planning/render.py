@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from automodel_cli.pipelining.timeline.simulator import Timeline
 from automodel_cli.pipelining.timeline.svg import draw_svg, draw_text
@@ -12,9 +13,23 @@ from automodel_cli.planning.schedules import Comparison
 _GIB, _MIB = 2**30, 2**20
 
 
-def render(plan: Plan, *, memory_gib: float, width: int = 120) -> str:
-    """Everything that `automodel plan` prints."""
-    blocks = [_head(plan), _stages(plan), _memory(plan, memory_gib)]
+@dataclass(frozen=True)
+class Traced:
+    """What a dry run of one pipeline rank held at its peak, in bytes, and what it leaves to what it does not see."""
+
+    rank: int
+    by_kind: Mapping[str, float]
+    reserve: float
+
+    @property
+    def peak(self) -> float:
+        return sum(self.by_kind.values())
+
+
+def render(plan: Plan, *, memory_gib: float, traced: Sequence[Traced] = (), width: int = 120) -> str:
+    """Everything that `automodel plan` prints. `traced`: memory of every pipeline rank, instead of the estimate."""
+    memory = _traced(plan, traced, memory_gib) if traced else _memory(plan, memory_gib)
+    blocks = [_head(plan), _stages(plan), memory]
     if plan.layout_table is not None:
         blocks.insert(1, plan.layout_table)
     if plan.timeline is not None:
@@ -97,6 +112,21 @@ def _memory(plan: Plan, memory_gib: float) -> str:
         host = [f"{memory.host / unit:,.2f}"] if offloaded else []
         rows.append([str(rank), *(f"{part / unit:,.2f}" for part in parts), share, f"{plan.live[rank]:g}", *host])
     return "\n".join([f"memory of a GPU [{name}]: estimate, uncalibrated", _table(rows), _verdict(plan, memory_gib)])
+
+
+def _traced(plan: Plan, traced: Sequence[Traced], memory_gib: float) -> str:
+    """Kinds from top to bottom, pipeline ranks from left to right."""
+    unit, name = _unit(plan)
+    kinds = sorted({k for one in traced for k in one.by_kind}, key=lambda k: -max(t.by_kind.get(k, 0) for t in traced))
+    shown = [k for k in kinds if max(one.by_kind.get(k, 0) for one in traced) >= 0.005 * unit]
+    rows = [["pipeline rank", *(str(one.rank) for one in traced)]]
+    rows += [[kind, *(f"{one.by_kind.get(kind, 0) / unit:,.2f}" for one in traced)] for kind in shown]
+    rows.append(["peak", *(f"{one.peak / unit:,.2f}" for one in traced)])
+    rows.append(["estimate without a dry run", *(f"{plan.memory[one.rank].total / unit:,.2f}" for one in traced)])
+    heaviest = max(traced, key=lambda one: one.peak)
+    fits = "fits" if heaviest.peak + heaviest.reserve <= memory_gib * _GIB else "does not fit"
+    aside = f"{heaviest.peak / unit:,.1f} {name} and {heaviest.reserve / _GIB:g} GiB set aside, of {memory_gib:g} GiB"
+    return "\n".join([f"memory of a GPU [{name}]: a dry run of each rank", _table(rows, left={0}), f"{fits}: {aside}"])
 
 
 def _verdict(plan: Plan, memory_gib: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,21 @@ from automodel_cli.models import shipped
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from automodel_cli.planning.plan import Request
+    from automodel_cli.planning.render import Traced
     from automodel_cli.run.recipe import Recipe
 
 
-def print_plan(recipe: Recipe, source: Composed, *, num_gpus: int, memory_gib: float, svg: Path | None) -> int:
-    """Returns the exit code. Raises ConfigError where the mesh does not fit the GPUs, or the schedule the step."""
+def print_plan(
+    recipe: Recipe,
+    source: Composed,
+    *,
+    num_gpus: int,
+    memory_gib: float,
+    svg: Path | None,
+    trace: Callable[[], Sequence[Traced]] | None = None,
+) -> int:
+    """Returns the exit code. `trace` measures the memory of every pipeline rank, which is estimated without it. Raises
+    ConfigError where the mesh does not fit the GPUs, or the schedule the step."""
     layout = _layout(recipe, source, num_gpus)
     num_microbatches = recipe.train.num_microbatches(layout.dp)
     if recipe.pipeline is not None:
@@ -37,7 +48,9 @@ def print_plan(recipe: Recipe, source: Composed, *, num_gpus: int, memory_gib: f
 
     with shipped.preferred():
         plan = make_plan(plan_request(recipe, layout))
-    print(render.render(plan, memory_gib=memory_gib, width=shutil.get_terminal_size((120, 24)).columns))
+    traced = trace() if trace is not None else ()
+    width = shutil.get_terminal_size((120, 24)).columns
+    print(render.render(plan, memory_gib=memory_gib, traced=traced, width=width))
     if svg is not None:
         svg.write_text(render.svg(plan), encoding="utf-8")
         print(f"\ntimeline written to {svg}")

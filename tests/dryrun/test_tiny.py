@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from automodel_cli.dryrun.estimate import estimate
 from automodel_cli.dryrun.rank import check_covered
 from automodel_cli.dryrun.request import RankResult, Request
 from automodel_cli.dryrun.worker import load
+from tests.e2e.command import automodel
 
 _PLAIN = (
     "mesh.tp_size=1",
@@ -25,6 +27,7 @@ _PLAIN = (
 )
 """llama3_8b_tp2cp2_tiny on data-parallel ranks only."""
 
+MIB = 2**20
 _BF16 = ("parallelizer.mp_policy.param_dtype=bfloat16",)
 
 
@@ -42,6 +45,20 @@ def test_parameters_optimizer_states_and_gradients_of_one_gpu_are_those_of_the_c
     for kind, factor in (("parameters", 4), ("optimizer", 8)):
         exact = factor * parameters
         assert exact <= found.peak_by_kind[kind] <= exact + 512 * 3 * tensors, kind
+
+
+def test_a_traced_plan_shows_the_peak_of_the_dry_run_in_place_of_its_estimate(tmp_path: Path) -> None:
+    found = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN)
+    shown = automodel(tmp_path, "plan", "-c", "llama3_8b_tp2cp2_tiny", "--gpus", "1", "--traced", *_PLAIN)
+    assert shown.returncode == 0, shown.stderr
+    lines = [line.rsplit(maxsplit=1) for line in shown.stdout.splitlines() if line]
+    said = {line[0].strip(): line[1] for line in lines if len(line) == 2}
+    assert (said["peak"], said["estimate without a dry run"]) == (
+        f"{found.peak / MIB:,.2f}",
+        f"{found.plan / MIB:,.2f}",
+    )
+    assert said["optimizer"] == f"{found.peak_by_kind['optimizer'] / MIB:,.2f}"
+    assert "set aside, of 80 GiB" in shown.stdout
 
 
 def test_a_dense_step_waits_for_the_device_only_in_the_head_and_once_to_refuse_what_is_not_finite() -> None:
