@@ -42,6 +42,7 @@ COMMANDS = {
     "verify": ("automodel_cli.cli.verify", "verify"),
     "data": ("automodel_cli.cli.data", "data"),
     "runs": ("automodel_cli.cli.runs", "runs"),
+    "import-config": ("automodel_cli.cli.import_config", "import_config"),
     "export": ("automodel_cli.cli.export", "export"),
     "recipes": ("automodel_cli.cli.recipes", "recipes"),
     "options": ("automodel_cli.cli.options", "options"),

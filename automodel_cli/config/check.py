@@ -20,7 +20,7 @@ from automodel_cli.config import trust as trusting
 from automodel_cli.config.compose import MISSING, Composed
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fixes import map_keys
-from automodel_cli.config.other_tools import recognise
+from automodel_cli.config.imports.tables import recognise
 from automodel_cli.config.problems import Origin, Problem, show
 from automodel_cli.config.suggest import section as nearest_section
 from automodel_cli.config.suggest import suggest
@@ -82,7 +82,7 @@ class _Binder:
         node = self.node(tree, "", None)
         tool = recognise(tree, [key for key, _ in self.unknown if "." not in key])
         if tool is not None:
-            self.add("", f"these are keys of {tool}, which have other names here; each is translated below")
+            self.add("", f"these are keys of {tool.tool}, which have other names here; each is translated below")
             self.problems.insert(0, self.problems.pop())
         for key, value in self.unknown:
             self.report_unknown(key, value)
@@ -100,7 +100,10 @@ class _Binder:
         known = {*recipe, "optimizer.lr", "optimizer.betas", "optimizer.eps", "lr_scheduler.warmup_ratio"}
         known |= {"lr_scheduler.warmup_steps", "parallelizer.activation_checkpointing", "parallelizer.enable_compile"}
         fixes = [found.fix for k, v in _leaves(tree, "") if (found := suggest(k, v, known)) and found.fix]
-        text = f"this is a {tool} config, and this program reads its own: begin it with `defaults: [sft, _self_]`"
+        text = (
+            f"this is a {tool.tool} config, and this program reads its own (begin one with `defaults: [sft, _self_]`); "
+            f"automodel import-config {self.composed.path.name} translates it"
+        )
         known_here = " ".join(dict.fromkeys(fixes))
         self.add("", text, fix=f"automodel check -c sft {known_here}   (what of it has a name here)")
 

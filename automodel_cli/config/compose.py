@@ -354,16 +354,16 @@ def _emit(raw: dict[str, Any], prefix: str, indent: int, composed: Composed) -> 
     pad = "  " * indent
     for name, value in raw.items():
         key = f"{prefix}.{name}" if prefix else str(name)
-        label = pad + _scalar(name)
+        label = pad + scalar(name)
         if isinstance(value, dict) and value:
             lines.append(f"{label}:")
             lines += _emit(value, key, indent + 1, composed)
         else:
-            lines.append(f"{label}: {_scalar(value)}  # {composed.origin(key)}")
+            lines.append(f"{label}: {scalar(value)}  # {composed.origin(key)}")
     return lines
 
 
-def _scalar(value: object) -> str:
+def scalar(value: object) -> str:
     """A scalar, a list or an empty dict on one line of YAML that OmegaConf reads back as the same value."""
     style = '"' if isinstance(value, str) and "\n" in value else None
     flow = True if isinstance(value, (list, dict)) else None

@@ -1,0 +1,37 @@
+"""`import-config FILE`: another tool's config as one of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.imports.tables import TABLES
+
+
+@click.command(name="import-config", short_help="Translate a config of axolotl, TRL, LLaMA-Factory, ...")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--from", "slug", type=click.Choice(list(TABLES)), help="Whose config it is.  [told by its keys]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="OUT", help="Write OUT.yaml; else print it.")
+@click.option("--gpus", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Ranks it ran on.")
+@click.option("--kind", type=click.Choice(["sft", "dpo", "grpo"]), help="What it trains.  [told by its keys]")
+def import_config(file: Path, slug: str | None, output: Path | None, gpus: int, kind: str | None) -> None:
+    """Print another tool's config as one of ours.
+
+    Each key of FILE stands in it: translated, with what it was there, or in the list at the end with the reason why it
+    has no counterpart. Defaults of the tool that would change the loss are written out. Batch sizes of theirs are per
+    device, ours is of the whole step: --gpus says how many there were.
+    """
+    from automodel_cli.config.imports.write import imported
+
+    text = imported(file, slug=slug, gpus=gpus, kind=kind)  # type: ignore[arg-type]
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    if output.suffix != ".yaml":
+        raise ConfigError(f"{output}: only the suffix .yaml is read", fix=f"-o {output.with_suffix('.yaml')}")
+    if output.exists():
+        raise ConfigError(f"{output} exists already", fix=f"-o {output.with_stem(output.stem + '_2')}")
+    output.write_text(text, encoding="utf-8")
+    click.echo(f"wrote {output}\nnext  automodel check -c {output}")

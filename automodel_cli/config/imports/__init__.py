@@ -1,0 +1,1 @@
+"""Configs of other tools as configs of ours: one table a tool, one engine."""

@@ -1,0 +1,183 @@
+"""NeMo AutoModel's YAML (docs.nvidia.com/nemo/automodel; 0.7)."""
+
+from __future__ import annotations
+
+from automodel_cli.config.imports import hugging_face as hf
+from automodel_cli.config.imports.engine import Default, Draft, Kind, Row, Table, none, to
+
+_AXES = ("tp", "pp", "cp", "ep")
+_SCHEDULES = {"1f1b": "1f1b", "interleaved1f1b": "interleaved_1f1b", "gpipe": "gpipe", "zbvzerobubble": "zbv"}
+_STRATEGIES = {"fsdp2": "fsdp2", "megatron_fsdp": "megatron_fsdp", "ddp": "ddp"}
+
+
+def _kind(draft: Draft) -> Kind:
+    return "sft"
+
+
+def _together(draft: Draft) -> None:
+    for axis in _AXES:
+        size = draft.get(f"distributed.{axis}_size")
+        if size not in (None, "none"):
+            draft.put(f"mesh.{axis}_size", size, f"distributed.{axis}_size")
+    _pipeline(draft)
+    micro = draft.get("step_scheduler.local_batch_size", 1)
+    draft.put("train.microbatch_size", micro, "step_scheduler.local_batch_size")
+    hf.length(draft, "step_scheduler.max_steps", "step_scheduler.num_epochs", default=10)
+    hf.clipping(draft, "clip_grad_norm.max_norm", 1.0)
+    _data(draft)
+    _optimizer(draft)
+    if draft.has("peft."):
+        linear = draft.get("peft.match_all_linear", False)
+        modules = "all-linear" if linear else draft.get("peft.target_modules", "all-linear")
+        modules = [str(name).removeprefix("*.") for name in modules] if isinstance(modules, list) else modules
+        draft.put("model.lora.target_modules", modules, "peft.match_all_linear", "peft.target_modules", "peft._target_")
+        draft.put("model.lora.rank", draft.get("peft.dim", 8), "peft.dim")
+        draft.put("model.lora.alpha", draft.get("peft.alpha", 32), "peft.alpha")
+
+
+def _pipeline(draft: Draft) -> None:
+    prefix = "distributed.pipeline."
+    num_stages = int(draft.get("distributed.pp_size", 1) or 1)
+    if num_stages < 2:
+        for key in [key for key in draft.source if key.startswith(prefix)]:
+            draft.leave(key, "no stages: distributed.pp_size is 1")
+        return
+    name = str(draft.get(prefix + "pp_schedule", "1f1b")).lower()
+    draft.put("pipeline", _SCHEDULES.get(name, "1f1b"), prefix + "pp_schedule")
+    for key in ("layers_per_stage", "round_virtual_stages_to_pp_multiple"):
+        if draft.get(prefix + key):
+            draft.put(f"pipeline.{key}", draft.get(prefix + key), prefix + key)
+
+
+def _data(draft: Draft) -> None:
+    names = ("path_or_dataset_id", "dataset_name", "path_or_dataset", "path")
+    key = next((f"dataset.{name}" for name in names if draft.get(f"dataset.{name}")), "")
+    target = str(draft.get("dataset._target_", ""))
+    draft.put("data.path", draft.get(key, "train.jsonl"), key, "dataset._target_")
+    if "squad" in target:
+        said = "their builder makes a prompt of context and question; map your own columns, or write a format"
+        draft.put("data.columns", {"prompt": "question", "completion": "answers"}, note=said)
+        draft.put("data.format", "prompt_completion", "dataset._target_")
+    validation = next((f"validation_{key}" for _ in (0,) if draft.get(f"validation_{key}")), "")
+    if validation and draft.get(validation) == draft.get(key):
+        split = str(draft.get("validation_dataset.split", "validation"))
+        draft.put("data.validation_split", split, validation, "validation_dataset.split", "validation_dataset._target_")
+    elif validation:
+        draft.put("data.validation_path", draft.get(validation), validation, "validation_dataset._target_")
+    size = int(draft.get("packed_sequence.packed_sequence_size", 0))
+    note = "" if size else "NeMo AutoModel packs only where it is told to; ours packs by default"
+    draft.put("data.packing", "best_fit" if size else "none", "packed_sequence.packed_sequence_size", note=note)
+    length = size or draft.get("dataset.seq_length", 2048)
+    draft.put("data.seq_len", length, "dataset.seq_length", note="theirs is bounded by the model alone by default")
+
+
+def _optimizer(draft: Draft) -> None:
+    name = str(draft.get("optimizer._target_", "torch.optim.AdamW")).rpartition(".")[2]
+    if name in ("AdamW", "FusedAdam", "FusedAdamW"):
+        draft.put("optimizer", "adamw", "optimizer._target_", note="decoupled decay")
+    elif name == "Adam":
+        same = not float(draft.get("optimizer.weight_decay", 0) or 0)
+        said = (
+            "Adam without decay is AdamW without decay" if same else "Adam adds decay to the gradient, AdamW does not"
+        )
+        draft.put("optimizer", "adamw", "optimizer._target_", note=said)
+    elif name == "Muon":
+        draft.put("optimizer", "muon", "optimizer._target_")
+    draft.put("optimizer.betas", draft.get("optimizer.betas", [0.9, 0.999]), "optimizer.betas")
+    style = str(draft.get("lr_scheduler.lr_decay_style", "cosine")) if draft.has("lr_scheduler.") else "constant"
+    draft.put("lr_scheduler", {"wsd": "wsd", "WSD": "wsd"}.get(style, style), "lr_scheduler.lr_decay_style")
+    if style != "constant":
+        lr, least = float(draft.get("optimizer.lr", 1e-5)), draft.get("lr_scheduler.min_lr")
+        ratio = round(float(least) / lr, 6) if least is not None else 0.01
+        said = "a share of the peak" if least is not None else "their default is a hundredth of the peak"
+        draft.put("lr_scheduler.min_lr_ratio", ratio, "lr_scheduler.min_lr", note=said)
+    if (steps := draft.get("lr_scheduler.lr_warmup_steps")) is not None:
+        draft.put("lr_scheduler.warmup_steps", steps, "lr_scheduler.lr_warmup_steps")
+    elif style != "constant":
+        draft.put("lr_scheduler.warmup_ratio", 0.1, note="their default: a tenth of the run, at most 1000 steps")
+
+
+_LOADER = none("rows are collated and padded by packing and data.pad_to")
+
+TABLE = Table(
+    tool="NeMo AutoModel",
+    slug="nemo-automodel",
+    signs=(
+        2,
+        (
+            "step_scheduler.global_batch_size",
+            "dist_env.backend",
+            "loss_fn._target_",
+            "model.pretrained_model_name_or_path",
+            "distributed.tp_size",
+        ),
+    ),
+    kind=_kind,
+    together=_together,
+    rows={
+        "step_scheduler.global_batch_size": to("train.global_batch_size"),
+        "step_scheduler.ckpt_every_steps": to("checkpoint.every"),
+        "step_scheduler.val_every_steps": to("validation.every"),
+        "step_scheduler.gc_every_steps": hf.SPEED,
+        "step_scheduler.*": none("train has global_batch_size, microbatch_size, max_steps and epochs"),
+        "dist_env.*": hf.PLACE,
+        "rng.seed": to("seed"),
+        "rng.*": none("every rank has its own generators, saved with checkpoints"),
+        "seed": to("seed"),
+        "recipe": none("the recipe is named by defaults: [sft, ...]"),
+        "model.pretrained_model_name_or_path": to("model.pretrained"),
+        "model.torch_dtype": to(
+            "model.dtype", bfloat16="bfloat16", float32="float32", float16="float16", **{"torch.bfloat16": "bfloat16"}
+        ),
+        "model.attn_implementation": none("model.attention=packed isolates documents, with the best kernel there is"),
+        "model.backend.attn": none("model.transformer_engine.attention=true is their te"),
+        "model.backend.*": none("kernels: model.transformer_engine, model.moe.experts, parallelizer.expert_dispatch"),
+        "model.*": none("the library's own model, probed"),
+        "checkpoint.checkpoint_dir": to("output_dir", "ours makes a folder for each run in it"),
+        "checkpoint.is_async": to("checkpoint.async_save"),
+        "checkpoint.*": none("checkpoints hold everything; the export is what transformers loads"),
+        "peft.dropout": to("model.lora.dropout"),
+        "peft.*": none("not in our adapters: model.lora has rank, alpha, dropout, target_modules, use_rslora"),
+        "distributed._target_": none("parallelizer says what shards"),
+        "distributed.strategy": Row("parallelizer", values=_STRATEGIES),
+        "distributed.dp_size": none("the ranks that are left"),
+        "distributed.dp_replicate_size": to("mesh.dp_replicate_size", none=1),
+        "distributed.activation_checkpointing": Row("parallelizer.activation_checkpointing", values=hf.CHECKPOINTING),
+        "distributed.sequence_parallel": to("parallelizer.sequence_parallel", true=True),
+        "distributed.*": hf.PLACE,
+        "distributed_config.sequence_parallel": to("parallelizer.sequence_parallel", true=True),
+        "distributed_config.*": hf.PLACE,
+        "loss_fn.*": none("objective: the log-probs come in chunks, fused with the head"),
+        "dataset.split": to("data.split"),
+        "dataset.chat_template": to("data.chat_template"),
+        "dataset.truncation": to("data.long_documents", true="truncate", false="fail"),
+        "dataset.limit_dataset_samples": none("all rows are read: cut the file, or set train.max_steps"),
+        "dataset.shuffle_seed": none("seed decides the order of rows"),
+        "dataset.*": none("no counterpart in data.path, .name, .split, .format, .columns"),
+        "validation_dataset.*": none(
+            "validation rows are read as the training rows are; validation.num_batches limits them"
+        ),
+        "validation_dataloader.*": _LOADER,
+        "dataloader.shuffle": to("data.shuffle"),
+        "dataloader.*": _LOADER,
+        "packed_sequence.*": none("data.packing and data.seq_len"),
+        "optimizer.lr": to("optimizer.lr"),
+        "optimizer.eps": to("optimizer.eps"),
+        "optimizer.weight_decay": to("optimizer.weight_decay"),
+        "optimizer.*": none("not in our optimizers"),
+        "lr_scheduler.*": none("lr_scheduler has warmup_steps, warmup_ratio and min_lr_ratio"),
+        "wandb.*": none("logging.trackers takes a WandB node"),
+        "mlflow.*": none("logging.trackers takes an MLflow node"),
+        "compile.enabled": to("parallelizer.enable_compile"),
+        "compile.*": hf.SPEED,
+        "slurm.*": none("automodel submit"),
+        "ci.*": none("their own tests"),
+        "clip_grad_norm.*": none("train.max_grad_norm"),
+    },
+    defaults=(
+        Default("seed", 42, "ours is 0"),
+        Default("train.global_batch_size", 8, "a guess: name it"),
+        Default("optimizer.weight_decay", 0.01, "torch's AdamW, ours too"),
+    ),
+    averaging="theirs divides by the label tokens of the step of all ranks, ours too",
+)

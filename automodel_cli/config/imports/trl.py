@@ -1,0 +1,204 @@
+"""TRL's YAML for `trl sft|dpo|grpo --config` (huggingface.co/docs/trl; 1.16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from automodel_cli.config.imports import hugging_face as hf
+from automodel_cli.config.imports.engine import Default, Draft, Kind, Row, Table, none, to
+
+_PAIRS = (
+    "max_prompt_length",
+    "precompute_ref_log_probs",
+    "f_divergence_type",
+    "ld_alpha",
+    "rpo_alpha",
+    "ref_model_mixup_alpha",
+)
+_LOSSES = (
+    *("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
+    *("apo_zero", "apo_down", "discopop"),
+)
+_AGGREGATION = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "max_tokens", "cispo": "token"}
+
+
+def _kind(draft: Draft) -> Kind:
+    if draft.get("num_generations") or draft.get("max_completion_length") or draft.get("reward_funcs"):
+        return "grpo"
+    pairs = any(key in draft.source for key in _PAIRS) or str(draft.get("loss_type")) in _LOSSES
+    return "dpo" if pairs or ("beta" in draft.source) else "sft"
+
+
+def _together(draft: Draft) -> None:
+    ranks = hf.batch(
+        draft,
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        default=8,
+        rows="samples" if draft.kind == "grpo" else "rows",
+    )
+    hf.betas(draft)
+    hf.length(draft)
+    hf.warmup(draft)
+    hf.clipping(draft)
+    if draft.get("use_peft"):
+        targets = draft.get("lora_target_modules", "all-linear")
+        draft.put("model.lora.target_modules", targets, "use_peft", "lora_target_modules")
+        draft.put("model.lora.rank", draft.get("lora_r", 16), "lora_r")
+        draft.put("model.lora.alpha", draft.get("lora_alpha", 32), "lora_alpha")
+        draft.put(
+            "model.lora.dropout", draft.get("lora_dropout", 0.05), "lora_dropout", note="their default 0.05, ours 0"
+        )
+        if draft.get("load_in_4bit"):
+            draft.put("model.lora.base_quantization", "nf4", "load_in_4bit")
+    if draft.get("dataset_test_split"):
+        draft.put("data.validation_split", draft.get("dataset_test_split"), "dataset_test_split")
+    {"sft": _sft, "dpo": _dpo, "grpo": _grpo}[draft.kind](draft, ranks)
+
+
+def _sft(draft: Draft, ranks: int) -> None:
+    packs = bool(draft.get("packing"))
+    strategy = draft.get("packing_strategy", "bfd")
+    said = "TRL packs only where it is told to; ours packs by default" if not packs else ""
+    packing = ("wrapped" if strategy == "wrapped" else "best_fit") if packs else "none"
+    draft.put("data.packing", packing, "packing", "packing_strategy", note=said)
+    if packing != "wrapped":
+        draft.put("data.long_documents", "split" if strategy == "bfd_split" else "truncate", note="as theirs")
+    if draft.get("assistant_only_loss"):
+        draft.put("data.mask", "assistant", "assistant_only_loss", "completion_only_loss")
+    elif draft.get("completion_only_loss") is False:
+        draft.put("data.mask", "all", "assistant_only_loss", "completion_only_loss")
+    else:
+        what = "TRL trains every token of a conversation unless assistant_only_loss; of prompt and completion only the"
+        draft.put(
+            "data.mask",
+            "all",
+            "assistant_only_loss",
+            "completion_only_loss",
+            note=f"{what} completion: set assistant for such rows (and ours is assistant by default)",
+        )
+
+
+def _dpo(draft: Draft, ranks: int) -> None:
+    loss = draft.get("loss_type", "sigmoid")
+    loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+    if isinstance(loss, str) and loss in _LOSSES:
+        draft.put("objective", "ipo" if loss == "ipo" else "dpo", "loss_type")
+        draft.put("objective.loss", loss, "loss_type")
+    draft.put("objective.beta", draft.get("beta", 0.1), "beta")
+    if draft.get("label_smoothing"):
+        draft.put("objective.label_smoothing", draft.get("label_smoothing"), "label_smoothing")
+    if draft.get("rpo_alpha"):
+        draft.put("objective.sft_weight", draft.get("rpo_alpha"), "rpo_alpha")
+    if draft.get("precompute_ref_log_probs"):
+        draft.put("reference", "precomputed", "precompute_ref_log_probs")
+
+
+def _grpo(draft: Draft, ranks: int) -> None:
+    group = int(draft.get("num_generations", 8))
+    each = int(draft.get("per_device_train_batch_size", 8))
+    rounds = int(draft.get("steps_per_generation", draft.get("gradient_accumulation_steps", 1)))
+    samples = int(draft.get("generation_batch_size", each * ranks * rounds))
+    draft.put("rollout.group_size", group, "num_generations")
+    per_step = max(1, samples // group)
+    theirs = ("steps_per_generation", "generation_batch_size")
+    draft.put("rollout.prompts_per_step", per_step, *theirs, note=f"{samples} samples a generation / {group}")
+    draft.put("rollout.max_new_tokens", int(draft.get("max_completion_length", 256)), "max_completion_length")
+    prompt = int(draft.get("max_prompt_length", 512))
+    seq_len = prompt + int(draft.get("max_completion_length", 256))
+    draft.put("data.seq_len", seq_len, "max_prompt_length", note=f"prompt of up to {prompt} and response")
+    draft.put("objective.clip_low", draft.get("epsilon", 0.2), "epsilon")
+    draft.put("objective.clip_high", draft.get("epsilon_high", draft.get("epsilon", 0.2)), "epsilon_high")
+    draft.put("objective.kl_coef", draft.get("beta", 0.0), "beta", note="their default 0")
+    loss = str(draft.get("loss_type", "dapo"))
+    if loss in _AGGREGATION:
+        draft.put(
+            "objective.aggregation", _AGGREGATION[loss], "loss_type", note="their default dapo: a mean over tokens"
+        )
+        if loss == "dr_grpo":
+            draft.put("objective.max_tokens", int(draft.get("max_completion_length", 256)), "max_completion_length")
+        if loss == "cispo":
+            draft.put("objective.surrogate", "cispo", "loss_type")
+    if draft.get("use_vllm") and draft.get("vllm_mode", "server") == "server":
+        host, port = draft.get("vllm_server_host", "127.0.0.1"), draft.get("vllm_server_port", 8000)
+        url = draft.get("vllm_server_base_url", f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}")
+        keys = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
+        draft.put("rollout", "vllm", *keys)
+        draft.put("rollout.engine.url", url, *keys, note="a server as docs/rollout.md starts it, not `trl vllm-serve`")
+
+
+_FALSE_IS_NONE: dict[str, Any] = {"true": True, "group": True, "false": False, "none": False}
+
+TABLE = Table(
+    tool="TRL",
+    slug="trl",
+    signs=(
+        4,
+        (
+            *("model_name_or_path", "dataset_name", "max_length", "per_device_train_batch_size", "torch_dtype"),
+            *("use_peft", "lora_r", "attn_implementation", "dataset_text_field", "packing", "learning_rate"),
+            *("gradient_checkpointing", "hub_model_id", "report_to", "num_train_epochs", "dataset_num_proc"),
+        ),
+    ),
+    kind=_kind,
+    together=_together,
+    rows=hf.ROWS
+    | {
+        "model_name_or_path": to("model.pretrained"),
+        "model_revision": to("model.revision"),
+        "trust_remote_code": to("model.trust_remote_code", "the command line must allow it: --trust remote-code"),
+        "torch_dtype": to("model.dtype", bfloat16="bfloat16", float16="float16", float32="float32"),
+        "dtype": to("model.dtype", bfloat16="bfloat16", float16="float16", float32="float32"),
+        "attn_implementation": none("model.attention=packed isolates documents, with the best kernel there is"),
+        "use_peft": none("without adapters all parameters are trained"),
+        "use_rslora": to("model.lora.use_rslora"),
+        "lora_*": none("without use_peft nothing there; model.lora has rank, alpha, dropout, target_modules"),
+        "load_in_*": none("model.lora.base_quantization is none or nf4, with adapters"),
+        "bnb_*": none("model.lora.base_quantization is none or nf4"),
+        "dataset_name": to("data.path"),
+        "dataset_config": to("data.name"),
+        "dataset_train_split": to("data.split"),
+        "dataset_text_field": none("data.format=text and data.columns={text: ...} name the column of plain texts"),
+        "dataset_num_proc": to("data.num_workers"),
+        "dataset_kwargs*": none("rows are always prepared"),
+        "datasets*": none("several datasets are data.sources, a list of {path, name, split, weight}"),
+        "chat_template_path": to("data.chat_template"),
+        "eos_token": none("the tokenizer's; a trained turn always ends with its stop token"),
+        "pad_token": none("ours pads without a token of its own"),
+        "max_length": to("data.seq_len"),
+        "truncation_mode": none("rows that are too long lose their end"),
+        "shuffle_dataset": to("data.shuffle"),
+        "padding_free": hf.SPEED,
+        "pad_to_multiple_of": none("packed rows have data.seq_len tokens; data.pad_multiple is for unpacked ones"),
+        "eval_packing": none("validation rows are packed as the training rows are"),
+        "loss_type": none("objective has its own list"),
+        "activation_offloading": none("activations stay; parallelizer.activation_checkpointing recomputes them"),
+        "rpo_alpha": to("objective.sft_weight"),
+        "precompute_ref_*": none("reference says it"),
+        "max_completion_length": to("rollout.max_new_tokens"),
+        "max_prompt_length": none("data.seq_len holds prompt and response together"),
+        "temperature": to("rollout.temperature"),
+        "top_p": to("rollout.top_p"),
+        "top_k": to("rollout.top_k"),
+        "num_iterations": to("rollout.passes"),
+        "delta": to("objective.dual_clip"),
+        "scale_rewards": Row("rollout.normalise", values=_FALSE_IS_NONE),
+        "importance_sampling_level": to("objective.ratio", token="token", sequence="sequence"),
+        "mask_truncated_completions": to("rollout.overlong.filter"),
+        "reward_funcs": none("rewards are nodes of the section rewards (docs/rollout.md); theirs are Python functions"),
+        "reward_weights": none("each node of rewards has a weight"),
+        "use_vllm": none("colocated vLLM has no counterpart: our sampler generates on the trained weights"),
+        "vllm_*": none("rollout.engine has its own keys"),
+        "log_completions": to("rollout.show_every", true=1, false=None),
+        "num_completions_to_print": to("rollout.show"),
+    },
+    defaults=(
+        Default("optimizer.lr", 2e-5, "as ours", ("sft",)),
+        Default("optimizer.lr", 1e-6, "ours is 5e-7 for dpo", ("dpo", "grpo")),
+        *hf.DEFAULTS,
+        Default("data.seq_len", 1024, "max_length; ours is 2048"),
+        Default("parallelizer.activation_checkpointing", "full", "gradient_checkpointing is on there"),
+        Default("rollout.temperature", 1.0, "as ours", ("grpo",)),
+    ),
+    averaging="theirs divides by the label tokens of the accumulated batch of all ranks, ours too",
+)

@@ -1,0 +1,253 @@
+"""verl's YAML: overrides of ppo_trainer.yaml or sft_trainer.yaml (verl.readthedocs.io; 0.7)."""
+
+from __future__ import annotations
+
+from automodel_cli.config.imports import hugging_face as hf
+from automodel_cli.config.imports.engine import Default, Draft, Kind, Row, Table, none, to
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+_AGGREGATION = {
+    "token-mean": "token",
+    "seq-mean-token-mean": "sequence",
+    "seq-mean-token-sum-norm": "max_tokens",
+}
+_KL = {"kl": "k1", "k1": "k1", "abs": None, "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def _kind(draft: Draft) -> Kind:
+    return "grpo" if draft.has("actor_rollout_ref.") or draft.has("algorithm.") else "sft"
+
+
+def _together(draft: Draft) -> None:
+    (_grpo if draft.kind == "grpo" else _sft)(draft)
+    files = draft.get("data.train_files", "train.parquet")
+    first = files[0] if isinstance(files, list) and len(files) == 1 else files
+    if isinstance(first, list):
+        draft.put("data.sources", [{"path": path} for path in first], "data.train_files")
+    else:
+        draft.put("data.path", first, "data.train_files")
+    held_out = draft.get("data.val_files")
+    if held_out:
+        draft.put("data.validation_path", held_out[0] if isinstance(held_out, list) else held_out, "data.val_files")
+    for theirs, ours in (("trainer.save_freq", "checkpoint.every"), ("trainer.test_freq", "validation.every")):
+        if draft.get(theirs) is not None:
+            count = int(draft.get(theirs))
+            draft.put(ours, count if count > 0 else None, theirs)
+    hf.length(draft, "trainer.total_training_steps", "trainer.total_epochs", default=30 if draft.kind == "grpo" else 4)
+
+
+def _warmup(draft: Draft, prefix: str, ratio: str) -> None:
+    steps = int(draft.get(prefix + "lr_warmup_steps", -1))
+    keys = (prefix + "lr_warmup_steps", prefix + ratio)
+    if steps > 0:
+        draft.put("lr_scheduler.warmup_steps", steps, *keys)
+    else:
+        draft.put("lr_scheduler.warmup_ratio", float(draft.get(prefix + ratio, 0.0)), *keys)
+
+
+def _grpo(draft: Draft) -> None:
+    group = int(draft.get(_ROLLOUT + "n", 1))
+    prompts = int(draft.get("data.train_batch_size", 1024))
+    mini = int(draft.get(_ACTOR + "ppo_mini_batch_size", 256))
+    response = int(draft.get("data.max_response_length", 512))
+    prompt = int(draft.get("data.max_prompt_length", 512))
+    if draft.get("data.filter_overlong_prompts"):
+        draft.put("data.long_documents", "drop", "data.filter_overlong_prompts")
+    draft.put("rollout.group_size", group, _ROLLOUT + "n")
+    draft.put("rollout.prompts_per_step", prompts, "data.train_batch_size")
+    said = f"theirs counts prompts: {mini} x {group} samples"
+    draft.put("train.global_batch_size", mini * group, _ACTOR + "ppo_mini_batch_size", note=said)
+    draft.put("rollout.max_new_tokens", response, "data.max_response_length")
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    draft.put("data.seq_len", prompt + response, *lengths, note="prompt and response")
+    both = draft.get(_ACTOR + "clip_ratio", 0.2)
+    draft.put(
+        "objective.clip_low",
+        draft.get(_ACTOR + "clip_ratio_low", both),
+        _ACTOR + "clip_ratio_low",
+        _ACTOR + "clip_ratio",
+    )
+    draft.put("objective.clip_high", draft.get(_ACTOR + "clip_ratio_high", both), _ACTOR + "clip_ratio_high")
+    draft.put(
+        "objective.dual_clip",
+        draft.get(_ACTOR + "clip_ratio_c", 3.0),
+        _ACTOR + "clip_ratio_c",
+        note="their default 3, ours none",
+    )
+    mode = draft.get(_ACTOR + "loss_agg_mode", "token-mean")
+    if mode in _AGGREGATION:
+        draft.put("objective.aggregation", _AGGREGATION[mode], _ACTOR + "loss_agg_mode")
+        if _AGGREGATION[mode] == "max_tokens":
+            draft.put("objective.max_tokens", response, "data.max_response_length")
+    _kl(draft)
+    _warmup(draft, _ACTOR + "optim.", "lr_warmup_steps_ratio")
+    hf.clipping(draft, _ACTOR + "grad_clip", 1.0)
+    if int(draft.get(_MODEL + "lora_rank", 0)):
+        draft.put("model.lora.rank", draft.get(_MODEL + "lora_rank"), _MODEL + "lora_rank")
+        draft.put("model.lora.alpha", draft.get(_MODEL + "lora_alpha", 16), _MODEL + "lora_alpha")
+        draft.put(
+            "model.lora.target_modules", draft.get(_MODEL + "target_modules", "all-linear"), _MODEL + "target_modules"
+        )
+
+
+def _kl(draft: Draft) -> None:
+    loss, reward = draft.get(_ACTOR + "use_kl_loss"), draft.get("algorithm.use_kl_in_reward")
+    if loss:
+        draft.put(
+            "objective.kl_coef",
+            draft.get(_ACTOR + "kl_loss_coef", 0.001),
+            _ACTOR + "use_kl_loss",
+            _ACTOR + "kl_loss_coef",
+            "algorithm.use_kl_in_reward",
+        )
+        kind = _KL.get(draft.get(_ACTOR + "kl_loss_type", "low_var_kl"))
+        if kind:
+            draft.put("objective.kl_type", kind, _ACTOR + "kl_loss_type")
+    elif reward:
+        keys = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
+        draft.put("objective.kl_coef", draft.get("algorithm.kl_ctrl.kl_coef", 0.001), *keys)
+        draft.put("objective.kl_in", "reward", "algorithm.use_kl_in_reward")
+        draft.put("objective.kl_type", "k1", note="theirs in the reward")
+    else:
+        draft.put("objective.kl_coef", 0.0, _ACTOR + "use_kl_loss", "algorithm.use_kl_in_reward")
+
+
+def _sft(draft: Draft) -> None:
+    draft.put("train.global_batch_size", draft.get("data.train_batch_size", 256), "data.train_batch_size")
+    micro = draft.get("data.micro_batch_size_per_gpu", 4)
+    draft.put("train.microbatch_size", micro, "data.micro_batch_size_per_gpu", "data.micro_batch_size")
+    if draft.get("data.multiturn.enable"):
+        column = draft.get("data.multiturn.messages_key", "messages")
+        draft.put("data.columns", {"messages": column}, "data.multiturn.enable", "data.multiturn.messages_key")
+    else:
+        columns = {
+            "prompt": draft.get("data.prompt_key", "question"),
+            "completion": draft.get("data.response_key", "answer"),
+        }
+        draft.put("data.columns", columns, "data.prompt_key", "data.response_key")
+        draft.put("data.format", "prompt_completion", note="single turns there")
+    draft.put("data.packing", "none", note="verl pads; ours packs by default")
+    draft.put("data.seq_len", draft.get("data.max_length", 1024), "data.max_length")
+    if int(draft.get("ulysses_sequence_parallel_size", 1)) > 1:
+        draft.put("mesh.cp_size", draft.get("ulysses_sequence_parallel_size"), "ulysses_sequence_parallel_size")
+    _warmup(
+        draft,
+        "optim.",
+        "lr_warmup_steps_ratio" if "optim.lr_warmup_steps_ratio" in draft.source else "warmup_steps_ratio",
+    )
+    hf.clipping(draft, "optim.clip_grad", 1.0)
+    if int(draft.get("model.lora_rank", 0)):
+        draft.put("model.lora.rank", draft.get("model.lora_rank"), "model.lora_rank")
+        draft.put("model.lora.alpha", draft.get("model.lora_alpha", 16), "model.lora_alpha")
+        draft.put("model.lora.target_modules", draft.get("model.target_modules", "all-linear"), "model.target_modules")
+
+
+_REWARD = none("rewards are nodes of the section rewards (docs/rollout.md)")
+_OWN = none("rollout.engine has its own keys; the default samples on the trained weights")
+_OPTIM = {
+    "lr": to("optimizer.lr"),
+    "weight_decay": to("optimizer.weight_decay"),
+    "betas": to("optimizer.betas"),
+    "min_lr_ratio": none("lr_scheduler.min_lr_ratio, with cosine or linear"),
+    "warmup_style": to("lr_scheduler", constant="constant", cosine="cosine"),
+    "lr_scheduler_type": to("lr_scheduler", constant="constant", cosine="cosine"),
+    "lr_scheduler": to("lr_scheduler", cosine="cosine", wsd="wsd"),
+    "*": none("not in our optimizers and schedules"),
+}
+
+TABLE = Table(
+    tool="verl",
+    slug="verl",
+    signs=(
+        3,
+        (
+            "data.train_files",
+            "actor_rollout_ref.model.path",
+            "trainer.project_name",
+            "trainer.total_epochs",
+            "model.partial_pretrain",
+            "trainer.n_gpus_per_node",
+        ),
+    ),
+    kind=_kind,
+    together=_together,
+    rows={
+        "data.prompt_key": none("data.columns={prompt: ...}"),
+        "data.shuffle": to("data.shuffle"),
+        "data.truncation": to("data.long_documents", error="fail", right="truncate"),
+        "data.chat_template": to("data.chat_template"),
+        "data.seed": to("seed"),
+        "data.balance_dp_token": hf.SPEED,
+        "data.reward_fn_key": _REWARD,
+        "data.*": none("no counterpart in data.path, .format, .columns"),
+        _MODEL + "path": to("model.pretrained"),
+        _MODEL + "enable_gradient_checkpointing": to("parallelizer.activation_checkpointing", true="full", false=False),
+        _MODEL + "trust_remote_code": to(
+            "model.trust_remote_code", "the command line must allow it: --trust remote-code"
+        ),
+        _MODEL + "use_remove_padding": none("rows are packed"),
+        _MODEL + "*": none("the library's own model, probed"),
+        **{f"{_ACTOR}optim.{key}": row for key, row in _OPTIM.items()},
+        _ACTOR + "ppo_epochs": to("rollout.passes"),
+        _ACTOR + "ppo_micro_batch_size_per_gpu": to("train.microbatch_size", "packed rows of data.seq_len tokens here"),
+        _ACTOR + "entropy_coeff": to("objective.entropy_coef"),
+        _ACTOR + "ulysses_sequence_parallel_size": to("mesh.cp_size"),
+        _ACTOR + "use_kl_loss": none("objective.kl_coef"),
+        _ACTOR + "kl_loss_*": none("no KL loss there: objective.kl_coef=0"),
+        _ACTOR + "strategy": to("parallelizer", fsdp="fsdp2", fsdp2="fsdp2"),
+        _ACTOR + "policy_loss.loss_mode": none("objective=grpo, dapo, gspo, cispo"),
+        _ACTOR + "use_torch_compile": hf.SPEED,
+        _ACTOR + "fsdp_config.*": hf.PLACE,
+        _ACTOR + "*": none("not in our step: docs/grpo.md has what there is"),
+        "actor_rollout_ref.ref.*": none("the reference is the model as loaded (reference=...)"),
+        _ROLLOUT + "temperature": to("rollout.temperature"),
+        _ROLLOUT + "top_p": to("rollout.top_p"),
+        _ROLLOUT + "top_k": Row("rollout.top_k", values={"-1": 0}),
+        _ROLLOUT + "name": none("rollout=vllm takes a server (docs/rollout.md); the default needs none"),
+        _ROLLOUT + "*": _OWN,
+        "actor_rollout_ref.*": _OWN,
+        "algorithm.adv_estimator": to("rollout.leave_one_out", grpo=False, rloo=True),
+        "algorithm.norm_adv_by_std_in_grpo": to("rollout.normalise"),
+        "algorithm.*": none("no critic and no estimator that needs one"),
+        "critic.*": none("no critic"),
+        "reward_model.*": _REWARD,
+        "reward.*": _REWARD,
+        "custom_reward_function.*": _REWARD,
+        "model.partial_pretrain": to("model.pretrained"),
+        "model.path": to("model.pretrained"),
+        "model.enable_gradient_checkpointing": to("parallelizer.activation_checkpointing", true="full", false=False),
+        "model.trust_remote_code": to("model.trust_remote_code", "the command line must allow it: --trust remote-code"),
+        "model.fsdp_config.model_dtype": to("model.dtype", fp32="float32", bf16="bfloat16"),
+        "model.strategy": to("parallelizer", fsdp="fsdp2", fsdp2="fsdp2"),
+        "model.lora_*": none("lora_rank is 0 there: all parameters are trained"),
+        "model.target_modules": none("lora_rank is 0 there: all parameters are trained"),
+        "model.*": none("the library's own model, probed"),
+        **{f"optim.{key}": row for key, row in _OPTIM.items()},
+        "use_remove_padding": none("rows are packed"),
+        "ulysses_sequence_parallel_size": to("mesh.cp_size"),
+        "trainer.experiment_name": to("run_name"),
+        "trainer.project_name": none("logging.trackers takes nodes with a project"),
+        "trainer.default_local_dir": to("output_dir", "ours makes a folder for each run in it"),
+        "trainer.seed": to("seed"),
+        "trainer.logger": none("logging.trackers: tensorboard, wandb, mlflow, trackio"),
+        "trainer.val_before_train": to("validation.at_start"),
+        "trainer.max_ckpt_to_keep": to("checkpoint.keep"),
+        "trainer.max_actor_ckpt_to_keep": to("checkpoint.keep"),
+        "trainer.nnodes": hf.PLACE,
+        "trainer.n_gpus_per_node": hf.PLACE,
+        "trainer.device": hf.PLACE,
+        "trainer.resume_*": none("`automodel resume RUN`, or checkpoint.resume=auto"),
+        "trainer.log_val_generations": none("rollout.show samples are printed every rollout.show_every steps"),
+        "trainer.*": none("not in our loop"),
+        "ray_*": hf.PLACE,
+        "global_profiler.*": none("logging.profile"),
+    },
+    defaults=(
+        Default("optimizer.betas", [0.9, 0.999], "ours is [0.9, 0.95]", ("grpo",)),
+        Default("optimizer.weight_decay", 0.01, "ours is 0 for grpo", ("grpo",)),
+        Default("lr_scheduler", "constant", "ours too for grpo", ("grpo",)),
+        Default("data.long_documents", "fail", "truncation: error", ("sft",)),
+        Default("seed", 1, "ours is 0"),
+    ),
+    averaging="theirs divides by the tokens of a mini batch (token-mean; older ones average microbatches), ours by all",
+)

@@ -1,0 +1,216 @@
+"""Configs of other tools: every key is translated or named with a reason, and the result is a config of ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_cli.cli import complete
+from automodel_cli.cli.main import run
+from automodel_cli.config import bundled
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.imports.engine import flatten
+from automodel_cli.config.imports.tables import TABLES, recognise
+from automodel_cli.config.imports.write import imported, read
+from automodel_cli.config.problems import show
+
+VECTORS = Path(__file__).parents[3] / "vectors/import"
+FILES = sorted(path.name for path in VECTORS.iterdir())
+NOT_HERE = r"no such (file|folder): (\S+=)?(/|~|\./|data/|train\.jsonl)|needs the package '\w+'"
+"""What is missing on this machine and not in the file."""
+
+# Worked out by hand from the documentation of each tool, for 8 ranks.
+EXPECTED: dict[str, dict[str, Any]] = {
+    "axolotl_lora.yml": {
+        "train.global_batch_size": 32,  # 2 x 2 x 8
+        "optimizer._target_": "automodel_cli.training.optim.AdamW8bit",
+        "optimizer.betas": [0.9, 0.999],
+        "data.mask": "assistant",
+        "lr_scheduler.warmup_steps": 10,
+        "data.validation_rows": 0.1,
+    },
+    "axolotl_tp_cp.yml": {
+        "train.global_batch_size": 8,  # 1 x 4 x 8 / (2 x 2)
+        "data.packing": "none",
+        "optimizer.betas": [0.9, 0.95],
+        "train.max_grad_norm": 0.5,
+        "data.sources": [
+            {
+                "columns": {"messages": "conversations"},
+                "format": "messages",
+                "path": "fozziethebeat/alpaca_messages_2k_test",
+            },
+            {"format": "messages", "path": "./more.jsonl"},
+        ],
+    },
+    "llama_factory_lora.yaml": {
+        "train.global_batch_size": 64,
+        "model.lora.alpha": 16.0,  # twice the rank
+        "data.seq_len": 2048,
+        "data.packing": "none",
+        "optimizer.weight_decay": 0.0,
+        "logging.trackers": [],
+    },
+    "llama_factory_dpo.yaml": {
+        "objective.beta": 0.2,
+        "objective.sft_weight": 0.1,
+        "train.max_steps": 300,
+        "train.epochs": None,
+        "model.lora": None,
+    },
+    "trl_sft.yaml": {
+        "train.global_batch_size": 128,
+        "data.mask": "assistant",
+        "data.long_documents": "truncate",
+        "lr_scheduler.min_lr_ratio": 0.1,
+        "model.lora.dropout": 0.05,
+        "seed": 7,
+    },
+    "trl_grpo.yaml": {
+        "train.global_batch_size": 256,
+        "rollout.prompts_per_step": 16,
+        "objective.aggregation": "max_tokens",
+        "objective.max_tokens": 1024,
+        "objective.clip_high": 0.28,
+        "objective.dual_clip": 4.0,
+        "rollout.normalise": False,
+        "rollout.engine.url": "http://127.0.0.1:8000",
+        "lr_scheduler._target_": "automodel_cli.training.lr_scheduler.Linear",
+    },
+    "torchtune_lora.yaml": {
+        "train.global_batch_size": 128,
+        "train.max_grad_norm": None,
+        "data.mask": "all",  # train_on_input of alpaca_cleaned_dataset
+        "model.lora.target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "model.dtype": "bfloat16",
+    },
+    "torchtune_dpo.yaml": {
+        "objective.beta": 0.05,
+        "data.columns": {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+        "train.max_steps": 1000,
+        "parallelizer.activation_checkpointing": "full",
+    },
+    "nemo_automodel_peft.yaml": {
+        "train.global_batch_size": 64,
+        "lr_scheduler.min_lr_ratio": 0.1,
+        "model.lora.rank": 8,
+        "data.validation_split": "validation",
+        "data.shuffle": False,
+    },
+    "nemo_automodel_moe.yaml": {
+        "mesh.pp_size": 2,
+        "mesh.ep_size": 4,
+        "pipeline.schedule": "interleaved_1f1b",
+        "pipeline.layers_per_stage": 2,
+        "data.seq_len": 4096,
+        "data.packing": "best_fit",
+    },
+    "verl_grpo.yaml": {
+        "train.global_batch_size": 1280,  # 256 prompts x 5
+        "rollout.prompts_per_step": 1024,
+        "data.seq_len": 1536,
+        "data.long_documents": "drop",
+        "objective.dual_clip": 3.0,
+        "objective.kl_type": "k3",
+        "optimizer.weight_decay": 0.01,
+    },
+    "verl_sft.yaml": {
+        "data.columns": {"prompt": "question", "completion": "answer"},
+        "lr_scheduler.warmup_ratio": 0.1,
+        "checkpoint.every": None,
+        "output_dir": "checkpoints/gsm8k-sft/test",
+        "model.lora.rank": 32,
+    },
+    "prime_rl_rl.toml": {
+        "rollout.prompts_per_step": 8,  # 128 / 16
+        "train.global_batch_size": 128,
+        "rollout.max_new_tokens": 128,
+        "optimizer.lr": 3e-6,
+        "checkpoint.every": None,
+    },
+    "prime_rl_sft.toml": {
+        "optimizer._target_": "automodel_cli.training.optim.Muon",
+        "optimizer.adamw_betas": [0.9, 0.999],
+        "lr_scheduler._target_": "automodel_cli.training.lr_scheduler.WSD",
+        "lr_scheduler.decay_steps": 30,
+        "data.packing": "wrapped",
+        "parallelizer.activation_checkpointing": 2,
+    },
+}
+
+
+def at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_config_becomes_one_of_ours_with_these_values(name: str, tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text(imported(VECTORS / name, gpus=8))
+    composed = compose(str(tmp_path / "ours.yaml"))
+    assert {key: at(composed.tree, key) for key in EXPECTED[name]} == EXPECTED[name]
+    try:
+        recipe = check(composed, untrusted=[])  # as `automodel check` does
+    except ConfigError as error:
+        assert re.search(NOT_HERE, str(error)), str(error)
+        return
+    missing = [str(error) for error in recipe.missing_files()]
+    assert all(re.search(NOT_HERE, text) for text in missing), missing
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_of_the_source_is_translated_or_named_with_a_reason(name: str) -> None:
+    text = imported(VECTORS / name)
+    source = flatten(read(VECTORS / name))
+    for key, value in source.items():
+        translated = f"{key}={show(value, 60)}"
+        reason = re.search(rf"^#   {re.escape(key)}: .*   \S", text, flags=re.M)
+        assert translated in text or reason, f"{key} of {name} is lost"
+    assert "not known to this translation" not in text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_tool_is_told_by_the_keys(name: str) -> None:
+    found = recognise(read(VECTORS / name))
+    assert found is not None and name.startswith(found.slug.replace("-", "_"))
+
+
+def test_a_key_that_no_table_knows_and_a_second_one_for_the_same_are_named(tmp_path: Path) -> None:
+    """`filter_overlong_prompts` and `truncation` both are our long_documents: the second must not vanish."""
+    assert re.search(
+        r"#   data.truncation: error   data.long_documents is decided by", imported(VECTORS / "verl_grpo.yaml")
+    )
+    path = tmp_path / "x.yml"
+    path.write_text((VECTORS / "axolotl_lora.yml").read_text() + "brand_new: {knob: 3}\n")
+    assert "#   brand_new.knob: 3   not known to this translation" in imported(path)
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.slug)
+def test_a_table_names_keys_that_exist(table: Any) -> None:
+    known = complete.keys("sft") | complete.keys("dpo") | complete.keys("grpo")
+    known |= {"optimizer.momentum", "lr_scheduler.min_lr_ratio", "lr_scheduler.decay_steps"}
+    for ours in [row.ours for row in table.rows.values() if row.ours] + [default.ours for default in table.defaults]:
+        options = bundled.conf_dir() / ours
+        assert ours in known or options.is_dir() or ours.startswith("model.lora."), f"{table.slug} names {ours}"
+
+
+def test_a_file_of_no_known_tool_is_refused_with_the_option_that_names_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("lr: 1e-4\nsteps: 3\n")
+    with pytest.raises(ConfigError, match="keys are those of no tool") as error:
+        imported(path)
+    assert "--from axolotl" in (error.value.fix or "")
+
+
+def test_the_command_writes_a_file_and_never_over_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "mine.yaml")
+    words = ["import-config", str(VECTORS / "trl_sft.yaml"), "--gpus", "2", "-o", out]
+    assert run(words) == 0 and f"next  automodel check -c {out}" in capsys.readouterr().out
+    assert compose(out).tree["train"]["global_batch_size"] == 32
+    assert run(words) == 2 and "exists already" in capsys.readouterr().err
