@@ -39,6 +39,12 @@ USUAL = {
     "n_group": 1,
     "topk_group": 1,
     "layer_types": ["conv", "conv", "full_attention", "conv"] * 8,
+    "default_language": "en_XX",
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
 }
 # Families that people fine-tune now come first in the table; the rest follows by name.
 FIRST = (
@@ -71,10 +77,12 @@ def families() -> Iterator[tuple[str, PretrainedConfig, type[PreTrainedModel]]]:
             config = composite.text_config(config_class())
         except Exception:
             continue  # a composite that cannot exist without its parts
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        if not config.is_encoder_decoder:
-            config.is_decoder = True  # bert and its kin are causal only when told so
-            yield name, config, model_class[0] if isinstance(model_class, tuple) else model_class
+        if config.is_encoder_decoder:
+            continue
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model_class = found[0] if isinstance(found, tuple) else found
+        config.is_decoder = True  # bert and its kin are causal only when told so
+        yield name, config, model_class
 
 
 @contextmanager
@@ -115,14 +123,24 @@ def with_usual_fields(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in USUAL.items():
         if name in fields and fields[name] is None:
             setattr(text, name, value)
+    if fields.get("rope_parameters") == {} and fields.get("layer_types"):
+        text.rope_parameters = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in fields["layer_types"]}
+    for value in vars(text).values():  # DBRX reads a field of its part that the part's class does not declare
+        if isinstance(value, PretrainedConfig) and value.base_config_key == "attn_config":
+            value.rope_theta, value.clip_qkv = 5e5, 8.0
     return full
 
 
 def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> Row:
-    split, split_reason = measure(lambda: probe(model_class, copy.deepcopy(config)))
+    def split_of(config: PretrainedConfig) -> tuple[str, str]:
+        text = config.get_text_config()
+        config = text if isinstance(text, model_class.config_class) else config  # as the library's Auto class does it
+        return measure(lambda: probe(model_class, copy.deepcopy(config)))
+
+    split, split_reason = split_of(config)
     if split == "unknown":
         config = with_usual_fields(config)
-        split, split_reason = measure(lambda: probe(model_class, copy.deepcopy(config)))
+        split, split_reason = split_of(config)
     packing, packing_reason = measure(lambda: probe_packing(copy.deepcopy(config)))
     notes = [
         f"{what}: {_short(reason)}" for what, reason in (("split", split_reason), ("packing", packing_reason)) if reason

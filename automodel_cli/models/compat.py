@@ -40,7 +40,7 @@ def causal_lm(
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         hf_config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
     )
-    _name_base_model(model)
+    settle_names(model)
     plan = fp32_names(model, dtype)
     for module_name, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -52,13 +52,20 @@ def causal_lm(
     return model
 
 
-def _name_base_model(model: PreTrainedModel) -> None:
-    """The text model of some composites is built alone under another name than its class says (Llama 4), and the
-    library then takes the whole model, head and all, for its base."""
+def settle_names(model: PreTrainedModel) -> None:
+    """Make the base model the first child and `base_model_prefix` its name.
+
+    The text model of some composites is built alone under another name than its class says (Llama 4), and the library
+    then takes the whole model, head and all, for its base. Where the head comes first (XLM-RoBERTa), a tied table would
+    be called by its name there, and by the embedding's on a pipeline stage without a head.
+    """
     if model.base_model_prefix not in model._modules:
         table = model.get_input_embeddings()
         holders = [name for name, child in model.named_children() if table in child.modules() and child is not table]
         model.base_model_prefix = holders[0] if holders else model.base_model_prefix
+    base = model._modules.pop(model.base_model_prefix, None)
+    if base is not None:
+        model._modules = {model.base_model_prefix: base, **model._modules}
 
 
 class _Names:

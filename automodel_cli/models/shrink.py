@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import compat
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ both sides of it, and one that is short next to one that is long."""
 _SIZES: dict[str, int] = {
     "hidden_size": HIDDEN,
     "embedding_size": HIDDEN,
+    "embedding_dim": HIDDEN,
     "word_embed_proj_dim": HIDDEN,
     "d_model": HIDDEN,
     "n_embd": HIDDEN,
@@ -41,7 +43,9 @@ _SIZES: dict[str, int] = {
     "shared_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 48,
     "expert_ffn_hidden_size": 48,
+    "shared_experts_intermediate_size": 48,
     "dense_intermediate_size": 96,
+    "feed_forward_size": 96,
     "intermediate_size_mlp": 96,
     "num_attention_heads": HEADS,
     "n_head": HEADS,
@@ -55,6 +59,7 @@ _SIZES: dict[str, int] = {
     "vocab_size": VOCAB,
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 16,
+    "ple_embed_dim": HIDDEN,
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_rope_head_dim": 8,
@@ -87,6 +92,7 @@ _SIZES: dict[str, int] = {
     "mamba_dt_rank": 8,
     "mamba_chunk_size": 8,
     "chunk_size": 8,
+    "hc_lowrank": 8,
     "n_groups": 1,
     "mamba_n_groups": 1,
 }
@@ -128,10 +134,23 @@ _LIMITS: dict[str, int] = {
     "block_size": 8,
     "index_block_size": 4,
     "index_topk_blocks": 1,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+    "indexer_head_dim": 16,
+    "indexer_n_heads": 2,
+    # Tables that are looked up by something else than the token
+    "ngram_vocab_size_base": 64,
+    "split_ngram_parts": 2,
+    "pronunciation_vocab_size": VOCAB,
+    "pronunciation_embed_dim": 16,
+    "shape_vocab_size": VOCAB,
+    "shape_embed_dim": 16,
+    "encoder_hash_byte_group_vocab": 64,
 }
+_SHARING = "num_kv_shared_layers"  # as many of the last layers use keys and values of earlier ones
 _SWITCH = "original_max_position_embeddings"
 _LAYER_INDICES = ("hybrid_layer_ids", "full_attn_idxs", "mlp_only_layers")
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 
 
 def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = LAYERS) -> PretrainedConfig:
@@ -140,13 +159,24 @@ def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = 
     small = copy.deepcopy(config)
     text = small.get_text_config()
     fields = {name: value for name, value in vars(text).items() if not name.startswith("_")}
-    layers = next((fields[name] for name in _LAYER_COUNTS if isinstance(fields.get(name), int)), None)
+    layers = next((fields[name] for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
     keep = _representative(fields, layers, num_layers) if layers and layers > num_layers else None
+    overrides = text.to_dict().get("per_layer_config")
+    if layers and fields.get(_SHARING) == layers:
+        raise ConfigError(
+            "it is a drafter: all of its layers use the keys and values of another model", keys=("model",)
+        )
+    if overrides:
+        text.per_layer_config = None  # while it stands, the fields that differ by layer cannot be set
     canonical = {real: common for common, real in text.attribute_map.items()}
     for name, value in fields.items():
         new = _small_value(canonical.get(name, name), value, fields, keep)
         if new is not value:
             setattr(text, name, new)
+    if fields.get(_SHARING) and keep and layers:
+        setattr(text, _SHARING, sum(i >= layers - fields[_SHARING] for i in keep))
+    if overrides:
+        text.per_layer_config = _small_overrides(overrides, fields, keep)
     for holder in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(holder), dict):
             setattr(text, holder, _small_rope(fields[holder], switch))
@@ -154,19 +184,35 @@ def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = 
                 text.max_position_embeddings = switch
     if getattr(text, _SWITCH, None):
         setattr(text, _SWITCH, min(fields[_SWITCH], switch))
+    for name, value in fields.items():  # parts that a text does not meet, of which some classes build all
+        if hasattr(value, "get_text_config"):
+            setattr(text, name, shrink(value, switch=switch, num_layers=2))
     return small
+
+
+def _small_overrides(
+    overrides: dict[str, dict[str, Any]], fields: dict[str, Any], keep: list[int] | None
+) -> dict[int | str, dict[str, Any]]:
+    """What some layers have otherwise than the config says, of the layers that are kept."""
+    return {
+        i if keep is None else keep.index(i): {
+            name: _small_value(name, value, {**fields, **of_layer}, None) for name, value in of_layer.items()
+        }
+        for i, of_layer in ((int(index), of_layer) for index, of_layer in overrides.items())
+        if keep is None or i in keep
+    }
 
 
 def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] | None) -> Any:
     if isinstance(value, bool) or value is None:
         return value
-    if name in _LAYER_COUNTS:
+    if name in LAYER_COUNTS:
         return value if keep is None else min(value, len(keep))
-    if isinstance(value, list) and name in _LIMITS:  # one per layer
-        value = [min(entry, _LIMITS[name]) if isinstance(entry, int) else entry for entry in value]
+    if isinstance(value, list) and name in (*_LIMITS, *_SIZES):  # one per layer
+        value = [_small_value(name, entry, fields, None) if isinstance(entry, int) else entry for entry in value]
     if name == "compress_rates":
         return {kind: min(rate, 8) for kind, rate in value.items()}
-    if isinstance(value, list) and keep and any(fields.get(count) == len(value) for count in _LAYER_COUNTS):
+    if isinstance(value, list) and keep and any(fields.get(count) == len(value) for count in LAYER_COUNTS):
         return [value[i] for i in keep]
     if ("drop" in name or name.endswith("jitter_noise")) and isinstance(value, float):
         return 0.0
@@ -183,6 +229,8 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] 
         return fields.get("expand", 2) * HIDDEN // HEAD_DIM
     if name == "head_dim" and value == fields.get("qk_rope_head_dim"):
         return _SIZES["qk_rope_head_dim"]
+    if name == "head_dim" and any(value * part == fields.get("qk_rope_head_dim") for part in _rotary_parts(fields)):
+        return _SIZES["qk_rope_head_dim"] * value // fields["qk_rope_head_dim"]
     if name in _SIZES:
         return _SIZES[name] if value > 0 else value
     return min(value, _LIMITS[name]) if name in _LIMITS else value
@@ -192,9 +240,18 @@ def _representative(fields: dict[str, Any], layers: int, room: int) -> list[int]
     """`room` layer indices in which every kind of layer occurs, as far as there is room, and twice where there is
     more: some kinds share weights between their layers."""
     lists = [v for v in fields.values() if isinstance(v, list) and len(v) == layers]
+    if sharing := fields.get(_SHARING):  # every kind that is shared must also be there with keys of its own
+        lists = [fields["layer_types"], [i >= layers - sharing for i in range(layers)]]
     kinds = [repr([entries[i] for entries in lists]) for i in range(layers)]
     nth = [kinds[:i].count(kinds[i]) for i in range(layers)]
     return sorted(sorted(range(layers), key=lambda i: (min(nth[i], 2), i))[:room])
+
+
+def _rotary_parts(fields: dict[str, Any]) -> list[float]:
+    """The parts of a head that are rotated, as the rotary tables have them for each kind of layer."""
+    rope = fields.get("rope_parameters") or {}
+    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
+    return [table["partial_rotary_factor"] for table in tables if "partial_rotary_factor" in table]
 
 
 def _small_token(name: str, value: Any) -> Any:

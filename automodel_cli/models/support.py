@@ -277,10 +277,11 @@ def _layer_outputs(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], li
     layers = max(
         (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList()
     )
-    handles = [
-        layer.register_forward_hook(lambda _m, _a, out: outputs.append(out[0] if isinstance(out, tuple) else out))
-        for layer in layers
-    ]
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, (tuple, list)) else output)
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
     try:
         with state_layers.documents_of(model, inputs):
             hidden = model.base_model(**accepted_by(model, inputs), use_cache=False)[0]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.shrink import LAYER_COUNTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,15 +49,18 @@ class NotMeasuredError(SplitError):
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """Name of the decoder list: the outermost ModuleList with one entry per layer of the config."""
+    """Name of the decoder list: the outermost ModuleList with one entry per layer of the config, which some families
+    count in a field of their own."""
     if model.config.is_encoder_decoder:
         raise SplitError(model, "it is an encoder-decoder, whose stages would need two streams")
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    text = model.config.get_text_config()
+    counts = {value for name in LAYER_COUNTS if (value := getattr(text, name, None))}
+    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) in counts]
     outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
     if len(outermost) != 1:
         found = ", ".join(outermost) or "none"
-        raise SplitError(model, f"expected one module list with the config's {count} layers, found {found}")
+        expected = " or ".join(str(count) for count in sorted(counts)) or "unknown number of"
+        raise SplitError(model, f"expected one module list with the config's {expected} layers, found {found}")
     return outermost[0]
 
 
@@ -101,7 +105,7 @@ class _Watch:
         return lambda module, args: self.started_at.setdefault(name, set()).add(len(self.order))
 
     def output(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.arities.add(len(output) if isinstance(output, tuple) else None)
+        self.arities.add(len(output) if isinstance(output, (tuple, list)) else None)
 
 
 def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], watch: _Watch) -> Anatomy:

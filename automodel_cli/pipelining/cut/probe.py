@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import compat
 from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
@@ -45,10 +47,13 @@ def probe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Anato
         model: PreTrainedModel = model_class._from_config(
             small, attn_implementation="eager"
         )  # what every Auto class calls
+        compat.settle_names(model)
         return model
 
     try:
         model = build_small(shrink(config), build).eval()  # no dropout, no noise in routers
+    except ConfigError as error:
+        raise SplitError(model_class.__name__, error.message) from error
     except Exception as error:
         raise NotMeasuredError(
             model_class.__name__, f"no small copy of it can be built to measure a split on: {error!r}"
@@ -63,20 +68,29 @@ def compare(part: ModelPart, anatomy: Anatomy) -> None:
     count = len(part.model.get_submodule(anatomy.layers))  # type: ignore[arg-type]
     cuts = (0, max(count // 2, 1), max(count - 1, 1), count)
     try:
+        stages = [  # before anything runs: some layers keep what they computed
+            cut_stage(part, anatomy, layers=range(a, b), is_first=s == 0, is_last=s == 2)
+            for s, (a, b) in enumerate(pairwise(cuts))
+        ]
+    except Exception as error:
+        raise SplitError(part.model, f"its stages cannot be built: {error!r}") from error
+    try:
         whole = _run([part], anatomy)
     except Exception as error:
         raise NotMeasuredError(part.model, f"a small copy of it does not train: {error!r}") from error
     try:
-        stages = [
-            cut_stage(part, anatomy, layers=range(a, b), is_first=s == 0, is_last=s == 2)
-            for s, (a, b) in enumerate(pairwise(cuts))
-        ]
         split = _run(stages, anatomy)
     except Exception as error:
-        raise SplitError(part.model, f"its stages do not run: {error!r}") from error
+        raise SplitError(part.model, f"its stages do not run: {_why(error)}") from error
     for name, want in whole.items():
         if not _agree(split.get(name), want):
             raise SplitError(part.model, f"{name} differs between its stages and the whole model")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, AttributeError) and isinstance(error.obj, StandIn):
+        return f"outside of its layers it reads their {error.name!r}, and another stage has them"
+    return repr(error)
 
 
 def _agree(got: Tensor | None, want: Tensor) -> bool:
@@ -111,7 +125,7 @@ def _run(parts: Sequence[ModelPart], anatomy: Anatomy) -> dict[str, Tensor]:
 
 def _keeper(results: dict[str, Tensor], name: str) -> Callable[..., None]:
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        results[name] = (output[0] if isinstance(output, tuple) else output).detach()
+        results[name] = (output[0] if isinstance(output, (tuple, list)) else output).detach()
 
     return keep
 

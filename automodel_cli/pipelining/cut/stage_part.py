@@ -54,9 +54,11 @@ class StandIn(nn.Module):
                 self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
-        # Class properties of the layer (`attention_type`, `block_type`) are read by some loops.
+        # Class attributes and properties of the layer (`attention_type`, `block_type`) are read by some loops.
         found = getattr(vars(self).get("original_class"), name, None)
-        return found.fget(self) if isinstance(found, property) and found.fget else super().__getattr__(name)
+        if isinstance(found, property) and found.fget:
+            return found.fget(self)
+        return super().__getattr__(name) if found is None or callable(found) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden_BTD = args[0] if args else kwargs["hidden_states"]
@@ -76,11 +78,15 @@ class ZeroOutput(nn.Module):
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         shape = inputs.shape[:-1] if inputs.is_floating_point() else inputs.shape
+        return self.weight.new_zeros(*shape, self.width, device=inputs.device)
+
+    @property
+    def weight(self) -> Tensor:
+        """Empty: for models that ask their embedding where and in which dtype it is."""
         # The received tensor has the dtype of the computation (mixed precision casts it), which masks and rotary tables
         # follow.
         hidden_BTD = self.boundary.hidden_BTD
-        dtype = self.dtype if hidden_BTD is None else hidden_BTD.dtype
-        return torch.zeros(*shape, self.width, dtype=dtype, device=inputs.device)
+        return torch.empty(0, dtype=self.dtype) if hidden_BTD is None else hidden_BTD.new_empty(0)
 
 
 class PassThrough(nn.Module):

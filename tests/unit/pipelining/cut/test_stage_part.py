@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import attention
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
@@ -106,9 +107,23 @@ def test_tuple_layers_and_modules_before_the_decoder_are_seen():
 
 REFUSED = {
     "hy_v4": "stages do not run",  # layers hand each other more than hidden states
-    "longcat_flash": "expected one module list",
+    "hrm_text": "expected one module list",
     "mllama": "runs its layers as",
 }
+UNUSUAL = {
+    "longcat_flash": "layers are counted in a field of their own",
+    "llama4_text": "the base model has another name than its class says",
+    "xlm-roberta": "the head, tied, comes before the embedding",
+    "recurrent_gemma": "layers keep what they computed",
+    "dots3_note_text": "some layers have other sizes",
+    "openai-gpt": "layers return lists",
+}
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_the_probe_accepts_unusual_structures(family: str):
+    config = CONFIG_MAPPING[family](is_decoder=True)
+    probe(AutoModelForCausalLM._model_mapping[type(config)], config)
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -149,3 +164,26 @@ def test_small_copies_keep_the_structure():
     assert (small.hidden_size, small.num_hidden_layers, small.num_key_value_heads) == (64, 4, 1)
     assert set(small.layer_types) == {"sliding_attention", "full_attention"}
     assert config.hidden_size == 256, "the user's config is left alone"
+
+
+def test_small_copies_have_both_sides_of_layers_that_share_keys():
+    config = CONFIG_MAPPING["gemma3n_text"]()
+    small = shrink(config)
+    assert (config.num_kv_shared_layers, small.num_kv_shared_layers) == (15, 2)
+    assert small.layer_types == ["sliding_attention", "full_attention"] * 2
+    assert small.kv_sharing_modes == ["store", "store", "reuse", "reuse"]
+    assert small.intermediate_size == [96] * 4
+
+
+def test_small_copies_keep_what_some_layers_have_otherwise():
+    config = CONFIG_MAPPING["dots3_note_text"]()
+    small = shrink(config)
+    widths = [layer.qk_nope_head_dim for layer in config.per_layer_config]
+    assert len(set(widths)) == 2 and len(small.per_layer_config) == 4
+    assert {layer.head_dim for layer in small.per_layer_config} == {32}
+
+
+def test_a_drafter_is_refused_as_one():
+    text = CONFIG_MAPPING["gemma4_unified_assistant"]().get_text_config()
+    with pytest.raises(ConfigError, match="it is a drafter"):
+        shrink(text)
