@@ -21,7 +21,7 @@ HYBRIDS: dict[str, dict] = {
     "olmo_hybrid": {},
     "minimax": {},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "bamba": {},
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
     "nemotron_h": {},
     "falcon_mamba": {},

@@ -9,6 +9,7 @@ read.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,32 @@ def state_layer_classes(
     except Exception:  # any family may refuse sizes it never saw
         return frozenset()
     return _measured(_Hashed(key, small, trust_remote_code), PACKED if attention == PACKED else "eager")
+
+
+def new_cache(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
+    """An empty cache of the class that this family's model makes for itself when it is asked to use one: seen on a tiny
+    copy of it."""
+    small = shrink(hf_config)
+    cls = _cache_class(_Hashed(small.to_json_string(use_diff=False), small, trust_remote_code))
+    return cls(config=hf_config) if "config" in inspect.signature(cls).parameters else cls()
+
+
+@functools.lru_cache(maxsize=64)
+@torch.no_grad()
+def _cache_class(small: _Hashed) -> type:
+    from transformers import Cache, DynamicCache
+
+    def build(config: PretrainedConfig) -> PreTrainedModel:
+        return compat.causal_lm(config, dtype=torch.float32, trust_remote_code=small.trust)
+
+    token_11 = torch.full((1, 1), 3)
+    try:
+        with compat.quiet():
+            model: Any = build_small(small.config, build).eval().base_model
+            output = model(input_ids=token_11, position_ids=torch.zeros_like(token_11), use_cache=True)
+        return next(type(value) for value in output.values() if isinstance(value, Cache))
+    except Exception:  # the library's own caching fails for some configs (a Bamba without attention)
+        return DynamicCache
 
 
 class _Hashed:

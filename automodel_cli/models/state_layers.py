@@ -13,15 +13,17 @@ survives several microbatches in flight and recomputation, also in families that
 Under context parallelism a state needs all earlier tokens: each rank gathers the rows, runs the documents of which it
 has tokens, and keeps its own tokens' results. The gradients of all ranks are summed where they were gathered.
 
+While a model generates, what runs a state layer is something else that keeps its states (`run_by`).
+
 Shapes: B rows, T tokens (under context parallelism a rank's), N = B*T; M tokens of the whole rows; G documents of a
 group, S tokens of its longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,14 @@ _KEYWORD = "documents_of_rows"
 _BOUNDARIES = frozenset(
     {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx", "context"}
 )
+
+
+class Runner(Protocol):
+    """What a state layer is run by."""
+
+    def run(
+        self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
 
 
 class Documents:
@@ -66,19 +76,42 @@ class Documents:
         bounds = tuple(range(0, rows * tokens + 1, tokens)) if cu is None else tuple(cu.tolist())
         return cls(rows, tokens, bounds, inputs["input_ids"].device, inputs.get("context"))
 
+    @classmethod
+    def equally_long(cls, lengths: Sequence[int], device: torch.device) -> tuple[Documents, list[list[int]]]:
+        """Documents of one row of which only those of the same length are run together, so that the state after each is
+        that of its last token; and which documents (by their place in the row) the batches hold."""
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        batches = [[i for i, other in enumerate(lengths) if other == length] for length in dict.fromkeys(lengths)]
+        documents = cls(1, int(bounds[-1]), (0, int(bounds[-1])), device)
+        documents._are_rows = False
+        documents._groups = [(bounds[batch][:, None] + torch.arange(lengths[batch[0]])).to(device) for batch in batches]
+        documents._back_N = torch.cat([group.flatten() for group in documents._groups]).argsort()
+        return documents, batches
+
     @property
     def are_rows(self) -> bool:
         """Every row is one document, and whole."""
         return self._are_rows
 
-    def run(self, module: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        of_batches: Sequence[dict[str, Any]] | None = None,
+    ) -> Any:
         """`forward(*args, **kwargs)` as if every document were a row. Inputs and results are per token: what `forward`
-        returns besides (a last state) is None in the result."""
+        returns besides (a last state) is None in the result. `of_batches`: further keywords, for each call its own."""
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
         if self.are_rows:
             return forward(*args, **kwargs)
+        module = type(layer).__name__
         flat_args, flat_kwargs = self._map(module, args), self._map(module, kwargs)
-        outputs = [forward(*_pick(flat_args, index), **_pick(flat_kwargs, index)) for index in self._groups]
+        outputs = [
+            forward(*_pick(flat_args, index), **_pick(flat_kwargs, index), **own)
+            for index, own in zip(self._groups, of_batches or [{}] * len(self._groups), strict=True)
+        ]
         return self._scattered(outputs, [tuple(index.shape) for index in self._groups])
 
     def _map(self, module: str, value: Any) -> Any:
@@ -103,7 +136,8 @@ class Documents:
         first = outputs[0]
         if isinstance(first, (tuple, list)):
             return tuple(self._scattered(list(same), shapes) for same in zip(*outputs, strict=True))
-        if not isinstance(first, Tensor) or tuple(first.shape[:2]) != shapes[0]:
+        # Of every call: a state of 4 heads after one call for a document of 4 tokens is not per token.
+        if not isinstance(first, Tensor) or [tuple(output.shape[:2]) for output in outputs] != shapes:
             return None
         whole = torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, self._back_N)
         return whole.unflatten(0, (self.rows, self.tokens))
@@ -151,16 +185,21 @@ class StateLayer(nn.Module):
     carries_state = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        documents: Documents | None = getattr(self, _CURRENT, None)
-        if documents is None:
+        runner: Runner | None = getattr(self, _CURRENT, None)
+        if runner is None:
             return super().forward(*args, **kwargs)
-        return documents.run(type(self).__name__, super().forward, args, kwargs)
+        return runner.run(self, super().forward, args, kwargs)
 
 
 class _Holder:
-    """The documents of the forward that a model is in."""
+    """What runs the state layers of a model: the documents of the forward that it is in, or `instead` of them."""
 
     documents: Documents | None = None
+    instead: Runner | None = None
+
+    @property
+    def runner(self) -> Runner | None:
+        return self.documents if self.instead is None else self.instead
 
 
 class _DecoderLayer(nn.Module):
@@ -171,21 +210,20 @@ class _DecoderLayer(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Outside of any recomputation: what a layer is called with, it is recomputed with."""
-        return super().__call__(*args, **kwargs, **{_KEYWORD: self._holder.documents})
+        return super().__call__(*args, **kwargs, **{_KEYWORD: self._holder.runner})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        documents = kwargs.pop(_KEYWORD, None)
-        hand_over(self._state_layers, documents)
+        hand_over(self._state_layers, kwargs.pop(_KEYWORD, None))
         try:
             return super().forward(*args, **kwargs)
         finally:
             hand_over(self._state_layers, None)
 
 
-def hand_over(layers: Collection[nn.Module], documents: Documents | None) -> None:
-    """Tell state layers whose documents they get next; None: whatever they get is to be run as it is."""
+def hand_over(layers: Collection[nn.Module], runner: Runner | None) -> None:
+    """Tell state layers what runs them next; None: whatever they get is to be run as it is."""
     for layer in layers:
-        object.__setattr__(layer, _CURRENT, documents)
+        object.__setattr__(layer, _CURRENT, runner)
 
 
 def install(model: nn.Module, classes: Collection[str]) -> None:
@@ -210,7 +248,7 @@ def install(model: nn.Module, classes: Collection[str]) -> None:
 def documents_of(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Inside, `model` runs on these inputs, `Batch.model_inputs()` or a rank's share of it."""
     holder: _Holder | None = vars(model).get("_holder")
-    if holder is None:
+    if holder is None or holder.instead is not None:
         yield
         return
     holder.documents = Documents.of(inputs)
@@ -218,6 +256,20 @@ def documents_of(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         holder.documents = None
+
+
+@contextmanager
+def run_by(model: nn.Module, runner: Runner) -> Iterator[None]:
+    """Inside, `runner` runs the state layers of `model`, whatever inputs it is called with."""
+    holder: _Holder | None = vars(model).get("_holder")
+    if holder is None:
+        yield
+        return
+    holder.instead = runner
+    try:
+        yield
+    finally:
+        holder.instead = None
 
 
 def class_name(module: nn.Module) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from automodel_cli.models import mixing, state_layers
 from automodel_cli.rollout.kv_cache import NAME
 
 
@@ -26,6 +27,7 @@ class Part(Protocol):
 
     model: Any
     head: Any
+    source_config: Any
 
     def __call__(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> Tensor: ...
 
@@ -47,7 +49,8 @@ class Decoder:
     stage, the hidden states sent from owner to owner; they must see the same calls. `lockstep_group`: ranks whose
     forwards meet in collectives (expert parallelism); a rank without work then runs dummy forwards. `gathered()` is
     entered around a whole phase of generation and keeps gathered weights in place; `gathers` says that the first
-    forward of a phase does so, together with other ranks. `hidden_dtype`: of what stages send.
+    forward of a phase does so, together with other ranks. `hidden_dtype`: of what stages send. `trust_remote_code`:
+    whether code beside the weights may be run to learn what the family keeps its states in.
     """
 
     def __init__(
@@ -59,11 +62,13 @@ class Decoder:
         lockstep_group: dist.ProcessGroup | None = None,
         gathered: Callable[[], AbstractContextManager[None]] | None = None,
         hidden_dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
     ):
         self.stages, self.device = list(stages), device
         self.pp_group, self.lockstep_group = pp_group, lockstep_group
         self.gathers = gathered is not None
         self._gathered, self._hidden_dtype = gathered or nullcontext, hidden_dtype
+        self._trust = trust_remote_code
         self.parts = [stage.part for stage in self.stages if stage.part is not None]
         self._rank = 0 if pp_group is None else dist.get_rank(pp_group)
 
@@ -73,8 +78,9 @@ class Decoder:
         return cls([DecoderStage(0, part)], torch.device(device), **options)
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Evaluation mode and the cache's attention inside; everything as before afterwards."""
+    def generating(self, states: state_layers.Runner) -> Iterator[None]:
+        """Evaluation mode and the cache's attention inside, state layers run by `states`; everything as before
+        afterwards."""
         modules = [module for part in self.parts for module in part.modules()]
         training = [module.training for module in modules]
         before = [part.model.config._attn_implementation for part in self.parts]
@@ -86,6 +92,7 @@ class Decoder:
             with ExitStack() as stack:
                 for part in self.parts:
                     stack.enter_context(part.whole_rows())
+                    stack.enter_context(state_layers.run_by(part.model, states))
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(self._gathered())
@@ -95,6 +102,10 @@ class Decoder:
                 part.model.set_attn_implementation(name)
             for module, mode in zip(modules, training, strict=True):
                 module.training = mode
+
+    def new_cache(self) -> Any:
+        """An empty cache as the family's own generation makes it."""
+        return mixing.new_cache(self.parts[0].source_config, trust_remote_code=self._trust)
 
     def logits(self, input_ids_BT: Tensor, position_ids_BT: Tensor, wanted_S: Tensor) -> Tensor | None:
         """fp32 `[S, V]` of the flat positions `wanted_S`, on the rank of the last stage; None elsewhere."""

@@ -46,15 +46,15 @@ class EngineHost:
 
     def sampler(self, *, num_slots: int | None, prefill_tokens: int, refill_share: float) -> Engine:
         """See `Host`. Raises ConfigError for a family that cannot be decoded through the sampler's cache."""
-        recipe, mesh = self._session.recipe, self._session.mesh
-        check_decoding(self._source_config, trust_remote_code=recipe.model.trust_remote_code)
+        recipe, mesh, stages = self._session.recipe, self._session.mesh, self._session.model.stages
+        config, trust = self._source_config, recipe.model.trust_remote_code
+        check_decoding(config, attention=recipe.model.attention, trust_remote_code=trust)
+        options: dict[str, Any] = {"stop_token_ids": self.stop_token_ids, "trust_remote_code": trust}
+        if num_slots is None:
+            state_bytes = build_sampler(stages, mesh, **options, num_slots=1).state_bytes()
+            num_slots = slots_for(config, recipe.data.seq_len, mesh, state_bytes)
         return build_sampler(
-            self._session.model.stages,
-            mesh,
-            stop_token_ids=self.stop_token_ids,
-            num_slots=num_slots or slots_for(self._source_config, recipe.data.seq_len, mesh),
-            prefill_tokens=prefill_tokens,
-            refill_share=refill_share,
+            stages, mesh, **options, num_slots=num_slots, prefill_tokens=prefill_tokens, refill_share=refill_share
         )
 
     def replica(self, **options: Any) -> HFEngine:

@@ -14,6 +14,7 @@ cached tokens of the longest sequence, M copied tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ from automodel_cli.config.errors import ConfigError
 
 NAME = "slots"
 
+_Call = tuple[nn.Module, int]
+"""A module and how often it was called before in the same forward: layers may share one."""
 
 WholeAttention = Callable[..., tuple[Tensor, None]]
 """Attention over whole sequences in the registry's form; takes `cu_seq_lens_q` and `max_length_q`."""
@@ -35,6 +38,7 @@ class Prefill:
     """Prompts of `lengths`, one after the other in a row; prompt i goes into each of `slots[i]`."""
 
     def __init__(self, lengths: Sequence[int], slots: Sequence[Sequence[int]], device: torch.device):
+        self.lengths, self.slots = lengths, slots
         bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         self.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
         self.max_length = max(lengths)
@@ -68,8 +72,9 @@ class KVCache:
     def __init__(self, num_slots: int, whole_attention: WholeAttention):
         self.num_slots = num_slots
         self._whole_attention = whole_attention
-        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[_Call, tuple[Tensor, Tensor]] = {}
         self._forward: Prefill | Decode | None = None
+        self._calls: Counter[nn.Module] = Counter()
         self.register()
 
     def register(self) -> None:
@@ -82,6 +87,7 @@ class KVCache:
     def during(self, forward: Prefill | Decode) -> Iterator[None]:
         """Attention inside belongs to this forward."""
         self._forward = forward
+        self._calls.clear()
         try:
             yield
         finally:
@@ -119,43 +125,45 @@ class KVCache:
                 f"the sampler cannot decode with {type(module).__name__}: it brings an attention mask of its own",
                 fix="the hf engine, on a replica",
             )
+        call = (module, self._calls[module])
+        self._calls[module] += 1
         scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
         key_BKTD, query_BHTD = key_BKTD.to(value_BKTV.dtype), query_BHTD.to(value_BKTV.dtype)
         options = {"scaling": scale, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         if isinstance(forward, Prefill):
-            self._store_prompts(module, key_BKTD, value_BKTV, forward)
+            self._store_prompts(call, key_BKTD, value_BKTV, forward)
             options |= {"cu_seq_lens_q": forward.cu_seqlens, "max_length_q": forward.max_length}
             return self._whole_attention(module, query_BHTD, key_BKTD, value_BKTV, None, **options)
-        keys, values = self._store_tokens(module, key_BKTD, value_BKTV, forward)
+        keys, values = self._store_tokens(call, key_BKTD, value_BKTV, forward)
         visible_BL = forward.visible_BL(sliding_window)
         return _decode(query_BHTD, keys, values, visible_BL, scale=scale, softcap=softcap, sink_H=s_aux), None
 
-    def _store_prompts(self, module: nn.Module, key_1KTD: Tensor, value_1KTV: Tensor, forward: Prefill) -> None:
-        keys, values = self._room(module, key_1KTD, value_1KTV, forward.max_length)
+    def _store_prompts(self, call: _Call, key_1KTD: Tensor, value_1KTV: Tensor, forward: Prefill) -> None:
+        keys, values = self._room(call, key_1KTD, value_1KTV, forward.max_length)
         target = (forward.slot_M, slice(None), forward.position_M)
         keys[target] = key_1KTD[0].transpose(0, 1)[forward.source_M]
         values[target] = value_1KTV[0].transpose(0, 1)[forward.source_M]
 
     def _store_tokens(
-        self, module: nn.Module, key_BK1D: Tensor, value_BK1V: Tensor, forward: Decode
+        self, call: _Call, key_BK1D: Tensor, value_BK1V: Tensor, forward: Decode
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self._room(module, key_BK1D, value_BK1V, forward.longest)
+        keys, values = self._room(call, key_BK1D, value_BK1V, forward.longest)
         target = (forward.slot_B, slice(None), forward.position_B)
         keys[target] = key_BK1D[:, :, 0]
         values[target] = value_BK1V[:, :, 0]
         used = slice(0, len(forward.slot_B))
         return keys[used, :, : forward.longest], values[used, :, : forward.longest]
 
-    def _room(self, module: nn.Module, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """This module's storage with room for `length` tokens a slot; doubled when it is short."""
-        stored = self._layers.get(module)
+    def _room(self, call: _Call, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """This call's storage with room for `length` tokens a slot; doubled when it is short."""
+        stored = self._layers.get(call)
         if stored is None:
             # Zeros: what has never been written is masked, but 0 * nan would not be.
             stored = (self._zeros(key, length), self._zeros(value, length))
         elif stored[0].shape[2] < length:
             capacity = max(length, 2 * stored[0].shape[2])
             stored = (_grown(stored[0], capacity), _grown(stored[1], capacity))
-        self._layers[module] = stored
+        self._layers[call] = stored
         return stored
 
     def _zeros(self, like_BKTD: Tensor, length: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
 from automodel_cli.models import compat, length_rope
-from automodel_cli.models.attention import PACKED, packed_attention, register
-from automodel_cli.models.head import HeadKind
+from automodel_cli.models.attention import PACKED, packed_attention
+from automodel_cli.models.build import part_of
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
 from automodel_cli.pipelining.torch_runtime.compat import reshards_after_forward
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
     from automodel_cli.run.session import Session
     from automodel_cli.training.stages import Stages
 
-_PROMPTS, _NEW_TOKENS = (13, 5), 9  # longer than every window of a shrunken config
-_LONGEST = max(_PROMPTS) + _NEW_TOKENS  # that rotary tables switch in between is refused by what is longer
+_PROMPTS, _NEW_TOKENS = (13, 13, 5), (3, 9, 9)  # longer than every window of a shrunken config
+_LONGEST = max(_PROMPTS) + max(_NEW_TOKENS)  # that rotary tables switch in between is refused by what is longer
 _TOLERANCE = 1e-4
 
 
@@ -134,16 +136,19 @@ class RankZeroEngine:
         self.weight_version += 1
 
 
-def build_sampler(stages: Stages, mesh: Mesh, *, stop_token_ids: list[int], **options: Any) -> Sampler:
+def build_sampler(
+    stages: Stages, mesh: Mesh, *, stop_token_ids: list[int], trust_remote_code: bool = False, **options: Any
+) -> Sampler:
     """A `Sampler` on the live weights of `stages` under any layout; `options` are the sampler's own.
 
     Ranks of one pipeline, tensor- or context-parallel group must pass the same prompts; data-parallel ranks pass their
     own, as many as they have. Collective over the pipeline.
     """
-    return Sampler(build_decoder(stages, mesh), packed_attention, stop_token_ids=stop_token_ids, **options)
+    decoder = build_decoder(stages, mesh, trust_remote_code=trust_remote_code)
+    return Sampler(decoder, packed_attention, stop_token_ids=stop_token_ids, **options)
 
 
-def build_decoder(stages: Stages, mesh: Mesh) -> Decoder:
+def build_decoder(stages: Stages, mesh: Mesh, *, trust_remote_code: bool = False) -> Decoder:
     """See `build_sampler`."""
     parts = stages.parts
     sharded = any(isinstance(module, FSDPModule) for part in parts for module in part.modules())
@@ -157,6 +162,7 @@ def build_decoder(stages: Stages, mesh: Mesh) -> Decoder:
         mesh.device,
         pp_group=stages.pp_group,
         hidden_dtype=stages.boundary_dtype,
+        trust_remote_code=trust_remote_code,
         **options,
     )
 
@@ -178,19 +184,28 @@ def check_lengths(hf_config: PretrainedConfig, longest: int) -> None:
 
 
 @torch.no_grad()
-def check_decoding(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Raise ConfigError when this family cannot be decoded through the sampler's cache: measured, on a small copy.
+def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError when this family cannot be decoded through the sampler's caches: measured, on a small copy that
+    is built as for training with this attention.
 
-    Families whose attention does not go through the library's registry, or that carry another state from token to
-    token, would silently see one token at a time.
+    Families whose attention does not go through the library's registry, or that carry a state from token to token where
+    no cache of the library holds it, would silently see one token at a time.
     """
+    own = attention if attention == PACKED else "eager"
+    choice = ModelConfig(pretrained="-", attention=own, trust_remote_code=trust_remote_code)
 
     def build(config: PretrainedConfig) -> PreTrainedModel:
         return compat.causal_lm(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
     try:
         with compat.quiet(), torch.random.fork_rng(devices=[]):
-            difference = _decoding_error(build_small(shrink(hf_config, switch=_LONGEST), build))
+            small = shrink(hf_config, switch=_LONGEST)
+            model = build_small(small, build)
+            part = part_of(copy.deepcopy(small), choice, device="cpu")
+            part.model.load_state_dict(model.state_dict())
+            difference = _decoding_error(part, trust_remote_code)
+    except ConfigError as error:
+        raise _refusal(hf_config, error.message) from error
     except Exception as error:  # any class of the library may fail in its own way
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise _refusal(hf_config, f"a small copy of it fails ({reason})") from error
@@ -206,20 +221,17 @@ def _refusal(hf_config: PretrainedConfig, reason: str) -> ConfigError:
     )
 
 
-def _decoding_error(model: PreTrainedModel) -> float:
-    """Largest difference between log-probs drawn token by token and those of one forward."""
-    register()
-    model.set_attn_implementation(PACKED)
-    length_rope.install(model)
-    part = ModelPart(model, HeadKind("generic"))
+def _decoding_error(part: ModelPart, trust_remote_code: bool) -> float:
+    """Largest difference between log-probs drawn token by token and those of one forward. The first two samples share
+    a prompt; the first ends soon, so that the other moves into its slot and the third begins beside it."""
     part.eval()
-    vocab = model.config.get_text_config().vocab_size
+    vocab = part.model.config.get_text_config().vocab_size
     prompts = [torch.arange(3, 3 + length).remainder(vocab).tolist() for length in _PROMPTS]
-    sampler = Sampler(Decoder.whole(part), packed_attention, stop_token_ids=[], num_slots=len(prompts))
+    decoder = Decoder.whole(part, trust_remote_code=trust_remote_code)
+    sampler = Sampler(decoder, packed_attention, stop_token_ids=[], num_slots=2)
+    drawn = sampler.generate(prompts, SamplingParams(seed=0), limits=_NEW_TOKENS)
     worst = 0.0
-    for prompt, completion in zip(
-        prompts, sampler.generate(prompts, SamplingParams(max_new_tokens=_NEW_TOKENS, seed=0)), strict=True
-    ):
+    for prompt, completion in zip(prompts, drawn, strict=True):
         batch = one_document([*prompt, *completion.tokens])
         whole_T = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT[0, len(prompt) - 1 : -1]
         worst = max(worst, (whole_T - torch.tensor(completion.logprobs)).abs().max().item())

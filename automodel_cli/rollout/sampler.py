@@ -27,6 +27,7 @@ from automodel_cli.rollout.engine import (
 )
 from automodel_cli.rollout.kv_cache import Decode, KVCache, Prefill, WholeAttention
 from automodel_cli.rollout.sampling import choose, uniforms
+from automodel_cli.rollout.state_slots import StateSlots
 
 
 @dataclass
@@ -84,10 +85,20 @@ class Sampler:
         self.weight_version = 0
         self._refill = max(1, int(num_slots * refill_share))
         self._cache = KVCache(num_slots, whole_attention)
+        self._states = StateSlots(num_slots, decoder.new_cache)
 
     def update_weights(self, stream: WeightStream) -> None:
         """The weights are the trainer's own: only the version changes, and nothing of the stream is read."""
         self.weight_version += 1
+
+    def state_bytes(self) -> int:
+        """What the states of one sequence take on this rank, seen while one token runs. Collective like `generate`."""
+        try:
+            with self.decoder.generating(self._states):
+                self._dummy()
+            return self._states.bytes_of_slot
+        finally:
+            self._forget()
 
     def generate(
         self,
@@ -110,10 +121,10 @@ class Sampler:
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
         must_gather = self.decoder.gathers
-        self._cache.num_slots = min(self.num_slots, max(1, len(prompts)))
+        self._cache.num_slots = self._states.num_slots = min(self.num_slots, max(1, len(prompts)))
         self._cache.register()
         try:
-            with self.decoder.generating():
+            with self.decoder.generating(self._states):
                 while self.decoder.anyone(bool(waiting or active)) or must_gather:
                     must_gather = False
                     if waiting and (not active or self.num_slots - len(active) >= self._refill):
@@ -124,7 +135,7 @@ class Sampler:
                         self._dummy()
                     self._retire(active, finished)
         finally:
-            self._cache.clear()
+            self._forget()
         return [finished[i] for i in range(len(prompts))]
 
     def _start(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> None:
@@ -168,7 +179,7 @@ class Sampler:
         sequences: Sequence[_Sequence],
         params: SamplingParams,
     ) -> None:
-        with self._cache.during(forward):
+        with self._cache.during(forward), self._states.during(forward):
             logits_SV = self.decoder.logits(input_ids_BT, position_ids_BT, wanted_S)
         if not sequences:
             return
@@ -197,6 +208,11 @@ class Sampler:
             if last is not sequence:
                 active[slot] = last
                 self._cache.move(len(active), slot, last.cached)
+                self._states.move(len(active), slot)
+
+    def _forget(self) -> None:
+        self._cache.clear()
+        self._states.clear()
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.decoder.device)

@@ -18,6 +18,8 @@ from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.attention import packed_attention, register
+from automodel_cli.models.build import part_of
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
 from automodel_cli.parity.rows import FP32
@@ -30,6 +32,7 @@ from automodel_cli.training.stages import SingleStage
 from automodel_cli.rollout.model_engines import build_sampler
 from tests import tiny
 from tests.dist.harness import launch_all
+from tests.hybrids import HYBRIDS, hybrid
 from tests.marks import slow
 
 PARAMS = SamplingParams(max_new_tokens=9, temperature=0.8, top_p=0.9)
@@ -48,6 +51,11 @@ def seeds_of(dp_rank: int) -> list[int]:
 
 
 def whole_part(family: str) -> ModelPart:
+    if family in HYBRIDS:
+        small, library = hybrid(family)
+        part = part_of(small, ModelConfig(pretrained="-"), device="cpu")
+        part.model.load_state_dict(library.state_dict())
+        return part
     register()
     model = tiny.build_hf(family)
     model.set_attn_implementation("packed")
@@ -120,6 +128,28 @@ def test_pipeline(family, schedule):
 @pytest.mark.parametrize("family", ["qwen3_moe", *slow("deepseek_v3")])
 def test_pipeline_of_expert_parallel_stages(family):
     assert check(4, family, MeshConfig(dp_size=2, pp_size=2, ep_size=2), "1f1b") == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "schedule"),
+    [
+        ("qwen3_5_moe_text", {"dp_size": 2, "ep_size": 2}, None),
+        ("falcon_h1", {"dp_size": 1, "pp_size": 2}, "interleaved_1f1b"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("qwen3_5_text", {"dp_size": 1, "pp_size": 2}, "1f1b"),
+                ("qwen3_5_text", {"dp_size": 1, "tp_size": 2}, None),
+                ("qwen3_5_text", {"dp_size": 1, "cp_size": 2}, None),
+                ("nemotron_h", {"dp_size": 2, "ep_size": 2}, None),
+                ("kimi_linear", {"dp_size": 1, "pp_size": 2}, "zbv"),
+                ("minimax", {"dp_size": 1, "pp_size": 2}, "1f1b"),
+            )
+        ),
+    ],
+)
+def test_states_of_each_layout(family, layout, schedule):
+    check(2, family, MeshConfig(**layout), schedule)
 
 
 @pytest.mark.parametrize(("family", "dp"), [("llama", 1), ("qwen3_moe", 2)])

@@ -64,6 +64,16 @@ def test_packed_equals_separate_documents(family: str):
     assert gradients_off < 1e-5
 
 
+def test_a_state_of_as_many_heads_as_a_document_has_tokens_is_no_result_per_token():
+    """MiniMax returns its state `[G, H, D, D]` beside its tokens `[G, S, D]`."""
+    small, model = hybrid("minimax")
+    rows = [[token_row(small.num_attention_heads), token_row(25, 1)]]
+    want_logprobs, want = alone(model, rows)
+    logprobs, got = run(part_like(small, model), rows)
+    assert (logprobs - want_logprobs).abs().max() < 1e-5
+    assert gradient_error(want, got) < 1e-5
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba", "lfm2", "falcon_h1"])
 def test_the_comparison_sees_a_state_that_leaks(family: str, monkeypatch: pytest.MonkeyPatch):
     small, model = hybrid(family)
