@@ -45,19 +45,19 @@ class DPORecipe(Recipe):
             )
 
     def run(self, source: Composed) -> int:
-        from automodel_cli.run.held_out import HeldOutLoss
+        from automodel_cli.run.held_out import HeldOutLoss, print_accuracy
         from automodel_cli.run.session import open_session
 
         with open_session(self, source, columns=self.columns) as session:
             session.callbacks.add(HeldOutLoss(session))
             session.header()
             if session.first_step == 0:
-                _print_accuracy(session, "before", 0)
+                print_accuracy(session, "before", 0)
             for step, batches in session.steps():
                 session.train(step, batches)
             if session.stopped_by:
                 return session.exit_code()
-            _print_accuracy(session, "after", session.num_steps)
+            print_accuracy(session, "after", session.num_steps)
 
             from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
 
@@ -86,15 +86,3 @@ class DPORecipe(Recipe):
 
 _KINDS = {"pairs": "pairs of responses", "judged": "single responses judged good or bad"}
 _OBJECTIVES = {"pairs": "dpo.DPO", "judged": "kto.KTO"}
-
-
-def _print_accuracy(session: Session, when: str, step: int) -> None:
-    """The line about the held-out pairs, before and after training. Collective where they are not yet measured."""
-    if session.last_validation[0] != step:
-        session.validate(step)
-    measured = session.last_validation[1]
-    if "val_accuracy" in measured:
-        session.meter.print(
-            f"preference accuracy {when} training: {measured['val_accuracy']:.1%} of {measured['val_num_pairs']:.0f} "
-            f"held-out pairs (chosen response likelier: {measured['val_likelier']:.1%})"
-        )

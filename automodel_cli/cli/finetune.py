@@ -59,6 +59,7 @@ def of_kind(kind: str, what: str) -> click.Group:
 
 
 dpo = of_kind("dpo", "Train on preferences: pairs of responses, or responses judged good or bad.")
+rm = of_kind("rm", "Train a reward model: pairs of responses, of which one is better.")
 grpo = of_kind("grpo", "Train on the model's own samples and what rewards say of them.")
 
 

@@ -33,6 +33,7 @@ _CLICK = str(Path(click.__file__).parent)
 COMMANDS = {
     "finetune": ("automodel_cli.cli.finetune", "finetune"),
     "dpo": ("automodel_cli.cli.finetune", "dpo"),
+    "rm": ("automodel_cli.cli.finetune", "rm"),
     "grpo": ("automodel_cli.cli.finetune", "grpo"),
     "resume": ("automodel_cli.cli.finetune", "resume"),
     "submit": ("automodel_cli.cli.submit", "submit"),

@@ -20,7 +20,7 @@ from typing import Any
 from automodel_cli.config import bundled, schema, targets, values
 from automodel_cli.config.problems import show
 
-RECIPES = ("recipes.sft.SFTRecipe", "recipes.dpo.DPORecipe", "recipes.grpo.GRPORecipe")
+RECIPES = ("recipes.sft.SFTRecipe", "recipes.dpo.DPORecipe", "recipes.rm.RMRecipe", "recipes.grpo.GRPORecipe")
 _OPEN = {
     "objective": ("automodel_cli.objectives.sft.SFT",),
     "data.task": ("automodel_cli.data.tasks.ChatTasks", "automodel_cli.rollout.rewards.reasoning.ReasoningTasks"),
@@ -39,7 +39,7 @@ _OPEN = {
         f"automodel_cli.rollout.rewards.{name}"
         for name in (
             *("text.ExactAnswer", "text.FormatRegex", "text.Length", "text.FunctionReward"),
-            *("math.MathEquivalence", "code.CodeExecution", "reasoning.ReasoningReward"),
+            *("math.MathEquivalence", "code.CodeExecution", "reasoning.ReasoningReward", "model.RewardModel"),
         )
     ),
 }

@@ -99,6 +99,17 @@ class PackedDataset:
         store, local = self._locate(row)
         return store.roles[int(store.row_offsets[local]) : int(store.row_offsets[local + 1])]
 
+    def margins(self, row: int) -> np.ndarray:
+        """Margin of the pair of each document of a row, fp32: 0 where its dataset has none."""
+        store, local = self._locate(row)
+        pieces = slice(int(store.row_offsets[local]), int(store.row_offsets[local + 1]))
+        return store.margins[pieces] if len(store.margins) else np.zeros(pieces.stop - pieces.start, np.float32)
+
+    @property
+    def has_margins(self) -> bool:
+        """Whether any pair has a margin."""
+        return any(len(store.margins) > 0 for store in self.stores)
+
     def describe(self, row: int) -> str:
         """Where the row comes from, for messages: `train.jsonl:18, 44`."""
         if row == DUMMY_ROW:
@@ -122,8 +133,8 @@ class PackedDataset:
     def collate(self, row_indices: Sequence[int]) -> Batch:
         """The rows as one microbatch; `DUMMY_ROW` stands for a row of padding.
 
-        Padding at a row's end is a document of its own: no real token attends to it, nor it to one. Rows of pairs and
-        judged responses come with `pairs_P2` and `desirable_S` (see `objectives/base.py`).
+        Padding at a row's end is a document of its own: no real token attends to it, nor it to one. Rows of pairs come
+        with `pairs_P2` and `margins_P`, of judged responses with `desirable_S` (see `objectives/base.py`).
         """
         rows = [self.tokens(int(row)) if row != DUMMY_ROW else _EMPTY for row in row_indices]
         num_tokens = self.row_len or self._round_up(max(len(ids) for ids, _, _ in rows))
@@ -167,15 +178,18 @@ class PackedDataset:
         if self.kind == "documents":
             return {}
         roles_S = np.full(sum(counts), -1, np.int64)
+        margins_S = np.zeros(sum(counts), np.float32)
         first = np.cumsum([0, *counts])
         for i, row in enumerate(row_indices):
             if row != DUMMY_ROW:
                 roles = self.roles(int(row))
                 roles_S[first[i] : first[i] + len(roles)] = roles
+                margins_S[first[i] : first[i] + len(roles)] = self.margins(int(row))
         if self.kind == "judged":
             return {"desirable_S": torch.from_numpy(roles_S)}
         chosen_P = np.flatnonzero(roles_S == 1)
-        return {"pairs_P2": torch.from_numpy(np.stack([chosen_P, chosen_P + 1], 1))}
+        pairs_P2 = np.stack([chosen_P, chosen_P + 1], 1)
+        return {"pairs_P2": torch.from_numpy(pairs_P2), "margins_P": torch.from_numpy(margins_S[chosen_P])}
 
     def _round_up(self, number: int) -> int:
         return max(self.pad_multiple, -(-number // self.pad_multiple) * self.pad_multiple)

@@ -37,10 +37,11 @@ Document = Conversation | AnsweredPrompt | PlainText
 
 @dataclass(frozen=True)
 class Pair:
-    """The same prompt with the better and the worse response."""
+    """The same prompt with the better and the worse response; `margin`: by how much, in units of a reward model."""
 
     chosen: Document
     rejected: Document
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,15 @@ class Encoded:
     """Tokens of one document; `trained` says of each whether the model must learn to produce it.
 
     Of two documents that stay together the tokens follow each other: `split` are the first one's. `judgement` of such
-    a row is 1 or 0 for a response judged good or bad. `num_special`: special tokens in the row's own text.
+    a row is 1 or 0 for a response judged good or bad, `margin` that of a pair. `num_special`: special tokens in the
+    row's own text.
     """
 
     ids: np.ndarray
     trained: np.ndarray
     split: int = 0
     judgement: int = -1
+    margin: float = 0.0
     num_special: int = 0
 
 

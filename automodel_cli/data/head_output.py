@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """The optional fields of `HeadOutput` that somebody wants."""
+    """The fields of `HeadOutput` that somebody wants."""
 
     entropy: bool = False
     """`entropy_BT`."""
     values: bool = False
     """`values_BT`: the model gets a value head (`models/value_head.py`), trained, checkpointed and exported with it."""
+    logprobs: bool = True
+    """False: nobody reads `logprobs_BT` or what is made of logits; all of it is 0 and costs nothing."""
     topk: int = 0
     """`topk_logprobs_BTK` and `topk_ids_BTK` of so many tokens."""
     token_ids: str | None = None

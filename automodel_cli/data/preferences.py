@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from automodel_cli.data.columns import LIST_COLUMNS
@@ -19,13 +20,16 @@ class PreferencePairs:
     """A prompt, the chosen and the rejected response; or two conversations that begin alike."""
 
     name: ClassVar[str] = "preference"
-    fields: ClassVar[tuple[str, ...]] = ("prompt", "messages", "chosen", "rejected", "system", "tools")
+    fields: ClassVar[tuple[str, ...]] = ("prompt", "messages", "chosen", "rejected", "margin", "system", "tools")
     makes: ClassVar[Makes] = "pairs"
 
     def detects(self, sample: FirstRows) -> bool:
         return {"chosen", "rejected"} <= sample.has
 
     def read(self, row: Fields) -> Pair:
+        return replace(self._pair(row), margin=_margin(row))
+
+    def _pair(self, row: Fields) -> Pair:
         chosen, rejected = (row.said(field, "assistant") for field in ("chosen", "rejected"))
         whole = [any(message["role"] != "assistant" for message in messages) for messages, _ in (chosen, rejected)]
         if whole[0] != whole[1]:
@@ -67,6 +71,15 @@ def judged_document(row: JudgedResponse, answered: JudgedResponse, *, chat: bool
     """The prompt of `row` with the response of `answered`."""
     trained = [False] * len(row.prompt) + answered.trained
     return chat_or_text(row.prompt + answered.response, trained, row.system, row.tools, chat=chat)
+
+
+def _margin(row: Fields) -> float:
+    margin = row.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+        raise RowError("bad_margin", f"{row.column('margin')} is {margin!r}, not a finite number")
+    return float(margin)
 
 
 def _prompt(row: Fields) -> Messages:

@@ -46,14 +46,14 @@ class TokenStore:
     shared: np.ndarray
     splits: np.ndarray = field(default_factory=_none)
     judgements: np.ndarray = field(default_factory=_none)
+    margins: np.ndarray = field(default_factory=_none)
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore:
         """Memory-map a complete entry."""
         meta = json.loads((folder / "meta.json").read_text())
-        arrays = [
-            _load(folder, name) for name in ("offsets", "files", "lines", "rows", "shared", "splits", "judgements")
-        ]
+        names = ("offsets", "files", "lines", "rows", "shared", "splits", "judgements", "margins")
+        arrays = [_load(folder, name) for name in names]
         return cls(folder, meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
 
     @property
@@ -115,7 +115,8 @@ class PackedStore:
     Row r holds the pieces `row_offsets[r]:row_offsets[r + 1]`; piece p the tokens `offsets[p]:offsets[p + 1]`, from
     `lines[p]` of `meta["files"][files[p]]`. `num_label_tokens[r]` counts the row's trained tokens. Label masks never
     reach over a piece's end. Where `kind` is `pairs` or `judged` the pieces 2i and 2i + 1 belong together, and
-    `roles[p]` is 1 for a chosen or good response, 0 for a rejected or bad one, -1 for one that is only scored.
+    `roles[p]` is 1 for a chosen or good response, 0 for a rejected or bad one, -1 for one that is only scored;
+    `margins[p]` that of the piece's pair (empty: no pair of the dataset has one).
     """
 
     meta: dict[str, Any]
@@ -127,12 +128,13 @@ class PackedStore:
     lines: np.ndarray
     num_label_tokens: np.ndarray
     roles: np.ndarray = field(default_factory=_none)
+    margins: np.ndarray = field(default_factory=_none)
 
     @classmethod
     def open(cls, folder: Path) -> PackedStore:
         """Memory-map a complete entry."""
         meta = json.loads((folder / "meta.json").read_text())
-        names = ("offsets", "row_offsets", "files", "lines", "num_label_tokens", "roles")
+        names = ("offsets", "row_offsets", "files", "lines", "num_label_tokens", "roles", "margins")
         arrays = [_load(folder, name) for name in names]
         return cls(meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
 
@@ -148,7 +150,8 @@ class PackedStore:
 
     @property
     def content(self) -> str:
-        """Hash of tokens, label masks, boundaries and roles: what training sees of the data, wherever it came from."""
+        """Hash of tokens, label masks, boundaries, roles and margins: what training sees of the data, wherever it came
+        from."""
         return str(self.meta["content"])
 
 
@@ -180,6 +183,7 @@ def write_tokens(
     """
     # arrays, not lists: at 8 bytes a document their memory stays small beside what a batch needs
     lengths, files, lines, rows, shared, splits, judgements = (array("q") for _ in range(7))
+    margins = array("f")
     rejected: list[Rejected] = []
     num_rows = ends_trained = special_tokens = special_rows = label_tokens = 0
     unrolled = _UnrolledCount()
@@ -215,6 +219,7 @@ def write_tokens(
             lengths.extend(len(item.ids) - n for item, n in own)
             splits.extend(item.split for item in good)
             judgements.extend(item.judgement for item in good)
+            margins.extend(item.margin for item in good)
             ends_trained += sum(int(_last_trained(item)) in special_ids for item in good)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     np.save(folder / "offsets.npy", offsets)
@@ -224,6 +229,7 @@ def write_tokens(
     np.save(folder / "shared.npy", np.asarray(shared, np.int64))
     np.save(folder / "splits.npy", np.asarray(splits, np.int64))
     np.save(folder / "judgements.npy", np.asarray(judgements, np.int8))
+    np.save(folder / "margins.npy", np.asarray(margins, np.float32))
     write_rejected(folder / "rejected.jsonl", rejected)
     counts = {
         "num_rows": num_rows,
@@ -290,7 +296,8 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
             labels[a:b] = np.add.reduceat(mask, offsets[a:b] - offsets[a], dtype=np.int64)
     per_row = np.add.reduceat(labels, packed.row_offsets[:-1]) if packed.num_rows else labels
     roles = _none() if kind == "documents" else _roles(kind, source.judgements[pieces.document])
-    for values in (offsets, packed.row_offsets, roles):
+    margins = source.margins[pieces.document] if source.margins.any() else np.zeros(0, np.float32)
+    for values in (offsets, packed.row_offsets, roles, margins):
         content.update(np.ascontiguousarray(values).view(np.uint8).data)
     for name, values in (
         ("offsets", offsets),
@@ -299,6 +306,7 @@ def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict
         ("lines", source.lines[pieces.document]),
         ("num_label_tokens", per_row),
         ("roles", roles),
+        ("margins", margins),
     ):
         np.save(folder / f"{name}.npy", values)
     found = {"kind": kind, "dtype": source.meta["dtype"], "files": source.meta["files"], "content": content.hexdigest()}

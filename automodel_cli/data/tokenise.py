@@ -203,6 +203,7 @@ def _together(row: Pair | JudgedResponse | RowError, first: Any, second: Any) ->
         np.concatenate([first.trained, second.trained]),
         split=len(first.ids),
         judgement=int(row.desirable) if isinstance(row, JudgedResponse) else -1,
+        margin=row.margin if isinstance(row, Pair) else 0.0,
         num_special=first.num_special + (second.num_special if isinstance(row, Pair) else 0),
     )
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import one_document
-from automodel_cli.models import carried, compat, lora, nf4, value_head
+from automodel_cli.models import carried, classifier, compat, lora, nf4, value_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.weights import bucketed, iter_hf_weights, over_stages
@@ -31,7 +31,7 @@ from automodel_cli.models.weights import bucketed, iter_hf_weights, over_stages
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _SHARD_BYTES = 4 * 2**30
 _LAST = "config.json"
@@ -50,10 +50,11 @@ def export_hf(
     summary: str = "",
     shard_bytes: int = _SHARD_BYTES,
     pp_group: dist.ProcessGroup | None = None,
+    as_classifier: bool = False,
 ) -> None:
     """Write the whole model in the hub's names, layout and dtype; adapters are merged in, a value head lies beside it,
     and what the checkpoint holds besides is written as it was. Of a composite every file but the weights is the
-    original's.
+    original's. `as_classifier`: a reward model instead (`models/classifier.py`), the value head its score.
 
     Collective; rank 0 writes. `title` and `summary` (markdown) are for the model card (data, steps, scores). The folder
     is safe to load only after this returns: write into a new one and `publish` it.
@@ -65,14 +66,24 @@ def export_hf(
     shards: list[tuple[list[str], int]] = []
     within = parts[0].within
     hub_keys = {} if within is None else {name: key for key, name in within.keys.items()}
+    left_out = classifier.head_prefix(parts[0]) if as_classifier else None
     for bucket in iter_hf_weights(parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group):
-        if writer:
+        kept = [item for item in bucket if left_out is None or not item[0].startswith(left_out)]
+        if writer and kept:
             shards.append(
-                _write_shard(folder, len(shards), [(hub_keys.get(name, name), tensor) for name, tensor in bucket])
+                _write_shard(folder, len(shards), [(hub_keys.get(name, name), tensor) for name, tensor in kept])
             )
     mine = value_head.named_weights(parts)
     values = list(mine if pp_group is None else over_stages(mine, pp_group, parts[0], "cpu"))
-    if writer:
+    if writer and as_classifier:
+        ((_, score),) = values
+        shards.append(_write_shard(folder, len(shards), [(classifier.SCORE, score.to("cpu", parts[0].hub_dtype))]))
+        _write_index(folder, shards)
+        _write_config(folder, parts[0], classifier.config_of(parts[0].source_config, tokenizer))
+        if tokenizer is not None:
+            _write_tokenizer(folder, tokenizer)
+        _write_card(folder, parts[0], config, title or folder.name, summary, as_classifier=True)
+    elif writer:
         for bucket in bucketed(carried.tensors(config, parts[0].unclaimed, parts[0].hub_dtype), shard_bytes):
             shards.append(_write_shard(folder, len(shards), bucket))
         _write_index(folder, shards)
@@ -151,9 +162,10 @@ def _write_index(folder: Path, shards: list[tuple[list[str], int]]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_config(folder: Path, part: ModelPart) -> None:
-    hf_config = copy.deepcopy(part.source_config)
-    hf_config.architectures = [type(part.model).__name__]
+def _write_config(folder: Path, part: ModelPart, classifier_config: PretrainedConfig | None = None) -> None:
+    hf_config = copy.deepcopy(part.source_config) if classifier_config is None else classifier_config
+    if classifier_config is None:
+        hf_config.architectures = [type(part.model).__name__]
     hf_config.dtype = part.hub_dtype
     hf_config.quantization_config = None  # a GGUF source carries one, and the library then refuses to save
     hf_config.use_cache = True
@@ -164,7 +176,7 @@ def _write_config(folder: Path, part: ModelPart) -> None:
     fields.update(_for_older_readers(fields, part.hub_dtype))
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     generation = part.model.generation_config
-    if generation is not None:
+    if generation is not None and classifier_config is None:
         generation.save_pretrained(folder)
 
 
@@ -188,21 +200,26 @@ def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
 
-def _write_card(folder: Path, part: ModelPart, config: ModelConfig, title: str, summary: str) -> None:
+def _write_card(
+    folder: Path, part: ModelPart, config: ModelConfig, title: str, summary: str, *, as_classifier: bool = False
+) -> None:
     base = config.pretrained or config.gguf_file
     hub_id = base is not None and config.gguf_file is None and not Path(base).exists()
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    task = "text-classification" if as_classifier else "text-generation"
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}"]
     lines += [f"base_model: {base}"] if hub_id else []
     lines += ["tags:", "- automodel", "---", "", f"# {title}", ""]
     origin = f"Fine-tuned from `{base}`" if base else "Trained from random weights"
     adapters = ", low-rank adapters merged in" if config.lora is not None else ""
     lines += [f"{origin} with `automodel`{adapters}. Architecture: `{type(part.model).__name__}`.", ""]
     lines += [summary.strip(), ""] if summary.strip() else []
+    kind = "AutoModelForSequenceClassification" if as_classifier else "AutoModelForCausalLM"
+    lines += ["A reward model: `logits[0, 0]` is the score of the conversation.", ""] if as_classifier else []
     lines += [
         "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import {kind}, AutoTokenizer",
         "",
-        'model = AutoModelForCausalLM.from_pretrained("<this folder>")',
+        f'model = {kind}.from_pretrained("<this folder>")',
         'tokenizer = AutoTokenizer.from_pretrained("<this folder>")',
         "```",
     ]
@@ -216,12 +233,14 @@ def verify_export(
     *,
     score: Score | None = None,
     trust_remote_code: bool = False,
+    as_classifier: bool = False,
 ) -> float:
     """Reload the folder with stock `transformers` and compare log-probs on `prompts` (token ids): max |difference|.
 
     Both sides compute in the part's own dtype, the part with its weights rounded to the exported dtype, so what
     remains is the noise of another attention implementation (about 1e-5 in fp32); the caller decides what it tolerates.
-    `score` runs the trained side; None calls the one part, which then is the whole model.
+    `score` runs the trained side; None calls the one part, which then is the whole model. `as_classifier`: scores are
+    compared instead, which `score` must give.
     Collective; every rank gets the number. Raises RunError when the folder does not load.
     """
     token_ids = [list(prompt) for prompt in prompts]
@@ -229,7 +248,11 @@ def verify_export(
         ours = (score or _whole(parts))(token_ids)
     difference = torch.zeros((), device=next(parts[0].parameters()).device)
     if is_first_rank():
-        difference += _difference(Path(directory), parts[0].model.dtype, token_ids, ours, trust_remote_code)
+        folder, dtype = Path(directory), parts[0].model.dtype
+        if as_classifier:
+            difference += classifier.difference(folder, dtype, token_ids, ours)
+        else:
+            difference += _difference(folder, dtype, token_ids, ours, trust_remote_code)
     if dist.is_initialized():
         dist.broadcast(difference, 0)
     return difference.item()

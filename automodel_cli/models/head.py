@@ -70,6 +70,8 @@ class Head:
         index_S = label_positions_S
         if index_S is None:  # waits for the device
             index_S = (labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+        if not request.logprobs:
+            index_S = index_S[:0]  # the head's parameters still get their gradient, of zeros
         ids_SN = labels_BT.flatten()[index_S, None]
         if token_ids_BTN is not None:
             ids_SN = torch.cat([ids_SN, token_ids_BTN.flatten(0, 1)[index_S]], 1)

@@ -1,8 +1,9 @@
 """One number per token from the last hidden state: what a critic or a reward model trains beside the language model.
 
-A child of the part (of the last stage), so its parameters are `value_head.weight` and `value_head.bias` in checkpoints,
-and every strategy shards it with the rest of the part. An export stores it beside the model, in a file of its own that
-`transformers` does not look at; loading such a folder finds it again.
+A child of the part (of the last stage), so its parameter is `value_head.weight` in checkpoints, and every strategy
+shards it with the rest of the part. It has no bias, as the `score` of the library's sequence classifiers. An export
+stores it beside the model, in a file of its own that `transformers` does not look at; loading such a folder finds it
+again. What a reward model is exported as: `models/classifier.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class ValueHead(nn.Linear):
     """fp32 values `[B, T]` of hidden states `[B, T, D]`, whatever dtype the parameters are computed with."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
-        super().__init__(hidden_size, 1, dtype=dtype, device=device)
+        super().__init__(hidden_size, 1, bias=False, dtype=dtype, device=device)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        return F.linear(hidden_BTD.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+        return F.linear(hidden_BTD.float(), self.weight.float()).squeeze(-1)
 
 
 def fill(head: ValueHead, folder: Path | None) -> None:

@@ -26,3 +26,8 @@ def labels_by_document(batch: Batch) -> Tensor:
 def to_tokens(values_S: Tensor, batch: Batch) -> Tensor:
     """Each document's value at all of its tokens, `[B, T]`."""
     return values_S[batch.document_ids_BT]
+
+
+def at_last_token(values_BT: Tensor, batch: Batch) -> Tensor:
+    """The value of each document's last token, `[documents]`."""
+    return values_BT.flatten()[batch.cu_seqlens[1:].long() - 1]

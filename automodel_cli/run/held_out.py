@@ -32,3 +32,17 @@ class HeldOutLoss(Callback):
         result = evaluate(session.model.stages, session.columns(batches), session.recipe.objective, session.mesh)
         measured = {f"val_{name}": value.item() for name, value in result.metrics.items()}
         return {"val_loss": result.loss.item(), **measured}
+
+
+def print_accuracy(session: Session, when: str, step: int) -> None:
+    """The line about the held-out pairs, before and after training. Collective where they are not yet measured."""
+    if session.last_validation[0] != step:
+        session.validate(step)
+    measured = session.last_validation[1]
+    if "val_accuracy" in measured:
+        likelier = measured.get("val_likelier")
+        more = "" if likelier is None else f" (chosen response likelier: {likelier:.1%})"
+        session.meter.print(
+            f"preference accuracy {when} training: {measured['val_accuracy']:.1%} of {measured['val_num_pairs']:.0f} "
+            f"held-out pairs{more}"
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
+from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.sharded import weights_changed
 from automodel_cli.models import compat
@@ -23,6 +24,7 @@ from automodel_cli.models.router import RouterWatch
 from automodel_cli.models.source import hf_config
 from automodel_cli.models.support import Rows, probe_context, probe_packing
 from automodel_cli.objectives.base import request_of
+from automodel_cli.objectives.documents import at_last_token
 from automodel_cli.pipelining.build import build_stages
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepHook
@@ -63,11 +65,23 @@ class Model:
         """The ranks that hold the other stages; None for a whole model."""
         return self.stages.pp_group
 
+    def values(self, rows: list[list[int]]) -> list[Tensor]:
+        """What the value head makes of each row's last token, scalars on the CPU. Collective."""
+        batches = [one_document(ids).to(self.mesh.device) for ids in rows]
+        request = HeadRequest(values=True, logprobs=False)
+        found = self.stages.forward(batches, lambda output, batch: at_last_token(_values(output), batch)[0], request)
+        return [value.cpu() for value in found]
+
     def score(self, prompts: list[list[int]]) -> list[Tensor]:
         """Log-probs of each prompt's tokens after the first, `[len - 1]` on the CPU. Collective."""
         batches = [one_document(ids).to(self.mesh.device) for ids in prompts]
         scores = self.stages.forward(batches, lambda output, _: output.logprobs_BT[0, :-1])
         return [score.cpu() for score in scores]
+
+
+def _values(output: HeadOutput) -> Tensor:
+    assert output.values_BT is not None, "this model has no value head"
+    return output.values_BT
 
 
 def empty_stages(recipe: Recipe, mesh: Mesh) -> Stages:

@@ -67,6 +67,8 @@ class Recipe(ConfigRoot):
     """Whether rows are pairs or judged responses."""
     row_name: ClassVar[str] = "rows"
     """What a step counts."""
+    as_classifier: ClassVar[bool] = False
+    """Whether what is trained, exported and compared is the score of a row (`models/classifier.py`)."""
 
     def __post_init__(self) -> None:
         """The rules between sections; each section has checked itself."""

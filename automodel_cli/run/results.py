@@ -46,7 +46,8 @@ def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType
         gap = export_and_verify(
             session.recipe, session.model, session.tokenizer, session.data.train, folder, _card(session)
         )
-    footer = [("export", f"{folder}   reloaded with transformers, max |log-prob difference| {gap:.1e}")]
+    compared = f"max |{_compared(session.recipe)} difference| {gap:.1e}"
+    footer = [("export", f"{folder}   reloaded with transformers, {compared}")]
     if session.is_main and session.recipe.logging.report:
         footer.append(("report", str(_write_report(session, accuracy))))
     footer += [("answer", _shown(after, before)) for after, before in before_and_after(accuracy, 3)]
@@ -73,7 +74,7 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
         gap = export_and_verify(whole, model, tokenizer, data.train, output, f"Exported after step {resumed.step}.")
     finally:
         process_group.stop()
-    print(f"{path.name} -> {output}\nreloaded with transformers, max |log-prob difference| {gap:.1e}")
+    print(f"{path.name} -> {output}\nreloaded with transformers, max |{_compared(recipe)} difference| {gap:.1e}")
     return 0
 
 
@@ -83,7 +84,7 @@ def export_and_verify(
     """Write the folder (adapters also apart, in `adapter/`), reload it with stock transformers, compare, put in place.
 
     Whatever happens before the end, an older export in `folder` stays as it is. Raises RunError when the two do not
-    agree, or the disk is full or read-only. Collective. Returns the largest difference of a log-prob.
+    agree, or the disk is full or read-only. Collective. Returns the largest difference of a log-prob (or score).
     """
     folder = folder.resolve()
     try:
@@ -111,8 +112,18 @@ def _title(folder: Path) -> str:
 def _write_and_compare(
     recipe: Recipe, model: Model, tokenizer: Any, rows: PackedDataset, folder: Path, title: str, summary: str
 ) -> float:
-    export_hf(model.parts, recipe.model, tokenizer, folder, title=title, summary=summary, pp_group=model.pp_group)
-    if recipe.model.lora is not None:
+    scores = recipe.as_classifier
+    export_hf(
+        model.parts,
+        recipe.model,
+        tokenizer,
+        folder,
+        title=title,
+        summary=summary,
+        pp_group=model.pp_group,
+        as_classifier=scores,
+    )
+    if recipe.model.lora is not None and not scores:  # adapters alone have no score
         save_adapters(
             model.parts,
             recipe.model.lora,
@@ -123,15 +134,20 @@ def _write_and_compare(
         )
     prompts = [rows.tokens(row)[0][:_PROMPT_TOKENS].tolist() for row in range(min(_NUM_PROMPTS, len(rows)))]
     trust = recipe.model.trust_remote_code
-    gap = verify_export(folder, model.parts, prompts, score=model.score, trust_remote_code=trust)
+    score = model.values if scores else model.score
+    gap = verify_export(folder, model.parts, prompts, score=score, trust_remote_code=trust, as_classifier=scores)
     tolerance = _TOLERANCE[compute_dtype(recipe)]
     if not gap <= tolerance:
         raise RunError(
-            f"the export does not compute what was trained: max |log-prob difference| {gap:.2e}, allowed "
+            f"the export does not compute what was trained: max |{_compared(recipe)} difference| {gap:.2e}, allowed "
             f"{tolerance:.0e}; it was removed again, the checkpoint is whole",
             fix=f"automodel export {folder.parent}, and report this with its config.yaml",
         )
     return gap
+
+
+def _compared(recipe: Recipe) -> str:
+    return "score" if recipe.as_classifier else "log-prob"
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype:
@@ -180,9 +196,13 @@ def _next_commands(session: Session, accuracy: Mapping[str, Accuracy]) -> str:
     asked = before_and_after(accuracy, 1)
     question = asked[0][0].question if asked else "Hello!"
     ask = f"pipeline('text-generation', '{session.run_dir / 'export'}')([dict(role='user', content={question!r})])"
+    use = f'python -c "from transformers import pipeline; print({ask})"'
+    if session.recipe.as_classifier:
+        node = f"{{_target_: automodel_cli.rollout.rewards.model.RewardModel, folder: {session.run_dir / 'export'}}}"
+        use = f"automodel grpo llm -c CONFIG 'rewards.model={node}'    rewards samples with it"
     return "\n".join(
         [
-            f'python -c "from transformers import pipeline; print({ask})"',
+            use,
             f"automodel resume {session.run_dir} train.max_steps={2 * session.num_steps}    trains on",
             "automodel recipes ls    more recipes; `automodel recipes cp` gives you one to edit",
         ]

@@ -1,0 +1,74 @@
+"""A reward model as a reward: the score that it gives a whole conversation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.rewards.base import Judged, Reward
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel(Reward):
+    """The score of a reward model for the conversation with its completion (`automodel rm llm` makes such a folder).
+
+    `folder`: what `AutoModelForSequenceClassification` loads, with one label, and its tokenizer, which renders and
+    tokenises the conversation as rows were for its training. It is read once, by the process that asks first, onto that
+    process's device. `dtype`: what it computes in. `chat_template` as in the data section; the tokenizer's by default.
+    """
+
+    folder: str
+    dtype: Dtype = "float32"
+    chat_template: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype={self.dtype} is no dtype to compute in", keys=("dtype",), fix="dtype=bfloat16")
+
+    def warm_up(self) -> None:
+        self._judge()
+
+    def score(self, sample: Judged) -> float:
+        return self._judge()([*sample.messages, {"role": "assistant", "content": sample.completion}])
+
+    def _judge(self) -> Callable[[list[dict[str, Any]]], float]:
+        return _loaded(self.folder, self.dtype, self.chat_template)
+
+
+@functools.cache
+def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[str, Any]]], float]:
+    """From messages to their score."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from automodel_cli.data.encoded import Encoded
+    from automodel_cli.data.formats import FORMATS
+    from automodel_cli.data.rows import RowError
+    from automodel_cli.data.template_choice import resolve_chat_template
+    from automodel_cli.data.tokenise import EncodeSpec, RowEncoder
+    from automodel_cli.models.classifier import load_classifier
+
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    model: torch.nn.Module = load_classifier(folder, getattr(torch, dtype))
+    model.to(device).requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = resolve_chat_template(chat_template, tokenizer)
+    spec = EncodeSpec(FORMATS["messages"], {}, template, mask="all", turns="whole")
+    encoder = RowEncoder(tokenizer, spec)
+
+    def judge(messages: list[dict[str, Any]]) -> float:
+        (found,) = encoder.encode([{"messages": messages}])
+        if not isinstance(found, Encoded):
+            reason = found.message if isinstance(found, RowError) else "it is no single document"
+            raise ValueError(f"the conversation cannot be rendered: {reason}")
+        ids_1T = torch.from_numpy(found.ids)[None].long().to(device)
+        with torch.no_grad():
+            return float(model(input_ids=ids_1T, use_cache=False).logits[0, 0].float())
+
+    return judge

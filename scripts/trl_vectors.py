@@ -1,0 +1,65 @@
+"""What TRL's own code says of given numbers, for tests/vectors/trl.json.
+
+    pip install trl==1.16.0 && python scripts/trl_vectors.py > tests/vectors/trl.json
+
+Every value comes out of a method or function of TRL; only what stands around it (models that answer with given logits,
+accelerators that gather from one process) is made here. Nothing but this script needs TRL.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from types import SimpleNamespace as Stub
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ACCELERATOR = Stub(gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, *_: x, num_processes=1)
+
+
+def reward() -> list[dict[str, Any]]:
+    """`RewardTrainer.compute_loss`: pairs of scores with and without margins, and a centre."""
+    from trl import RewardTrainer
+
+    torch.manual_seed(0)
+    cases = []
+    for margin in (False, True):
+        for center in (0.0, 0.05):
+            scores_2P = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+            margins_P = torch.rand(5, dtype=torch.float64)
+            trainer = Stub(
+                model=Stub(training=False),
+                args=Stub(center_rewards_coefficient=center or None),
+                accelerator=ACCELERATOR,
+                _total_train_tokens=0,
+                _metrics={"eval": defaultdict(list)},
+            )
+            inputs = {"margin": margins_P} if margin else {}
+
+            def model(of: Tensor = scores_2P, **_: Any) -> Any:
+                return Stub(logits=of.flatten()[:, None])
+
+            loss = RewardTrainer.compute_loss(trainer, model, inputs)
+            loss.backward()
+            assert scores_2P.grad is not None
+            cases.append(
+                {
+                    "margin": margin,
+                    "center": center,
+                    "scores_2P": scores_2P.tolist(),
+                    "margins_P": margins_P.tolist(),
+                    "loss": loss.item(),
+                    "gradient_2P": scores_2P.grad.tolist(),
+                    "accuracy": trainer._metrics["eval"]["accuracy"][0],
+                }
+            )
+    return cases
+
+
+if __name__ == "__main__":
+    import trl
+
+    made = {"trl": trl.__version__, "reward": reward()}
+    print(json.dumps(made, indent=1))
