@@ -44,6 +44,7 @@ COMMANDS = {
     "data": ("automodel_cli.cli.data", "data"),
     "runs": ("automodel_cli.cli.runs", "runs"),
     "import-config": ("automodel_cli.cli.import_config", "import_config"),
+    "report": ("automodel_cli.cli.report", "report"),
     "export": ("automodel_cli.cli.export", "export"),
     "recipes": ("automodel_cli.cli.recipes", "recipes"),
     "options": ("automodel_cli.cli.options", "options"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,17 @@ def shuffled(number: int, *seeds: int) -> np.ndarray:
     """
     words = np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]).generate_state(2, np.uint64)
     return np.argsort(np.random.Philox(key=words).random_raw(number), kind="stable")
+
+
+def length_histogram(lengths: np.ndarray) -> dict[str, Any]:
+    """`text`, `edges` and `counts` of at most 32 equal bins from 0 to the longest."""
+    longest = int(lengths.max(initial=1))
+    width = -(-longest // min(32, longest))
+    edges = np.arange(0, longest + width, width)
+    counts, _ = np.histogram(lengths, edges)
+    median = int(np.median(lengths)) if len(lengths) else 0
+    text = f"{len(lengths):,} documents by tokens, median {median:,}, longest {longest:,}"
+    return {"text": text, "edges": edges.tolist(), "counts": counts.tolist()}
 
 
 class PackedDataset:
@@ -61,6 +73,17 @@ class PackedDataset:
     def contents(self) -> list[tuple[str, str]]:
         """Files and hash of every dataset."""
         return [(", ".join(store.meta["files"]), store.content) for store in self.stores]
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Of each dataset its name, how long its documents (or pieces of them) are, and which shares of its tokens are
+        trained and of its rows are filled, in 0..1."""
+        found = []
+        for store, (name, _) in zip(self.stores, self.contents, strict=True):
+            num_tokens = int(store.offsets[-1])
+            trained = int(store.num_label_tokens.sum()) / max(1, num_tokens)
+            fill = num_tokens / (self.row_len * store.num_rows) if self.row_len and store.num_rows else None
+            found.append({"name": name, "trained": trained, "fill": fill, **length_histogram(np.diff(store.offsets))})
+        return found
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,7 @@ from automodel_cli.data.chat import ChatEncoder
 from automodel_cli.data.checksums import Checksum
 from automodel_cli.data.columns import check_mapped
 from automodel_cli.data.config import DataConfig, SourceConfig
-from automodel_cli.data.dataset import shuffled
+from automodel_cli.data.dataset import length_histogram, shuffled
 from automodel_cli.data.documents import Conversation
 from automodel_cli.data.encoded import encode_texts
 from automodel_cli.data.formats import format_name, named, prompt_format
@@ -64,6 +64,15 @@ class PromptDataset:
         """Ids, label mask (no token of a prompt is trained) and bounds, as of a packed row."""
         ids = np.array(self.prompts[row].tokens, np.int64)
         return ids, np.zeros(len(ids), np.uint8), np.array([0, len(ids)])
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """See `PackedDataset.statistics`; prompts are not packed, and none of their tokens is trained."""
+        bounds = self.first_rows.tolist()
+        parts = [self.prompts[begin:end] for begin, end in itertools.pairwise(bounds)]
+        return [
+            {"name": name, **length_histogram(np.array([len(prompt.tokens) for prompt in part], np.int64))}
+            for part, (name, _) in zip(parts, self.contents, strict=True)
+        ]
 
     def mean_context(self) -> float:
         """Mean tokens of a prompt; responses come on top."""

@@ -27,6 +27,8 @@ from automodel_cli.pipelining.megatron_core.runtime import EagerConnections, Eag
 from automodel_cli.pipelining.mesh_axes import Axes, default_device
 from automodel_cli.pipelining.schedule.schedules import check_composition
 from automodel_cli.pipelining.spelling import as_yaml
+from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
+from automodel_cli.pipelining.timeline.svg import draw_svg
 from automodel_cli.pipelining.torch_runtime import compat as torch_compat
 from automodel_cli.pipelining.torch_runtime import contributions
 from automodel_cli.pipelining.torch_runtime.compat import Runtime, Stage
@@ -302,6 +304,12 @@ class PipelineStages:
     @property
     def stage_owners(self) -> tuple[int, ...]:
         return self._planned().owner
+
+    def schedule_svg(self, num_microbatches: int) -> str:
+        """See `Stages.schedule_svg`; stages count as equally long."""
+        program = self._planned().program(num_microbatches)
+        title = f"{program.schedule}, {num_microbatches} microbatches, stages drawn equally long"
+        return draw_svg(simulate(program, even_costs(program)), title=title)
 
     @property
     def boundary_dtype(self) -> torch.dtype:

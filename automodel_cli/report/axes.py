@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 Point = tuple[float, float]
+
+
+def series(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+    """(step, value) of the rows of metrics.jsonl that have a finite value."""
+    return [
+        (float(row["step"]), float(row[key]))
+        for row in rows
+        if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])
+    ]
+
+
+def step_range(steps: Sequence[float]) -> tuple[float, float]:
+    """What the x axis covers; from 0 where the steps begin near it, and never empty."""
+    low, high = min(steps), max(steps)
+    return (0.0 if low <= max(1.0, 0.05 * high) else low, high) if high > low else (low - 1, high + 1)
 
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from automodel_cli.report.axes import Point, nice_ticks, padded_range, smoothed, thinned, tick_label
+from automodel_cli.report.axes import Point, nice_ticks, padded_range, series, smoothed, step_range, thinned, tick_label
 
 WIDTH = 880
 _LEFT, _RIGHT, _TOP = 64, 24, 64
-_LOSS_HEIGHT, _NORM_HEIGHT, _METRIC_HEIGHT, _GAP, _BOTTOM = 300, 84, 160, 44, 46
+_LOSS_HEIGHT, _NORM_HEIGHT, _GAP, _BOTTOM = 300, 84, 44, 46
 _MOST_POINTS = 600
 _SMOOTH_FROM = 30  # fewer steps than this are shown as they are
 
@@ -53,14 +52,14 @@ def loss_curve_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
 
     Long runs are averaged to a few hundred points. From 30 steps on the raw loss is pale under its moving average.
     """
-    train, val = _series(rows, "loss"), _series(rows, "val_loss")
-    norm = _series(rows, "grad_norm")
+    train, val = series(rows, "loss"), series(rows, "val_loss")
+    norm = series(rows, "grad_norm")
     height = _TOP + _LOSS_HEIGHT + (_GAP + _NORM_HEIGHT if norm else 0) + _BOTTOM
     parts = [_text(_LEFT, 30, title, "lc-text", size=17, weight=600)]
     if not train and not val:
         parts.append(_text(WIDTH / 2, height / 2, "no step was recorded", "lc-dim", anchor="middle"))
         return _document(height, title, parts)
-    x_range = _x_range([x for x, _ in train + val + norm])
+    x_range = step_range([x for x, _ in train + val + norm])
     loss_panel = _Panel(_TOP, _LOSS_HEIGHT, x_range, padded_range([y for _, y in train + val]))
     parts += _frame(loss_panel, "loss", labels_x=not norm)
     parts += _losses(loss_panel, train, val)
@@ -70,32 +69,6 @@ def loss_curve_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
         parts += _frame(panel, "gradient norm", labels_x=True, about=3)
         parts.append(_line(panel, thinned(norm, _MOST_POINTS), "lc-norm", 1.4))
     return _document(height, title, parts)
-
-
-def metric_svg(rows: Sequence[Mapping[str, Any]], key: str, name: str) -> str:
-    """One recorded number over steps, and `val_KEY` where it was measured; empty where there is none."""
-    train, val = _series(rows, key), _series(rows, f"val_{key}")
-    if not train:
-        return ""
-    height = _TOP + _METRIC_HEIGHT + _BOTTOM
-    panel = _Panel(
-        _TOP, _METRIC_HEIGHT, _x_range([x for x, _ in train + val]), padded_range([y for _, y in train + val])
-    )
-    parts = [*_frame(panel, name, labels_x=True), *_losses(panel, train, val), *_legend(train, val)]
-    return _document(height, name, parts)
-
-
-def _series(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    return [
-        (float(row["step"]), float(row[key]))
-        for row in rows
-        if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])
-    ]
-
-
-def _x_range(steps: Sequence[float]) -> tuple[float, float]:
-    low, high = min(steps), max(steps)
-    return (0.0 if low <= max(1.0, 0.05 * high) else low, high) if high > low else (low - 1, high + 1)
 
 
 def _losses(panel: _Panel, train: list[Point], val: list[Point]) -> list[str]:

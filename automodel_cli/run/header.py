@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.launch import startup
 from automodel_cli.report.software_versions import environment
 from automodel_cli.run.recipe import Recipe
+from automodel_cli.runs.page import SCHEDULE
 
 if TYPE_CHECKING:
     from automodel_cli.run.session import Session
@@ -42,7 +44,7 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
 
 
 def describe(session: Session, about: Mapping[str, str]) -> None:
-    """Keep `about` and where the run runs in its record."""
+    """Keep `about`, where the run runs and what it reads in its record. Rank 0 only."""
     device = session.mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     session.record.describe_attempt(
@@ -52,8 +54,15 @@ def describe(session: Session, about: Mapping[str, str]) -> None:
         recipe=session.recipe.kind,
         num_steps=session.num_steps,
         about=dict(about),
-        data={"contents": [list(pair) for pair in session.data.train.contents]},
+        data={
+            "contents": [list(pair) for pair in session.data.train.contents],
+            "statistics": session.data.train.statistics(),
+        },
+        layout=dataclasses.asdict(session.mesh.layout),
     )
+    num_microbatches = session.recipe.train.num_microbatches(session.mesh.dp_size)
+    if picture := session.model.stages.schedule_svg(num_microbatches):
+        (session.run_dir / SCHEDULE).write_text(picture, encoding="utf-8")
 
 
 def _model_name(recipe: Recipe) -> str:

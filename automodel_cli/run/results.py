@@ -18,11 +18,11 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models.export import discard_staged, export_hf, is_first_rank, publish, staging, verify_export
 from automodel_cli.models.lora import save_adapters
 from automodel_cli.models.tokenizer import load_tokenizer
-from automodel_cli.report.html import ShownSample, write_report
-from automodel_cli.report.software_versions import environment
+from automodel_cli.report.page import ShownSample
 from automodel_cli.run.answers import Accuracy, Answer, before_and_after
+from automodel_cli.runs.page import write_own_page
+from automodel_cli.runs.record import summary_of
 from automodel_cli.training.checkpoint import Checkpointer
-from automodel_cli.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from automodel_cli.data.dataset import PackedDataset
@@ -48,8 +48,9 @@ def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType
         )
     compared = f"max |{_compared(session.recipe)} difference| {gap:.1e}"
     footer = [("export", f"{folder}   reloaded with transformers, {compared}")]
+    _record(session, accuracy)
     if session.is_main and session.recipe.logging.report:
-        footer.append(("report", str(_write_report(session, accuracy))))
+        footer.append(("report", str(write_own_page(session.run_dir, state="finished"))))
     footer += [("answer", _shown(after, before)) for after, before in before_and_after(accuracy, 3)]
     footer.append(("next", _next_commands(session, accuracy)))
     session.meter.footer(footer)
@@ -165,25 +166,16 @@ def _card(session: Session) -> str:
     return "\n".join(lines)
 
 
-def _write_report(session: Session, accuracy: Mapping[str, Accuracy]) -> Path:
-    rows = read_metrics(session.run_dir / "metrics.jsonl")
-    numbers = {key: f"{value:.4g}" for key, value in session.meter.summary().items() if value is not None}
+def _record(session: Session, accuracy: Mapping[str, Accuracy]) -> None:
+    """Keep final figures and answers in the run's record."""
+    numbers = summary_of(session.meter.summary())
     for when, found in accuracy.items():
         numbers[f"accuracy {when}"] = f"{found.share:.1%}"
     samples = [
         ShownSample(after.question, after.completion, before.completion if before else None, after.answer)
-        for after, before in before_and_after(accuracy, 3)
+        for after, before in before_and_after(accuracy, 8)
     ]
-    device = session.mesh.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return write_report(
-        session.run_dir,
-        rows=rows,
-        numbers=numbers,
-        environment=environment(name, session.mesh.layout.world_size),
-        config_yaml=session.source.to_yaml(),
-        samples=samples,
-    )
+    session.record.describe(numbers=numbers, samples=[dataclasses.asdict(sample) for sample in samples])
 
 
 def _shown(after: Answer, before: Answer | None) -> str:

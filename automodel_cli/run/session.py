@@ -238,7 +238,8 @@ class Session:
         """What is about to run, before the first step: shown, and kept in the run's record."""
         rows = header_rows(self)
         self.meter.header(rows)
-        describe(self, dict(rows[1:]))
+        if self.is_main:
+            describe(self, dict(rows[1:]))
 
     def _resume(self) -> int:
         path = self.checkpointer.resume_path()
@@ -309,7 +310,8 @@ def open_session(
                     succeeded = True
                 finally:
                     session.close(succeeded=succeeded)
-                record.describe(numbers=summary_of(session.meter.summary()))
+                if session.stopped_by:
+                    record.describe(numbers=summary_of(session.meter.summary()))
                 record.end("interrupted" if session.stopped_by else "finished")
     finally:
         process_group.stop()

@@ -35,7 +35,7 @@ def details(run: Run) -> Iterator[tuple[str, str]]:
     if run.state == "running":
         yield "next", f"automodel runs tail {run.folder}"
     elif run.state == "finished":
-        yield "next", f"automodel resume {run.folder} train.max_steps={2 * run.step}"
+        yield "next", f"automodel report {run.folder}"
     else:
         yield "next", f"automodel resume {run.folder}"
 

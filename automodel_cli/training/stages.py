@@ -57,6 +57,10 @@ class Stages(Protocol):
         """Of the hidden states between stages; None where there is nothing between."""
         ...
 
+    def schedule_svg(self, num_microbatches: int) -> str:
+        """The timeline of a step as a picture; "" where nothing is cut."""
+        ...
+
     def takes(self, num_microbatches: int) -> bool:
         """Whether a step may have so many microbatches, with equally many for every rank to wait for."""
         ...
@@ -110,6 +114,9 @@ class SingleStage:
     @property
     def boundary_dtype(self) -> None:
         return None
+
+    def schedule_svg(self, num_microbatches: int) -> str:
+        return ""
 
     def takes(self, num_microbatches: int) -> bool:
         return True

@@ -106,8 +106,23 @@ def test_a_name_that_is_no_run_is_answered(home: Path) -> None:
         assert refused.returncode == 2 and "no run at frist" in refused.stderr
 
 
-def test_runs_imports_no_torch(home: Path) -> None:
-    for arguments in (("ls",), ("show", "first"), ("diff", "first", "second"), ("clean",)):
-        command = [sys.executable, "-c", PROBE, "torch,transformers,hydra", "runs", *arguments]
+def test_report_of_several_runs_says_what_differs_and_that_of_one_is_in_its_folder(home: Path) -> None:
+    written = automodel(home, "report", "first", "second", "broken", "--out", "all.html")
+    assert written.stdout == "all.html\n", written.stderr
+    page = (home / "all.html").read_text()
+    assert "<td>optimizer.lr</td><td>0.001</td><td>0.5</td><td>1e+30</td>" in page
+    own = home / "runs/first/report.html"
+    at_its_end = own.read_text()
+    assert "<dd>finished</dd>" in at_its_end and "automodel finetune llm -c tiny.yaml" in at_its_end
+    assert "400 documents by tokens" in at_its_end and "<th>before</th><th>after</th>" in at_its_end
+    own.unlink()
+    assert automodel(home, "report", "first").stdout == "runs/first/report.html\n"
+    assert own.read_text() == at_its_end
+
+
+def test_no_torch_is_imported(home: Path) -> None:
+    shown = (("ls",), ("show", "first"), ("diff", "first", "second"), ("clean",))
+    for words in (*(("runs", *arguments) for arguments in shown), ("report", "first", "second", "--out", "x.html")):
+        command = [sys.executable, "-c", PROBE, "torch,transformers,hydra", *words]
         done = subprocess.run(command, cwd=home, env=environment(home), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

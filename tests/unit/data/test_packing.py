@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.dataset import length_histogram
 from automodel_cli.data.packing import Packed, Pieces, best_fit_decreasing, cut_long, pack
 
 
@@ -120,3 +121,14 @@ def test_what_happens_to_long_documents():
 def test_lengths_that_no_bin_holds_are_our_bug():
     with pytest.raises(ValueError, match=r"lengths 1\.\.5 do not fit"):
         best_fit_decreasing(np.array([1, 5]), 4)
+
+
+@pytest.mark.parametrize("longest", [1, 7, 32, 33, 5000])
+def test_every_document_is_in_one_bin_of_the_histogram_of_lengths(longest: int) -> None:
+    lengths = np.random.default_rng(longest).integers(1, longest + 1, 999)
+    found = length_histogram(lengths)
+    edges, counts = found["edges"], found["counts"]
+    assert len(counts) <= 33 and edges[0] == 0 and edges[-1] >= lengths.max()
+    for begin, end, count in zip(edges, edges[1:], counts, strict=False):
+        last = end == edges[-1]
+        assert count == sum(begin <= length < end or (last and length == end) for length in lengths.tolist())

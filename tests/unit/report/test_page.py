@@ -9,10 +9,13 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
+import torch
 
 from automodel_cli.report.axes import nice_ticks, padded_range, smoothed, thinned, tick_label
 from automodel_cli.report.curve import loss_curve_svg
-from automodel_cli.report.html import ShownSample, write_report
+from automodel_cli.report.page import Dataset, ShownRun, ShownSample, page_html
+from automodel_cli.report.panel import panel_svg
+from automodel_cli.report.pictures import layout_svg
 from automodel_cli.report.software_versions import environment
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -126,45 +129,69 @@ class Links(HTMLParser):
         self.found += [name for name, _ in attrs if name in ("src", "href", "onload", "onclick")]
 
 
-def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
-    run_dir = tmp_path / "quick-0001"
-    run_dir.mkdir()
-    path = write_report(
-        run_dir,
-        rows=rows(50, every=10),
-        numbers={"loss": "0.08", "val loss": "0.09"},
-        environment=environment("cpu", 2),
-        config_yaml="model: {pretrained: <script>alert(1)</script>}",
-        samples=[ShownSample("2+3?", "5", before="<b>", expected="5"), ShownSample("1+1?", "2")],
+def test_the_page_is_whole_escaped_and_loads_nothing():
+    page = page_html(
+        [
+            ShownRun(
+                name="quick-0001",
+                rows=rows(50, every=10),
+                numbers={"loss": "0.08", "val loss": "0.09"},
+                environment=environment("cpu", 2),
+                config_yaml="model: {pretrained: <script>alert(1)</script>}",
+                samples=[ShownSample("2+3?", "5", before="<b>", expected="5"), ShownSample("1+1?", "2")],
+                command="automodel finetune llm -c quickstart 'run_name=a&b'",
+                data=[Dataset("x.jsonl", "2 documents", [0, 8, 16], [1, 1], trained=0.25, fill=0.5)],
+                layout={"pp": 2, "dp_shard": 2, "tp": 2},
+            )
+        ]
     )
-    page = path.read_text()
     links = Links()
     links.feed(page)
     assert links.found == []
     for text in ("quick-0001", "0.08", "2 x cpu", "torch", "&lt;script&gt;alert(1)", "&lt;b&gt;", "before", "<svg"):
         assert text in page, text
-    assert path.stat().st_size < 40_000
-    assert ET.fromstring((run_dir / "loss.svg").read_text()).tag == f"{SVG}svg"
+    for text in ("run_name=a&amp;b", "25.0% trained", "rows 50.0% full", "8 ranks: pp 2 x dp_shard 2 x tp 2"):
+        assert text in page, text
+    assert len(page) < 60_000
 
 
-def test_columns_without_content_are_not_shown(tmp_path):
-    path = write_report(
-        tmp_path, rows=[], numbers={}, environment={}, config_yaml="", samples=[ShownSample("2+3?", "5")]
-    )
-    assert "<th>after</th>" in path.read_text() and "<th>before</th>" not in path.read_text()
+def test_columns_without_content_are_not_shown():
+    page = page_html([ShownRun("x", [], samples=[ShownSample("2+3?", "5")])])
+    assert "<th>after</th>" in page and "<th>before</th>" not in page
 
 
-def test_reinforcement_learning_leads_with_rewards(tmp_path):
+def test_reinforcement_learning_leads_with_rewards():
     """What says how it goes stands first, in the curves as in the tiles; long names have places to break."""
     keys = ("reward", "response_length", "entropy", "token_mult_prob_error")
     learnt = [{**row, **dict.fromkeys(keys, 1.0)} for row in rows(40)]
     numbers = {"loss": "0.08", "sampling_importance_ratio": "1", "reward": "0.7", "val_reward": "0.6", "lr": "1"}
-    path = write_report(tmp_path, rows=learnt, numbers=numbers, environment={}, config_yaml="")
-    page = path.read_text()
-    headings = re.findall("<h2>(.*?)</h2>", page)[:5]
+    page = page_html([ShownRun("x", learnt, numbers)])
+    headings = re.findall("<figcaption><b>(.*?)</b>", page)[:5]
     assert headings == ["Reward", "Response length", "Entropy", "Mismatch of sampler and trainer", "Loss"]
     tiles = re.findall("<dt>(.*?)</dt>", page)
     assert tiles == ["reward", "val reward", "loss", "sampling importance ratio", "lr"]
-    plain = write_report(tmp_path, rows=rows(40), numbers={"loss": "1", "lr": "1"}, environment={}, config_yaml="")
-    assert re.findall("<h2>(.*?)</h2>", plain.read_text())[0] == "Loss"
-    assert re.findall("<dt>(.*?)</dt>", plain.read_text()) == ["loss", "lr"]
+    plain = page_html([ShownRun("x", rows(40), {"loss": "1", "lr": "1"})])
+    assert re.findall("<figcaption><b>(.*?)</b>", plain)[0] == "Loss"
+    assert re.findall("<dt>(.*?)</dt>", plain) == ["loss", "lr"]
+
+
+def test_several_runs_share_axes_and_each_has_its_colour():
+    """Curves of two runs on one plane: equal values lie at equal heights, whichever run they belong to."""
+    slower = [{**row, "loss": row["loss"] * 2} for row in rows(20)]
+    svg = panel_svg([rows(20), slower], "loss", label="Loss")
+    first, second = (lines(svg.replace("<svg", f'<svg xmlns="{SVG[1:-1]}"'), f"line c{index}")[0] for index in (0, 1))
+    assert first[0][1] == pytest.approx(second[1][1], abs=0.11), "4.0 of step 1 and of step 2"
+    assert first[0][0] == second[0][0] and first[0][1] > second[0][1]
+    page = page_html([ShownRun("a", rows(20), {"loss": "0.2"}), ShownRun("b", slower)], [["optimizer.lr", "1", "2"]])
+    assert '<i class="c0"></i>a' in page and '<i class="c1"></i>b' in page
+    assert "<td>optimizer.lr</td><td>1</td><td>2</td>" in page
+
+
+def test_ranks_are_numbered_as_the_mesh_numbers_them():
+    """Row-major with pp outermost and tp innermost, against the mesh that torch would build."""
+    svg = layout_svg({"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2})
+    cells = re.findall(r'<rect class="c(\d)" x="(\d+)" y="(\d+)".*?\n<text class="in".*?>(\d+)<', svg)
+    mesh = torch.arange(8).view(2, 2, 2)
+    for stage in range(2):
+        block = [(int(y), int(x), int(rank)) for c, x, y, rank in cells if int(c) == stage]
+        assert [rank for *_, rank in sorted(block)] == mesh[stage].flatten().tolist()
