@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d
 
+T = TypeVar("T")
 _timeout: timedelta | None = None
+_STORE_TIMEOUT = timedelta(seconds=10)
+_RECORDED = "2000"
+"""Collectives that the flight recorder keeps: some hundred bytes each."""
 
 
 def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.device:
@@ -25,6 +31,7 @@ def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.devi
     global _timeout
     assert not dist.is_initialized(), "the process group was started twice"
     _timeout = timeout = timedelta(minutes=timeout_minutes)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device, backends = _device_and_backends(backend)
     bound_device = device if device.type == "cuda" else None  # lets nccl connect now, with the right GPU
@@ -45,6 +52,33 @@ def hold_timeout() -> None:
     if _timeout is not None:
         for group in list(distributed_c10d._world.pg_map):
             distributed_c10d._set_pg_timeout(_timeout, group)
+
+
+def own_store() -> dist.Store | None:
+    """A connection of its own to the store that the ranks met at, for another thread; None where one process is all."""
+    if dist.get_world_size() == 1:
+        return None
+    store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    assert isinstance(store, dist.Store)
+    store.set_timeout(_STORE_TIMEOUT)
+    return store
+
+
+def try_store(ask: Callable[[dist.Store], T], store: dist.Store) -> T | None:
+    """What the store answers; None where it does not, because the process that holds it is gone or stopped."""
+    try:
+        return ask(store)
+    except (RuntimeError, ValueError):  # torch's DistError is a RuntimeError
+        return None
+
+
+def recorded_collectives() -> bytes | None:
+    """torch's flight recorder as JSON: the last collectives of this rank, nccl's and gloo's; None where there is none.
+
+    torch 2.11 to 2.13 have it under this name.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    return None if dump is None else dump()
 
 
 def stop() -> None:

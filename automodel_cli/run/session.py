@@ -38,6 +38,7 @@ from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.checkpoint_dir import CheckpointDir
 from automodel_cli.training.config import CheckpointConfig
 from automodel_cli.training.flops import device_peak_flops, training_flops_per_token
+from automodel_cli.training.hang_watch import HangWatch
 from automodel_cli.training.lr_scheduler import build_lr_scheduler
 from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
 from automodel_cli.training.meter import Machine, Meter, Scalar
@@ -103,6 +104,7 @@ class Session:
             resume_step=self.first_step,
             tracked_config=source.public(),
         )
+        self.watch = HangWatch(recipe.train.step_timeout, run_dir / "logs", lambda: stop.how_to_go_on(run_dir))
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
         self.callbacks = Callbacks(self, self._callback_states)
         if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
@@ -118,9 +120,14 @@ class Session:
             self.print(f"the state of callback {name} in the checkpoint is dropped: this run does not have it")
         self._validate_what_is_owed()
         self.meter.start()
+        with self.watch:
+            yield from self._steps()
+
+    def _steps(self) -> Iterator[tuple[int, list[Any]]]:
         for step in range(self.first_step + 1, self.num_steps + 1):
             self.profiler.before(step)
             self._noticed = None
+            self.watch.step(step)
             yield step, self.loader.next_step()
             self.profiler.after(step)
             validates = self.recipe.validation.due(step, self.num_steps)
@@ -184,6 +191,7 @@ class Session:
                 max_grad_norm=self.recipe.train.max_grad_norm,
                 hooks=self.model.step_hooks,
                 notice=lambda: stop.requested() or 0,
+                progress=self.watch.tick,
             )
         except NonFiniteError as error:
             raise error.located(step, self.data.train.describe) from error
@@ -192,7 +200,7 @@ class Session:
         """Measure and record what says how good the model is on the validation rows, if there are any."""
         if self.data.validation is None:
             return
-        with self.meter.pause():
+        with self.meter.pause(), self.watch.long("a validation"):
             self._metrics = self.callbacks.validation(step)
         self.last_validation = step, self._metrics
         self.meter.validation(step, **self._metrics)
@@ -206,7 +214,7 @@ class Session:
 
     def save(self, step: int) -> None:
         """Write a checkpoint of everything the next step depends on."""
-        with self.meter.pause():
+        with self.meter.pause(), self.watch.long("a checkpoint"):
             self.checkpointer.save(
                 step,
                 self.model.parts,
@@ -272,6 +280,7 @@ class Session:
 
     def close(self, *, succeeded: bool) -> None:
         """Finish what is in flight. Also called when the run fails."""
+        self.watch.stop()
         with self.at_exit:
             failure = self.callbacks.end(succeeded=succeeded)
             self.profiler.close()

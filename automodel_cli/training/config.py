@@ -29,6 +29,9 @@ class TrainConfig:
     own. The run ends at `max_steps` or after `epochs`, whichever comes first; at least one is given.
     `max_grad_norm=None` does not clip (the norm is still measured). `deterministic` makes torch refuse kernels
     without a reproducible result.
+    `step_timeout`: seconds after which a rank that comes no further is named, with the stacks of all, and the run ends;
+    `auto` is ten times the slowest step so far, at least 300; null does not watch. First steps (compilation),
+    validations and checkpoints may always take 25 minutes.
     """
 
     global_batch_size: int
@@ -39,6 +42,7 @@ class TrainConfig:
     deterministic: bool = False
     cpu_threads: int | None = None
     """Threads of torch on each rank's CPU; null: what the launcher gives it."""
+    step_timeout: float | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         _positive(
@@ -49,6 +53,7 @@ class TrainConfig:
             max_steps=self.max_steps,
             epochs=self.epochs,
             max_grad_norm=self.max_grad_norm,
+            step_timeout=None if self.step_timeout == "auto" else self.step_timeout,
         )
         if self.max_steps is None and self.epochs is None:
             raise ConfigError(

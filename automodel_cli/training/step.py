@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
@@ -79,11 +80,12 @@ def train_step(
     max_grad_norm: float | None,
     hooks: Sequence[StepHook] = (),
     notice: Callable[[], int] = lambda: 0,
+    progress: Callable[[str], None] = lambda where: None,
 ) -> StepResult:
     """One optimizer step over this rank's microbatches; every rank must bring equally many.
 
     `notice` gives a number, 0 to 31, for all ranks to know after the step (a signal that this one received). It is
-    asked after backward.
+    asked after backward. `progress` hears how far the step is, without waiting for anything.
 
     The denominator of the loss is summed over ranks before the first forward, so each microbatch is divided once, by
     the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss (with
@@ -97,18 +99,23 @@ def train_step(
     for hook in hooks:
         hook.begin(batches)
 
+    seen = itertools.count(1)
+    progress("the first forward")
+
     def loss_of(output: HeadOutput, batch: Batch) -> Tensor:
+        progress(f"microbatch {next(seen)} of {len(batches)}")
         tally.add(output, batch)
         return objective(output, batch) / weight
 
     local_loss = stages.forward_backward(batches, loss_of, request_of(objective))
+    progress("the gradient norm")
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
     total = _over_all_ranks(torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()]), notice(), mesh)
     loss, num_bad_norms, sums, notices = total[0], total[1], total[2:-_NUM_NOTICES], total[-_NUM_NOTICES:]
     is_good = loss.isfinite() & (num_bad_norms == 0)
     launched = step_unless(~is_good, optimizer, mesh.device)
     noticed = (notices.sign() * torch.arange(_NUM_NOTICES, device=mesh.device)).amax()
-    answer = torch.where(is_good, noticed, -1.0).item()  # the one host synchronisation
+    answer = wait_for_device(torch.where(is_good, noticed, -1.0))
     if answer < 0:
         _refuse(loss, grad_norm, weight, stages, batches)
     if not launched:
@@ -118,6 +125,11 @@ def train_step(
     for hook in hooks:
         metrics |= hook.finish()
     return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics, notice=int(answer))
+
+
+def wait_for_device(value: Tensor) -> float:
+    """The one host synchronisation of a step: a stack that ends here waits for the device, and so for other ranks."""
+    return value.item()
 
 
 def _is_bad(grad_norm: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ Faults of single parts are tested with those parts: checkpoints (unit/training),
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -207,6 +209,61 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
     assert "ValueError: a bug on one rank" in (tmp_path / "runs/config/logs/rank-1.log").read_text()
 
 
+def _sleep_on_rank_1(rank, world, folder):
+    def then(step, opened):
+        if step == 3:
+            opened.save(step)
+            if rank == 1:
+                time.sleep(60)
+
+    return _train(rank, world, folder, "mesh.dp_size=2", "train.step_timeout=1", then=then)
+
+
+def test_a_rank_that_hangs_is_named_with_what_the_others_wait_in(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        launch_all(_sleep_on_rank_1, 2, tmp_path, process_group=False)
+    said, logs = str(failure.value), tmp_path / "runs/config/logs"
+    assert time.monotonic() - began < 30
+    assert re.search(
+        r"RunError: rank 1 \(process \d+ on \S+\) stands still: is in then \(e2e/test_faults.py:\d+\)", said
+    )
+    assert "last heard of in step 3, after a checkpoint" in said and "the other one waits in " in said
+    assert re.search(r"\(gloo:\w+ of [\w ]+, group 0/default_pg\)", said), (
+        "torch's flight recorder names the collective"
+    )
+    assert "goes on from step-000003" in said
+    for rank, where in enumerate(("all_gather|all_reduce", "in then")):
+        assert re.search(where, (logs / f"rank-{rank}.stacks").read_text()), f"the stack of rank {rank}"
+    assert json.loads((logs / "rank-0.collectives.json").read_bytes())["entries"]
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    """SIGSTOP: nothing comes from it any more, no stack either; the launcher ends it with the others."""
+    write_config(tmp_path)
+    more = ("mesh.dp_size=2", "train.max_steps=4000", "data.num_workers=1", "train.step_timeout=3")
+    process = start_cold(tmp_path, "tiny.yaml", *more)
+    os.kill(frozen := _rank_1_of(process, tmp_path, rows=12), signal.SIGSTOP)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert f"RunError: rank 1 (process {frozen} on " in output
+    assert "tells nothing any more (stopped, or in C code)" in output and "the other one waits in " in output
+    assert "automodel resume runs/tiny   (goes on from step-000010)" in output
+    assert not Path(f"/proc/{frozen}").exists()
+
+
+def _rank_1_of(process: subprocess.Popen[str], folder: Path, *, rows: int) -> int:
+    """The process of rank 1, once `rows` steps are recorded."""
+    written = folder / "runs/tiny/metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (written.exists() and written.read_bytes().count(b"\n") >= rows):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    return next(int(pid) for pid in children if "RANK=1" in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+
+
 def test_a_damaged_checkpoint_through_the_command_line(tmp_path: Path) -> None:
     """`doctor RUN` names the file, `resume` goes back behind it aloud and trains the lost steps again."""
     write_config(tmp_path)
@@ -236,14 +293,7 @@ def test_a_damaged_checkpoint_through_the_command_line(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on_with_it(tmp_path: Path) -> None:
     write_config(tmp_path)
     process = start_cold(tmp_path, "tiny.yaml", "mesh.dp_size=2", "train.max_steps=30", "data.num_workers=1")
-    rows = tmp_path / "runs/tiny/metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (rows.exists() and rows.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    stopped = next(int(pid) for pid in children if "RANK=1" in Path(f"/proc/{pid}/environ").read_text().split("\0"))
-    os.kill(stopped, signal.SIGSTOP)
+    os.kill(stopped := _rank_1_of(process, tmp_path, rows=2), signal.SIGSTOP)
     time.sleep(8)
     os.kill(stopped, signal.SIGCONT)
     output, _ = process.communicate(timeout=200)
