@@ -1,0 +1,39 @@
+"""Fenced blocks of the documentation's pages: which are files, which are commands, and which of these are not run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCE = re.compile(
+    r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]*)\")?\n(?P<text>.*?)^```$",
+    re.M | re.S,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """`title` names the file that the text is; `note` is the comment above the fence: why its commands are not run."""
+
+    language: str
+    title: str | None
+    note: str | None
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found = _FENCE.finditer(page.read_text(encoding="utf-8"))
+    return [Block(m["language"], m["title"], m["note"], m["text"]) for m in found]
+
+
+def commands(page: Path) -> list[str]:
+    """Every `automodel ...` command line of a page, in fences, indented blocks and inline code; without comments."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^(?: {4})?(automodel (?!-)[^\n]*)$", text, re.M) + re.findall(
+        r"`(automodel (?!-)[^`\n]+)`", text
+    )
+    single = [part.strip() for line in lines for part in re.split(r"&&|\|", re.sub(r" #.*| {3,}.*", "", line))]
+    return [line for line in single if line.startswith("automodel ")]

@@ -1,0 +1,53 @@
+"""The documentation names commands, options, recipes and keys that exist (e2e/test_tutorials.py runs the tutorials)."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import click
+import pytest
+
+from automodel_cli.cli.main import cli
+from automodel_cli.config import bundled
+from tests.pages import PAGES, ROOT, commands
+
+KEYS = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "config.md").read_text(encoding="utf-8"), re.M))
+
+
+def wrong(line: str) -> list[str]:
+    """What of a command line does not exist. Capital words and brackets stand for what a user has."""
+    words = [word for word in shlex.split(re.sub(r"[\[\](]", " ", line))[1:] if word not in ("...", "…", ">")]
+    command: click.Command = cli
+    context = click.Context(cli)
+    while words and isinstance(command, click.Group) and (found := command.get_command(context, words[0])):
+        command, words = found, words[1:]
+    if isinstance(command, click.Group) and command is cli:
+        return [line]
+    options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    bad = [word for word in words if word.startswith("-") and word.split("=")[0] not in options | {"--help"}]
+    for before, word in zip(["", *words], words, strict=False):
+        if before in ("-c", "--conf") and word.islower() and not word.endswith(".yaml") and word not in bundled.names():
+            bad.append(f"no recipe {word}")
+        key = re.fullmatch(r"\+{0,2}([a-z_]\w*(?:\.\w+)*)=.*", word, re.S)
+        if key and not before.startswith("--") and key[1] not in KEYS:
+            bad.append(f"no key {key[1]}")
+    return bad
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_name_what_exists(page):
+    assert [f"{line}: {bad}" for line in commands(page) if (bad := wrong(line))] == []
+
+
+def test_a_wrong_command_is_noticed():
+    assert wrong("automodel tune -c quickstart") == ["automodel tune -c quickstart"]
+    assert wrong("automodel plan -c quickstart --gpu 8") == ["--gpu"]
+    assert wrong("automodel finetune llm -c quick") == ["no recipe quick"]
+    assert wrong("automodel finetune llm -c x.yaml optimizer.lrr=1") == ["no key optimizer.lrr"]
+    assert wrong("automodel finetune llm -c x.yaml optimizer.lr=1 parallelizer=ddp") == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in PAGES if p.name != "README.md")
