@@ -68,6 +68,13 @@ class GRPORecipe(Recipe):
                 keys=("objective", "rollout.passes", "train.global_batch_size"),
                 fix=f"rollout.passes=1 train.global_batch_size={rollout.samples_per_step}",
             )
+        critic = "old_values_BT" in self.objective.columns
+        if critic != (rollout.baseline == "critic"):
+            raise ConfigError(
+                f"rollout.baseline={rollout.baseline}, but this objective trains {'a' if critic else 'no'} critic",
+                keys=("rollout.baseline", "objective"),
+                fix="rollout.baseline=critic" if critic else "objective=ppo",
+            )
         if rollout.max_staleness and not self.objective.corrects_staleness:
             raise ConfigError(
                 f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, and this objective "

@@ -8,8 +8,10 @@ With n valid samples in a group, rewards r, their mean m and their deviation s =
 | false | false | r - m | Dr. GRPO, arXiv:2503.20783 |
 | true | false | r - mean of the n - 1 others = n / (n - 1) (r - m) | RLOO, arXiv:2402.14740 |
 | true | true | n / (n - 1) (r - m) / s | RLOO in units of the whole group's deviation |
+| | true, `scale=batch` | the same over the deviation of all rewards of the step | arXiv:2508.08221 |
+| | true, `scale=mean` | the same over m: (r - m) / m | MaxRL, arXiv:2602.02710 |
 
-All four sum to 0 over a group, rise with the reward, and do not change when a constant is added to all rewards; the
+All sum to 0 over a group, rise with the reward, and do not change when a constant is added to all rewards; the
 normalised ones neither when all are multiplied by one. Hence s is always that of the whole group: with the deviation of
 the n - 1 *others* samples of one group would be on n different scales, and the only good one of a group would have
 none at all. Libraries that call `torch.std` (TRL, NeMo-RL) divide by s sqrt(n / (n - 1)).
@@ -18,6 +20,7 @@ none at all. Libraries that call `torch.std` (TRL, NeMo-RL) divide by s sqrt(n /
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -45,8 +48,10 @@ def group_advantages(
     valid_N: Tensor | None = None,
     leave_one_out: bool = False,
     normalise: bool = True,
+    scale: Literal["group", "batch", "mean"] = "group",
 ) -> Advantages:
-    """The table above; `groups_N`: int64, the prompt of each sample.
+    """The table above; `groups_N`: int64, the prompt of each sample. `scale`: in place of s, what `normalise` divides
+    by: the deviation of all valid rewards (`batch`), or the size of m (`mean`; a group whose m is 0 counts as equal).
 
     Samples that are not `valid_N` count for nobody and are compared with the valid ones. In a group with at most one
     valid sample every baseline is the sample's own reward.
@@ -73,6 +78,12 @@ def group_advantages(
     differs_N = (count_N > 1) & (unit_std_N * range_N > _FLOOR * largest_N)
     raw_N = torch.where(count_N > 1, above_N * range_N, 0.0)
     scaled_N = above_N / unit_std_N if normalise else raw_N
+    if normalise and scale == "batch":
+        scaled_N = raw_N / rewards_N[valid_N > 0].std(correction=0)
+    elif normalise and scale == "mean":
+        mean_N = total(rewards_N) / count_N.clamp(min=1)
+        differs_N = differs_N & (mean_N.abs() > _FLOOR * largest_N)
+        scaled_N = raw_N / mean_N.abs()
     return Advantages(
         advantages_N=torch.where(differs_N, scaled_N, 0.0),
         baseline_N=rewards_N - raw_N,

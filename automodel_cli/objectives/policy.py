@@ -139,7 +139,7 @@ class PolicyTerms:
             losses_BT = losses_BT + objective.positive_nll * self._positive_nll()
         if objective.entropy_coef:
             losses_BT = losses_BT - objective.entropy_coef * self.entropy_BT
-        return self._aggregate(losses_BT)
+        return self.aggregate(losses_BT)
 
     def metrics(self) -> dict[str, Tensor]:
         """See the module's docstring; sums and extrema."""
@@ -166,11 +166,11 @@ class PolicyTerms:
         by_sequence = objective.ratio == "sequence"
         found["sampling_importance_ratio"] = self._by_sequence(weight_BT) if by_sequence else self._sum(weight_BT)
         if objective.loss_kl_coef:
-            found["kl_penalty"] = self._aggregate(self._kl())
+            found["kl_penalty"] = self.aggregate(self._kl())
         if outside is not None:
             found["is_oob_ratio"] = outside
         if objective.positive_nll:
-            found["positive_nll_loss"] = self._aggregate(self._positive_nll())
+            found["positive_nll_loss"] = self.aggregate(self._positive_nll())
         return {**found, _TOKENS: mask_BT.sum().float(), _SEQUENCES: num_sequences(self.batch).float()}
 
     @cached_property
@@ -231,7 +231,8 @@ class PolicyTerms:
     def _sum(self, values_BT: Tensor) -> Tensor:
         return values_BT.masked_fill(~self.mask_BT, 0.0).sum()
 
-    def _aggregate(self, values_BT: Tensor) -> Tensor:
+    def aggregate(self, values_BT: Tensor) -> Tensor:
+        """Values of tokens as the sum that `GRPO.weight` divides."""
         if self.objective.aggregation == "sequence":
             return self._by_sequence(values_BT)
         total = self._sum(values_BT)

@@ -56,6 +56,8 @@ def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
         "advantages_BT": torch.randn(count, generator=generator)[documents_BT],
         "rewards_BT": (documents_BT % 2).float(),
     }
+    for name in ("old_values", "returns"):
+        extra[f"{name}_BT"] = torch.randn(batch.shape, generator=generator)
     for name in ("ref", "sampler", "old"):  # about what a random model gives each of its few tokens
         extra[f"{name}_logprobs_BT"] = torch.randn(batch.shape, generator=generator) * 0.3 - math.log(_VOCAB)
     extra["margins_P"] = torch.rand(len(extra["pairs_P2"]), generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine import EngineConfig, SamplingParams
@@ -73,7 +74,15 @@ class RolloutConfig:
     deviation of the whole group (GRPO, arXiv:2402.03300; without `normalise` Dr. GRPO, arXiv:2503.20783); with
     `leave_one_out` minus the mean of the group's n - 1 other samples, which multiplies both by n / (n - 1) (RLOO,
     arXiv:2402.14740). Groups whose rewards are all equal (a deviation of at most 1e-6 of the largest) teach nothing:
-    they are skipped and counted, or with `dynamic_sampling` replaced.
+    they are skipped and counted, or with `dynamic_sampling` replaced. `scale`: what `normalise` divides by: the
+    deviation of the `group`; of all rewards of the step (`batch`, arXiv:2508.08221); or the group's `mean` reward
+    (MaxRL, arXiv:2602.02710).
+
+    `baseline`: what a reward is compared with. `group` as above. `batch`: nothing but all tokens of the step, whose
+    discounted rewards to come are whitened where `normalise` (REINFORCE++, arXiv:2501.03262). `critic`: the values of
+    objective=ppo, by generalised advantages (arXiv:1506.02438), whitened where `normalise`. Both judge each token, take
+    a KL in the reward off token by token, and may have a `group_size` of 1. `gamma` discounts rewards to come,
+    `gae_lambda` is the critic's.
 
     `environment` answers the model, which then speaks again: an episode of several messages, each of up to
     `max_new_tokens`, all together with the prompt of up to `data.seq_len`. null: one response.
@@ -97,8 +106,12 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     passes: int = 1
+    baseline: Literal["group", "batch", "critic"] = "group"
     leave_one_out: bool = False
     normalise: bool = True
+    scale: Literal["group", "batch", "mean"] = "group"
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong = field(default_factory=Overlong)
     """What becomes of responses that ran into `max_new_tokens`."""
@@ -117,7 +130,7 @@ class RolloutConfig:
                 keys=("temperature",),
                 fix="temperature=1.0",
             )
-        for name, least in (("prompts_per_step", 1), ("group_size", 2), ("passes", 1), ("show", 1), ("show_every", 1)):
+        for name, least in (("prompts_per_step", 1), ("group_size", 1), ("passes", 1), ("show", 1), ("show_every", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}", keys=(name,), fix=f"{name}={least}")
@@ -133,6 +146,7 @@ class RolloutConfig:
                 keys=("max_logprob_gap",),
                 fix="max_logprob_gap=0.1",
             )
+        self._check_baseline()
         self._check_staleness()
         buffer = self.overlong.buffer
         if buffer is not None and buffer > self.max_new_tokens:
@@ -148,6 +162,32 @@ class RolloutConfig:
                 fix="overlong.buffer=null, or overlong.factor=<0..1>",
             )
         self._check_capabilities()
+
+    def _check_baseline(self) -> None:
+        def refuse(key: str, what: str, fix: str) -> None:
+            value = getattr(self, key)
+            raise ConfigError(f"{key}={value} with baseline={self.baseline}: {what}", keys=(key, "baseline"), fix=fix)
+
+        if self.baseline == "group":
+            if self.group_size < 2:
+                refuse("group_size", "a response is compared with the others to its prompt", "group_size=2")
+            if self.gamma != 1:
+                refuse("gamma", "a sample has one advantage, so nothing is discounted", "gamma=1.0")
+        elif self.leave_one_out:
+            refuse("leave_one_out", "no reward is compared with its group", "leave_one_out=false")
+        elif self.scale != "group":
+            refuse("scale", "advantages are whitened over all tokens", "scale=group")
+        elif self.dynamic_sampling is not None:
+            refuse("dynamic_sampling", "groups that are all equal teach something here", "dynamic_sampling=null")
+        if self.scale != "group" and not self.normalise:
+            raise ConfigError(
+                f"scale={self.scale} does nothing with normalise=false", keys=("scale", "normalise"), fix="scale=group"
+            )
+        if self.gae_lambda != 0.95 and self.baseline != "critic":
+            refuse("gae_lambda", "there is no critic to trust", "gae_lambda=0.95")
+        for key in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"{key}={getattr(self, key)} must be from 0 to 1", keys=(key,), fix=f"{key}=1.0")
 
     def _check_capabilities(self) -> None:
         able = self.engine.capabilities

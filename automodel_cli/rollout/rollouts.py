@@ -33,8 +33,15 @@ from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
 from automodel_cli.rollout.sampling import shaping_of
+from automodel_cli.rollout.token_advantages import TokenAdvantages
 from automodel_cli.run.answers import Accuracy
-from automodel_cli.run.scoring import ReferenceModel, draws_while_training, logprobs_of, shaped
+from automodel_cli.run.scoring import (
+    ReferenceModel,
+    draws_while_training,
+    logprobs_and_values_of,
+    logprobs_of,
+    shaped,
+)
 from automodel_cli.training.callback import Callback, Run
 from automodel_cli.training.stages import Stages
 
@@ -219,6 +226,7 @@ class Rollouts(Callback):
             valid_N=self._valid(samples),
             leave_one_out=self.config.leave_one_out,
             normalise=self.config.normalise,
+            scale=self.config.scale,
         )
 
     def _learnt_from(self, step: int, samples: list[Sample], num_sampled: int, seconds: float) -> Rollout:
@@ -226,7 +234,8 @@ class Rollouts(Callback):
         before the first update, under the distribution that was sampled from."""
         overlong, limit = self.config.overlong, self.config.max_new_tokens
         differs_N = self._advantages(samples, _totals(samples)).differs_N
-        chosen_N = differs_N & self._valid(samples)
+        by_token = self._token_advantages()
+        chosen_N = self._valid(samples) & (differs_N | (by_token is not None))
         trained = chosen_N.nonzero()[:, 0].tolist()
         num_updates = self.config.samples_per_step // self.recipe.train.global_batch_size
         mesh = self.mesh
@@ -234,10 +243,13 @@ class Rollouts(Callback):
         updates = self._measured(updates)
         rewards = [overlong.shaped(s.score.total, s.num_generated, s.truncated, limit) for s in samples]
         rewards_N = torch.tensor(rewards, dtype=torch.float64)
-        if (kl := self.objective.reward_kl) is not None:
-            rewards_N -= kl.coef * mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl.kl_type)).cpu()
-        advantages_N = self._advantages(samples, rewards_N).advantages_N
-        updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
+        if by_token is not None:
+            updates, advantages_N = by_token.into(updates, samples, rewards_N, mesh)
+        else:
+            if (kl := self.objective.reward_kl) is not None:
+                rewards_N -= kl.coef * mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl.kl_type)).cpu()
+            advantages_N = self._advantages(samples, rewards_N).advantages_N
+            updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
         passes = self.config.passes
         spent = (seconds, self._reward_seconds)
         return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *spent)
@@ -246,7 +258,10 @@ class Rollouts(Callback):
         """With the log-probs before the first update. Those of an only update are its own: no pass is needed."""
         objective = self.objective
         several = len(updates) * self.config.passes > 1 or self._draws_while_training
-        if ("old_logprobs_BT" in objective.columns and several) or objective.reward_kl is not None:
+        if "old_values_BT" in objective.columns:
+            with self.scoring():
+                updates = [self._with_values(update) for update in updates]
+        elif ("old_logprobs_BT" in objective.columns and several) or objective.reward_kl is not None:
             with self.scoring():
                 updates = [self._with_logprobs(update, "old", self.model.stages) for update in updates]
         if self._reference is None:
@@ -256,6 +271,20 @@ class Rollouts(Callback):
 
     def _with_logprobs(self, update: Update, name: str, stages: Stages) -> Update:
         return update.with_column(f"{name}_logprobs_BT", logprobs_of(stages, update.batches, self.mesh.device))
+
+    def _with_values(self, update: Update) -> Update:
+        """Log-probs and values before the first update, of one pass."""
+        found = logprobs_and_values_of(self.model.stages, update.batches, self.mesh.device)
+        update = update.with_column("old_logprobs_BT", [logprobs_BT for logprobs_BT, _ in found])
+        return update.with_column("old_values_BT", [values_BT for _, values_BT in found])
+
+    def _token_advantages(self) -> TokenAdvantages | None:
+        """None where a sample is compared with its group."""
+        config, critic = self.config, self.config.baseline == "critic"
+        if config.baseline == "group":
+            return None
+        lam = config.gae_lambda if critic else 1.0
+        return TokenAdvantages(config.gamma, lam, critic, config.normalise, self.objective.reward_kl)
 
     def _build_prefetcher(self) -> RolloutPrefetcher | None:
         if not self.config.max_staleness:

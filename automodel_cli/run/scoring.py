@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.models.lora import adapters_off
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.run.model import Model
@@ -70,6 +71,19 @@ def _is_random(name: str) -> bool:
 def logprobs_of(stages: Stages, batches: Sequence[Batch], device: torch.device) -> list[Tensor]:
     """Log-probs [B, T] of the labels of every batch, as the model is now. Collective."""
     return stages.forward([batch.to(device) for batch in batches], lambda output, _: output.logprobs_BT)
+
+
+def logprobs_and_values_of(
+    stages: Stages, batches: Sequence[Batch], device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """The same and what the value head makes of every token, both [B, T]. Collective."""
+
+    def both(output: HeadOutput, _: Batch) -> Tensor:
+        assert output.values_BT is not None, "this model has no value head"
+        return torch.stack([output.logprobs_BT, output.values_BT])
+
+    found = stages.forward([batch.to(device) for batch in batches], both, HeadRequest(values=True))
+    return [(of_batch[0], of_batch[1]) for of_batch in found]
 
 
 @contextmanager

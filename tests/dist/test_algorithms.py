@@ -6,19 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.objectives.base import RewardKL
+from automodel_cli.objectives.ppo import PPO
 from automodel_cli.objectives.reward import BradleyTerry
 from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
-from tests.dist.harness import launch
+from automodel_cli.rollout.experience import Sample, Update
+from automodel_cli.rollout.token_advantages import TokenAdvantages
+from tests.dist.harness import launch, launch_all
+from tests.dist.test_grpo import given_samples, updates_of
 
 TOLERANCE = 1e-6
-OBJECTIVES = {"reward model": BradleyTerry(margin=True, center=0.1)}
+OBJECTIVES = {
+    "reward model": BradleyTerry(margin=True, center=0.1),
+    "ppo": PPO(kl_coef=0.1, value_coef=0.5),
+}
 
 
 def layouts(objective: Any) -> dict[str, Row]:
@@ -38,3 +48,64 @@ def test_an_algorithm_has_the_numbers_of_one_process_on_ranks_and_in_stages(name
     rows = layouts(objective)
     for layout, errors in zip(rows, launch(run_rows, 2, original, list(rows.values())), strict=True):
         assert isinstance(errors, Errors) and errors.within(TOLERANCE), (layout, errors)
+
+
+REWARDS = torch.linspace(-1, 2, 10, dtype=torch.float64)
+GAMMA, LAM, KL = 0.9, 0.8, RewardKL(0.1, "k1")
+
+
+def value_of(token: int) -> float:
+    return (token % 13) / 10
+
+
+def judged(update: Update) -> Update:
+    """Values that a token's successor decides, and a KL of a hundredth of it."""
+    values = [(b.labels_BT % 13) / 10 for b in update.batches]
+    old = [b.extra["sampler_logprobs_BT"] for b in update.batches]
+    ref = [o_BT - b.labels_BT / 100 for o_BT, b in zip(old, update.batches, strict=True)]
+    update = update.with_column("old_values_BT", values).with_column("old_logprobs_BT", old)
+    return update.with_column("ref_logprobs_BT", ref)
+
+
+def by_definition(sample: Sample, reward: float) -> list[float]:
+    """A_t as a double sum (arXiv:1506.02438, eq. 16)."""
+    values = [*map(value_of, sample.tokens), 0.0]
+    rewards = [-0.1 * token / 100 for token in sample.tokens]
+    rewards[-1] += reward
+    deltas = [r + GAMMA * after - v for r, v, after in zip(rewards, values, values[1:], strict=False)]
+    return [
+        sum((GAMMA * LAM) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))
+    ]
+
+
+def advantages_on_ranks(rank: int, world: int, whiten: bool) -> dict[int, tuple[list[float], list[float], float]]:
+    """Of the samples of this rank: advantages, returns, and the mean advantage that every rank knows."""
+    mesh = build_mesh(MeshConfig(dp_size=world).resolve(world), "cpu")
+    samples = given_samples()
+    (update,) = updates_of(samples, True, mesh.dp_rank, mesh.dp_size)
+    made, means_N = TokenAdvantages(GAMMA, LAM, True, whiten, KL).into([judged(update)], samples, REWARDS, mesh)
+    found = {}
+    for batch, spread in zip(made[0].batches, made[0].spread, strict=True):
+        for row, first, number in spread:
+            at = slice(first, first + len(samples[number].tokens))
+            columns = (batch.extra[name][row, at].tolist() for name in ("advantages_BT", "returns_BT"))
+            found[number] = (*columns, means_N[number].item())
+        outside_BT = batch.labels_BT < 0
+        assert batch.extra["advantages_BT"][outside_BT].eq(0).all()
+    return found
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_a_critics_advantages_on_ranks_are_those_of_the_definition(whiten: bool):
+    found = {number: of for of_rank in launch_all(advantages_on_ranks, 2, whiten) for number, of in of_rank.items()}
+    samples = given_samples()
+    want = {number: by_definition(samples[number], REWARDS[number].item()) for number in found}
+    assert len(found) == 9
+    every = torch.tensor([value for values in want.values() for value in values], dtype=torch.float64)
+    for number, (advantages, returns, mean) in found.items():
+        plain = torch.tensor(want[number], dtype=torch.float64)
+        shown = (plain - every.mean()) / (every.var() + 1e-8).sqrt() if whiten else plain
+        assert advantages == pytest.approx(shown.tolist(), abs=1e-5)
+        assert mean == pytest.approx(shown.mean().item(), abs=1e-5)
+        values = [value_of(token) for token in samples[number].tokens]
+        assert returns == pytest.approx((plain + torch.tensor(values)).tolist(), abs=1e-5)

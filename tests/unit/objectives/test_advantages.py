@@ -92,3 +92,17 @@ def test_invalid_samples_count_for_nobody(leave_one_out):
     assert got.baseline_N.tolist() == ([3.0, 1.0, 2.0] if leave_one_out else [2.0, 2.0, 2.0])
     alone = group_advantages(rewards, groups, valid_N=torch.tensor([1, 0, 0]), leave_one_out=leave_one_out)
     assert alone.advantages_N.tolist() == [0.0, 0.0, 0.0] and not alone.differs_N.any()
+
+
+def test_the_batch_scale_is_the_deviation_of_all_rewards():
+    rewards, groups = [1.0, 0.0, 0.0, 3.0, 5.0, 4.0], [0, 0, 0, 1, 1, 1]
+    got = group_advantages(torch.tensor(rewards), torch.tensor(groups), scale="batch").advantages_N.tolist()
+    mean = sum(rewards) / 6
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 6)
+    assert got == pytest.approx([(r - (1 / 3 if g == 0 else 4)) / std for r, g in zip(rewards, groups, strict=True)])
+
+
+def test_the_mean_scale_gives_a_success_the_weight_of_its_rarity():
+    """MaxRL with 0/1 rewards: (r - p) / p; a group without a success teaches nothing."""
+    found = group_advantages(torch.tensor([1.0, 0, 0, 0, 0, 0]), torch.tensor([0, 0, 0, 0, 1, 1]), scale="mean")
+    assert found.advantages_N.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]

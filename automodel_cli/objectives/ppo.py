@@ -1,0 +1,95 @@
+"""PPO with a critic: the clipped policy gradient of `GRPO` beside a value head that learns the returns. Torch-free to
+import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from automodel_cli.data.head_output import HeadRequest
+from automodel_cli.objectives.base import Metric
+from automodel_cli.objectives.grpo import GRPO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput
+    from automodel_cli.objectives.policy import PolicyTerms
+
+
+@dataclass(frozen=True)
+class PPO(GRPO):
+    """The loss of `GRPO` + `value_coef` x 1/2 max((V - R)^2, (V' - R)^2), aggregated alike; V' is the value V clipped
+    to within `value_clip` of the rollout's (arXiv:1707.06347; the clipped value loss as in TRL and openai/baselines).
+
+    The critic is a value head on the policy's own last hidden states. Advantages and returns R come of
+    `rollout.baseline=critic`; with `kl_in=reward` each token's reward has its own KL taken off.
+
+    `value_clip`: null for no clip. Metrics besides those of GRPO: `value_loss`, `value_mean`, `return_mean`, and
+    `value_clip_fraction`, the tokens where the clipped error is the larger one.
+    """
+
+    value_coef: float = 0.1
+    value_clip: float | None = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.value_coef > 0:
+            self._refuse("a critic that learns nothing", "value_coef", fix="objective.value_coef=0.1")
+        if self.value_clip is not None and not self.value_clip > 0:
+            self._refuse("must be above 0, or null for no clip", "value_clip", fix="objective.value_clip=null")
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """See `PolicyObjective`."""
+        return super().columns | {"old_values_BT", "returns_BT"}
+
+    @property
+    def needs(self) -> HeadRequest:
+        """See `RequestingObjective`."""
+        return HeadRequest(entropy=True, values=True)
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """See `MeasuredObjective`."""
+        means = {name: Metric("num_response_tokens") for name in ("value_mean", "return_mean", "value_clip_fraction")}
+        per = "num_response_tokens" if self.aggregation == "token" else "num_valid_samples"
+        return {"value_loss": Metric(per, shown=True), **means, **super().metrics}
+
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        from automodel_cli.objectives.policy import PolicyTerms
+
+        terms = PolicyTerms.of(self, output, batch)
+        return terms.loss() + self.value_coef * terms.aggregate(self._value_losses(output, terms)[0])
+
+    def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
+        """See `MeasuredObjective`."""
+        from automodel_cli.objectives.policy import PolicyTerms
+
+        terms = PolicyTerms.of(self, output, batch)
+        losses_BT, clipped_BT = self._value_losses(output, terms)
+        assert output.values_BT is not None
+        means = {
+            "value_mean": output.values_BT,
+            "return_mean": batch.extra["returns_BT"],
+            "value_clip_fraction": clipped_BT.float(),
+        }
+        sums = {name: value_BT.masked_fill(~terms.mask_BT, 0.0).sum() for name, value_BT in means.items()}
+        return {"value_loss": terms.aggregate(losses_BT), **sums, **terms.metrics()}
+
+    def _value_losses(self, output: HeadOutput, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+        """By token: the loss, and where the clipped error is the larger one."""
+        import torch
+
+        extra, mask_BT = terms.batch.extra, terms.mask_BT
+        assert output.values_BT is not None, "a critic needs values"
+        now_BT = output.values_BT.masked_fill(~mask_BT, 0.0)
+        old_BT, returns_BT = (extra[name].masked_fill(~mask_BT, 0.0) for name in ("old_values_BT", "returns_BT"))
+        errors_BT = (now_BT - returns_BT).square()
+        if self.value_clip is None:
+            return errors_BT / 2, torch.zeros_like(mask_BT)
+        clipped_BT = old_BT + (now_BT - old_BT).clamp(-self.value_clip, self.value_clip)
+        bounded_BT = (clipped_BT - returns_BT).square()
+        return torch.maximum(errors_BT, bounded_BT) / 2, bounded_BT > errors_BT
