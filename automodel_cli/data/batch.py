@@ -89,6 +89,11 @@ class Batch:
         object.__setattr__(self, "label_positions_S", label_positions_S)
         return self
 
+    def further_labels(self, by: int) -> Tensor:
+        """`[B, T]`: the label of the token `by` places further on in the same document; `IGNORE_INDEX` where it ends
+        before."""
+        return further(self.labels_BT, by, self.cu_seqlens, IGNORE_INDEX)
+
     def head_inputs(self, request: HeadRequest = LOGPROBS) -> dict[str, Tensor | HeadRequest | None]:
         """The keywords for the head of the model. A KeyError names a column that is asked for and not there."""
         token_ids_BTN = None if request.token_ids is None else self.extra[request.token_ids]
@@ -109,6 +114,16 @@ class Batch:
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
         }
+
+
+def further(x_BT: Tensor, by: int, cu_seqlens: Tensor, fill: int) -> Tensor:
+    """What a column has `by` tokens further on in the same document; `fill` where the document ends before. No host
+    synchronisation."""
+    x_N = x_BT.flatten()
+    token_N = torch.arange(len(x_N), device=x_N.device)
+    end_N = cu_seqlens[torch.bucketize(token_N, cu_seqlens[1:], right=True) + 1]
+    moved_N = torch.cat([x_N[by:], x_N.new_full((min(by, len(x_N)),), fill)])
+    return torch.where(token_N + by < end_N, moved_N, fill).view_as(x_BT)
 
 
 def one_document(ids: list[int]) -> Batch:

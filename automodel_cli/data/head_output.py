@@ -28,6 +28,8 @@ class HeadRequest:
     """`topk_logprobs_BTK` and `topk_ids_BTK` of so many tokens."""
     token_ids: str | None = None
     """`token_logprobs_BTN` of the tokens in this column of `Batch.extra`: int64 `[B, T, N]`, below 0 for none."""
+    further: bool = False
+    """`further_logprobs_BTM`, of a model with layers for multi-token prediction (`models/multi_token.py`)."""
 
 
 LOGPROBS = HeadRequest()
@@ -55,6 +57,8 @@ class HeadOutput(NamedTuple):
     """Which tokens those are, int64."""
     token_logprobs_BTN: Tensor | None = None
     """Log-probs of given tokens in the label's place, as of a teacher's likeliest ones; 0 for an id below 0."""
+    further_logprobs_BTM: Tensor | None = None
+    """By multi-token prediction: log-prob of the label 1, 2, ... M tokens further on (`Batch.further_labels`)."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> HeadOutput:
         """Every field that is there changed alike."""

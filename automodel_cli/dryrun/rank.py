@@ -79,7 +79,9 @@ class Traced:
         self.phase = "forward"
         began = self.clock.now()
         maximum = self.recipe.train.max_grad_norm
-        train_step(stages, batches, self.recipe.objective, self.optimizer, mesh, max_grad_norm=maximum, hooks=hooks)
+        train_step(
+            stages, batches, self.recipe.trained_objective, self.optimizer, mesh, max_grad_norm=maximum, hooks=hooks
+        )
         return self.clock.now() - began
 
 

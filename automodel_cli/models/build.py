@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,17 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.expert_parallel import is_experts
-from automodel_cli.models import attention, compat, length_rope, mixing, source, state_layers, transformer_engine
+from automodel_cli.models import (
+    attention,
+    compat,
+    length_rope,
+    mixing,
+    multi_token,
+    multi_token_names,
+    source,
+    state_layers,
+    transformer_engine,
+)
 from automodel_cli.models.config import ModelConfig, MoEConfig
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
@@ -46,23 +57,46 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
         transformer_engine.require()
     original = copy.deepcopy(hf_config)
     kind = detect_head(hf_config, trust_remote_code=config.trust_remote_code)
-    with torch.device(device):
-        model = _library_model(hf_config, config)
-    if config.transformer_engine is not None:
-        transformer_engine.swap_layers(model, config.transformer_engine)
-    train_every_token(model)
-    length_rope.install(model)
     mixers = mixing.state_layer_classes(
         original, attention=config.attention, trust_remote_code=config.trust_remote_code
     )
-    state_layers.install(model, mixers)
-    model.config.use_cache = False
-    _choose_experts_kernel(model, config)
+    model = _prepared_model(hf_config, config, mixers, device)
     if config.lora is not None:
         from automodel_cli.models import lora
 
         lora.inject(model, config.lora)
-    return ModelPart(model, kind, chunk_size=config.head_chunk_size, source_config=original).train()
+    part = ModelPart(model, kind, chunk_size=config.head_chunk_size, source_config=original)
+    if config.mtp is not None:
+        names = multi_token_names.of_config(config, original, model)
+        depths = [_prepared_model(original, config, mixers, device, as_depth=True) for _ in names.depths]
+        part.add_multi_token(depths, names)
+    return part.train()
+
+
+def _prepared_model(
+    hf_config: PretrainedConfig,
+    config: ModelConfig,
+    mixers: Collection[str],
+    device: torch.device | str,
+    *,
+    as_depth: bool = False,
+) -> PreTrainedModel:
+    """The library's model, made ready to train; `as_depth` cut to a depth of multi-token prediction."""
+    with torch.device("meta" if as_depth else device):
+        model = _library_model(copy.deepcopy(hf_config) if as_depth else hf_config, config)
+    if as_depth:
+        multi_token.cut_to_depth(model)
+        if torch.device(device).type != "meta":
+            model.to_empty(device=device)
+    if config.transformer_engine is not None:
+        transformer_engine.swap_layers(model, config.transformer_engine)
+    train_every_token(model)
+    length_rope.install(model)
+    state_layers.install(model, mixers)
+    model.config.use_cache = False
+    if not as_depth or any(is_experts(module) for module in model.modules()):
+        _choose_experts_kernel(model, config)
+    return model
 
 
 def _library_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:

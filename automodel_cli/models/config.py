@@ -68,6 +68,26 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class MTPConfig:
+    """Training of the layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2; docs/mtp.md)."""
+
+    loss_weight: float = 0.1
+    """Of the mean over depths of their cross entropy, which is added to the loss; DeepSeek-V3 took 0.3, then 0.1."""
+    depths: int | None = None
+    """How many such layers a model of random weights gets; null: what its config says. A checkpoint has what it has."""
+
+    def __post_init__(self) -> None:
+        if self.loss_weight <= 0:
+            raise ConfigError(
+                f"loss_weight={self.loss_weight} must be positive: without it the layers would not be trained",
+                keys=("loss_weight",),
+                fix="model.mtp.loss_weight=0.1, or model.mtp=null",
+            )
+        if self.depths is not None and self.depths < 1:
+            raise ConfigError(f"depths={self.depths} must be at least 1", keys=("depths",), fix="model.mtp.depths=1")
+
+
+@dataclass(frozen=True)
 class TransformerEngineConfig:
     """Layers by NVIDIA's Transformer Engine (extra `te`) instead of torch's; CUDA only, never run on a GPU yet.
 
@@ -141,12 +161,15 @@ class ModelConfig:
     """Low-rank adapters; null trains all parameters."""
     moe: MoEConfig = MoEConfig()
     """What concerns mixtures of experts only."""
+    mtp: MTPConfig | None = None
+    """Train the layers for multi-token prediction too; null: what the checkpoint has of them is exported as it was."""
     transformer_engine: TransformerEngineConfig | None = None
     head_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         self._check_source()
         self._check_transformer_engine()
+        self._check_mtp()
         if self.head_chunk_size is not None and self.head_chunk_size < 1:
             raise ConfigError(
                 f"head_chunk_size={self.head_chunk_size} must be at least 1 token",
@@ -171,6 +194,28 @@ class ModelConfig:
                 "lora puts adapters on torch's linear layers, which transformer_engine.linear=true takes away",
                 keys=("lora", "transformer_engine.linear"),
                 fix="model.transformer_engine.linear=false",
+            )
+
+    def _check_mtp(self) -> None:
+        if self.mtp is None:
+            return
+        if self.lora is not None:
+            raise ConfigError(
+                "lora freezes all weights and mtp trains whole layers: adapters on them are not supported",
+                keys=("lora", "mtp"),
+                fix="model.mtp=null, or model.lora=null",
+            )
+        if self.gguf_file is not None:
+            raise ConfigError(
+                f"gguf_file={self.gguf_file!r}: the library reads no layers for multi-token prediction from such files",
+                keys=("gguf_file", "mtp"),
+                fix="model.mtp=null",
+            )
+        if self.pretrained is not None and self.mtp.depths is not None:
+            raise ConfigError(
+                f"mtp.depths={self.mtp.depths} is for random weights: {self.pretrained} has the layers that it has",
+                keys=("mtp.depths", "pretrained"),
+                fix="model.mtp.depths=null",
             )
 
     def _check_source(self) -> None:

@@ -67,7 +67,7 @@ def export_hf(
     within = parts[0].within
     hub_keys = {} if within is None else {name: key for key, name in within.keys.items()}
     left_out = classifier.head_prefix(parts[0]) if as_classifier else None
-    for bucket in iter_hf_weights(parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group):
+    for bucket in iter_hf_weights(parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group, multi_token=True):
         kept = [item for item in bucket if left_out is None or not item[0].startswith(left_out)]
         if writer and kept:
             shards.append(

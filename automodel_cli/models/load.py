@@ -9,16 +9,18 @@ matter, and the peak is one layer above the part itself.
 from __future__ import annotations
 
 import copy
+import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import carried, compat, composite, lora, nf4, quantized, source, value_head
+from automodel_cli.models import carried, compat, composite, lora, multi_token, nf4, quantized, source, value_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.seeds import seed_for
@@ -26,6 +28,9 @@ from automodel_cli.models.uneven import is_uneven
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,26 +60,34 @@ def load_weights(
     materialise(part, torch.device(device), buffer_device or torch.device(device))
     with lora.bare(part.model):
         target = _Target(part.model, buffer_device or torch.device(device))
-        whole = compat.meta_model(
-            copy.deepcopy(part.source_config),
-            dtype=getattr(torch, config.dtype),
-            trust_remote_code=config.trust_remote_code,
-        )
+        whole = _whole_on_meta(part, config)
         if config.config is not None:
             report = _init_random(_skeleton(whole, target), target, seed)
+            _init_depths(part, config, seed, target.packed_device)
         else:
             weights = source.weights(config)
             if weights.gguf is not None:
                 report = _load_gguf(part, config, weights.gguf, target)
                 _init_buffers(_skeleton(whole, target), target)
             else:
-                report = _load_safetensors(whole, target, weights, source.whole_config(config))
+                checkpoint = _Checkpoint(weights)
+                report = _load_safetensors(whole, target, checkpoint, source.whole_config(config))
                 _init_buffers(whole, target)
+                report = _load_depths(part, config, checkpoint, report, target.packed_device)
     part.unclaimed, part.within = report.unclaimed, report.within
     lora.init_adapters(part.model, seed)
     if part.value_head is not None:
         value_head.fill(part.value_head, source.folder(config))
     return report
+
+
+def _whole_on_meta(part: ModelPart, config: ModelConfig) -> PreTrainedModel:
+    """The library's class with all layers: what a checkpoint's keys are compared with."""
+    return compat.meta_model(
+        copy.deepcopy(part.source_config),
+        dtype=getattr(torch, config.dtype),
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 def materialise(module: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
@@ -184,23 +197,41 @@ class _CountedSlice:
         return getattr(self._lazy, name)
 
 
+class _Checkpoint:
+    """The tensors of safetensors files, read when they are indexed, and how many bytes that have been so far."""
+
+    def __init__(self, weights: source.Weights):
+        self._counter = [0]
+        stored = {k: _CountedSlice(lazy, self._counter) for k, lazy in carried.lazy_tensors(weights.files).items()}
+        self.tensors = quantized.dequantised(stored, weights.quantization)
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self._counter[0]
+
+
 def _load_safetensors(
-    whole: PreTrainedModel, target: _Target, weights: source.Weights, repository: PretrainedConfig
+    whole: PreTrainedModel, target: _Target, checkpoint: _Checkpoint, repository: PretrainedConfig
 ) -> LoadReport:
     """`whole` becomes the target's skeleton. `repository`: the config beside the weights."""
-    counter = [0]
-    stored = {key: _CountedSlice(lazy, counter) for key, lazy in carried.lazy_tensors(weights.files).items()}
-    tensors = quantized.dequantised(stored, weights.quantization)
+    tensors = checkpoint.tensors
     within = None
     if composite.text_config(repository) is not repository:
         within = composite.text_of_whole(repository, whole, tensors)
     known_as = {key: key for key in tensors} if within is None else within.keys
-    units: dict[str, dict[str, Any]] = {}
-    for key, name in known_as.items():
-        units.setdefault(unit_of(name), {})[name] = tensors[key]
     mapping = compat.conversion_mapping(whole)
     no_place = set(compat.unclaimed_keys(whole, mapping, known_as.values()))
     unclaimed = [key for key in tensors if key not in known_as or known_as[key] in no_place]
+    _fill_from({name: tensors[key] for key, name in known_as.items()}, whole, target, mapping)
+    return LoadReport(checkpoint.num_bytes_read, tuple(unclaimed), within)
+
+
+def _fill_from(named: dict[str, Any], whole: PreTrainedModel, target: _Target, mapping: list[Any]) -> None:
+    """Read `named` (hub name -> lazy tensor) into the target, one layer after another; `whole` becomes its
+    skeleton."""
+    units: dict[str, dict[str, Any]] = {}
+    for name, tensor in named.items():
+        units.setdefault(unit_of(name), {})[name] = tensor
     target.joined = compat.joined_names(mapping, target.names)
     skeleton = _skeleton(whole, target)
     for plain in units.values():
@@ -224,7 +255,54 @@ def _load_safetensors(
             keys=("pretrained",),
             fix="model.pretrained=<a checkpoint of the same architecture>",
         )
-    return LoadReport(counter[0], tuple(unclaimed), within)
+
+
+def _load_depths(
+    part: ModelPart, config: ModelConfig, checkpoint: _Checkpoint, report: LoadReport, buffer_device: torch.device
+) -> LoadReport:
+    """Fill the layers for multi-token prediction; what they take is unclaimed no more. A stage of a pipeline that has
+    none of them learns that much."""
+    names, tensors = part.depth_names, checkpoint.tensors
+    if names is None:
+        return report
+    taken = set(names.copies)
+    for i, known_as in enumerate(names.own_names(report.unclaimed)):
+        whole = _whole_on_meta(part, config)
+        multi_token.cut_to_depth(whole)
+        mapping = compat.conversion_mapping(whole)
+        no_place = set(compat.unclaimed_keys(whole, mapping, known_as.values()))
+        mine = {key: name for key, name in known_as.items() if name not in no_place}
+        taken |= mine.keys()
+        if part.multi_token is not None:
+            target = _Target(part.multi_token[i].model, buffer_device)  # type: ignore[arg-type]
+            _fill_from({name: tensors[key] for key, name in mine.items()}, whole, target, mapping)
+            _init_buffers(whole, target)
+    if part.multi_token is not None:
+        _compare_copies(names.copies, checkpoint, report)
+    unclaimed = tuple(key for key in report.unclaimed if key not in taken)
+    return replace(report, num_bytes_read=checkpoint.num_bytes_read, unclaimed=unclaimed)
+
+
+def _init_depths(part: ModelPart, config: ModelConfig, seed: int, buffer_device: torch.device) -> None:
+    """Random weights for the layers for multi-token prediction."""
+    for i, depth in enumerate(part.multi_token or ()):
+        whole = _whole_on_meta(part, config)
+        multi_token.cut_to_depth(whole)
+        target = _Target(depth.model, buffer_device)  # type: ignore[arg-type]
+        _init_random(_skeleton(whole, target), target, seed_for(seed, f"multi_token.{i}"))
+
+
+def _compare_copies(copies: dict[str, str], checkpoint: _Checkpoint, report: LoadReport) -> None:
+    """Say so where the checkpoint's copy of a table is another than the table, which is used in its place. Each rank
+    reads its share of the rows."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    hub_keys = {} if report.within is None else {name: key for key, name in report.within.keys.items()}
+    for key, table in copies.items():
+        copied, own = (checkpoint.tensors[k] for k in (key, hub_keys.get(table, table)))
+        count = copied.get_shape()[0]
+        rows = slice(count * rank // world, count * (rank + 1) // world)
+        if not torch.equal(copied[rows], own[rows]):
+            logger.warning("%s is not the same as %s, which is used and exported in its place", key, table)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.data.batch import IGNORE_INDEX, further
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models import state_layers
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.context import Context, ContextGroup, local_length
 from automodel_cli.models.head import Head, HeadKind
+from automodel_cli.models.multi_token import Depth, MultiToken, tokens_further
 from automodel_cli.models.value_head import ValueHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from automodel_cli.models.composite import TextOfWhole
+    from automodel_cli.models.multi_token_names import DepthNames
 
 _PREFIX = "model."
 _PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "context")
@@ -87,6 +89,8 @@ class ModelPart(nn.Module):
         self.model = model
         self.head = Head(model, kind, chunk_size)
         self.value_head: ValueHead | None = None
+        self.multi_token: MultiToken | None = None
+        self.depth_names: DepthNames | None = None
         self.hub_dtype = hub_dtype or model.dtype
         self.source_config = source_config or copy.deepcopy(model.config)
         self.unclaimed: tuple[str, ...] = ()
@@ -108,7 +112,7 @@ class ModelPart(nn.Module):
         `model_inputs` is `Batch.model_inputs()`. `hidden_BTD` belongs to pipeline stages; a whole model takes None.
         """
         assert hidden_BTD is None, "a whole model reads input_ids, not hidden states"
-        inputs = self.local_inputs(model_inputs)
+        inputs, whole_labels = self.local_inputs(model_inputs), labels
         hidden_BTD = self.hidden(inputs)
         context: Context | None = inputs.get("context")
         if context is not None:
@@ -119,7 +123,44 @@ class ModelPart(nn.Module):
         if request.values:
             assert self.value_head is not None, "who asks for values builds the part with a value head"
             output = output._replace(values_BT=self.value_head(hidden_BTD))
+        if request.further:
+            output = output._replace(further_logprobs_BTM=self._further(hidden_BTD, whole_labels, model_inputs, inputs))
         return output if context is None else output.map(context.whole)
+
+    def _further(
+        self, hidden_BTD: Tensor, labels_BT: Tensor, model_inputs: dict[str, Any], local_inputs: dict[str, Any]
+    ) -> Tensor:
+        """`HeadOutput.further_logprobs_BTM` of this rank's tokens."""
+        depths = self.further_hidden(hidden_BTD, model_inputs, local_inputs)
+        return self.further_logprobs(list(depths), labels_BT, model_inputs, local_inputs)
+
+    def further_hidden(
+        self, hidden_BTD: Tensor, model_inputs: dict[str, Any], local_inputs: dict[str, Any]
+    ) -> Iterator[Tensor]:
+        """Hidden states `[B, T, D]` of each depth, of this rank's tokens. `model_inputs` are of whole rows."""
+        assert self.multi_token is not None, "who asks for further labels builds the part with `model.mtp`"
+        context: Context | None = local_inputs.get("context")
+        ids = tokens_further(model_inputs["input_ids"], model_inputs["cu_seq_lens_q"])
+        local_ids = ids if context is None else (context.local(ids_BT, 0) for ids_BT in ids)
+        embed: Any = self.model.get_input_embeddings()
+        return self.multi_token.hidden(embed, hidden_BTD, local_ids, accepted_by(self.model, local_inputs))
+
+    def further_logprobs(
+        self, depths: list[Tensor], labels_BT: Tensor, model_inputs: dict[str, Any], local_inputs: dict[str, Any]
+    ) -> Tensor:
+        """What the head makes of them: log-probs of the labels 1, 2, ... tokens further on, `[B, T, M]`."""
+        context: Context | None = local_inputs.get("context")
+        found = []
+        for by, hidden_BTD in enumerate(depths, start=1):
+            labels = further(labels_BT, by, model_inputs["cu_seq_lens_q"], IGNORE_INDEX)
+            labels = labels if context is None else context.local(labels, IGNORE_INDEX)
+            found.append(self.head(hidden_BTD, labels).logprobs_BT)
+        return torch.stack(found, -1)
+
+    def add_multi_token(self, models: Sequence[PreTrainedModel], names: DepthNames) -> None:
+        """From now on the part can give log-probs of further labels; `load_weights` fills the new parameters."""
+        self.multi_token = MultiToken([Depth(model, hidden_first=names.hidden_first) for model in models])
+        self.depth_names = names
 
     def add_value_head(self) -> None:
         """From now on the part can give values; `load_weights` fills the new parameters."""

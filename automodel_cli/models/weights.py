@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,23 @@ def iter_hf_weights(
     device: torch.device | str | None = None,
     hub_names: bool = True,
     pp_group: dist.ProcessGroup | None = None,
+    multi_token: bool = False,
 ) -> Iterator[Bucket]:
     """Buckets of `(hub name, full tensor)`: persistent buffers included, tied weights once, adapters merged in.
 
     Fused parameters are split back to the hub's keys (one per expert, where the hub has them so). `dtype` None is the
     checkpoint's own; what the family keeps in fp32 stays fp32. Tensors are detached, and copies unless dtype and device
     already fit. A bucket holds at least one tensor and closes once it reaches `bucket_bytes`.
-    `pp_group`: the ranks of a pipeline, whose stages follow each other in the stream; every rank gets all of them.
+    `multi_token`: layers for multi-token prediction too, under their hub names, with the copies of shared tables that
+    the checkpoint had. `pp_group`: the ranks of a pipeline, whose stages follow each other in the stream; every rank
+    gets all of them.
     Collective over all ranks that hold shards, in the same order everywhere: every rank must exhaust the iterator.
     """
-    mine = (item for part in parts for item in _named_full_weights(part, dtype or part.hub_dtype, device, hub_names))
+    mine = (
+        item for part in parts for item in _named_full_weights(part.model, dtype or part.hub_dtype, device, hub_names)
+    )
+    if multi_token:
+        mine = (item for part in parts for item in _with_depths(part, dtype or part.hub_dtype, device))
     yield from bucketed(mine if pp_group is None else over_stages(mine, pp_group, parts[0], device), bucket_bytes)
 
 
@@ -88,11 +95,25 @@ def over_stages(
                 yield name, tensor.to(device) if device is not None else tensor
 
 
+def _with_depths(
+    part: ModelPart, dtype: torch.dtype, device: torch.device | str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a part, depths of multi-token prediction and stored copies of tables included."""
+    names = part.depth_names
+    copies = {} if names is None else names.copies
+    for name, tensor in _named_full_weights(part.model, dtype, device, True):
+        yield name, tensor
+        yield from ((key, tensor.clone()) for key, table in copies.items() if table == name)
+    if names is not None and part.multi_token is not None:
+        for depth, own in zip(part.multi_token, names.depths, strict=True):
+            model: Any = depth.model
+            yield from ((own.key(name), tensor) for name, tensor in _named_full_weights(model, dtype, device, True))
+
+
 @torch.no_grad()
 def _named_full_weights(
-    part: ModelPart, dtype: torch.dtype, device: torch.device | str | None, hub_names: bool
+    model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str | None, hub_names: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    model = part.model
     updates = {f"{name}.weight": layer for name, layer in lora.wrappers(model)}
     keep_fp32 = compat.fp32_names(model, dtype)
     with lora.bare(model):

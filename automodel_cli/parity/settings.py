@@ -39,6 +39,8 @@ def with_settings(recipe: Any, rows: Sequence[Row], num_layers: int) -> Chosen:
     attention = recipe.model.attention
     if small_attention(attention) != attention:
         missing.append(f"model.attention={attention}: a kernel of CUDA devices; the rows have packed attention")
+    if recipe.model.mtp is not None:
+        missing.append("model.mtp: the copy has no layers for multi-token prediction")
     if recipe.model.transformer_engine is not None:
         missing.append("model.transformer_engine: layers of CUDA devices; the rows have torch's")
     return Chosen([*every, *more], missing + _only_on_devices(recipe))

@@ -101,7 +101,12 @@ def trace_activations(
     ]
     recomputed = max((watch.kept[i] - exchanges[i] for i in range(0, len(layers), every)), default=0) if every else 0
     boundary = float(hidden_BTD.nbytes)
-    return Activations(watch.kept[-1], tuple(kept), watch.kept[len(layers)] + boundary, boundary, recomputed)
+    depths = 0 if part.depth_names is None else len(part.depth_names.depths)
+    # Of multi-token prediction: a layer like the last, what stands before it (embeddings, two norms, both of them side
+    # by side, the projection), and what its head reads.
+    further = depths * (kept[-1] + 7 * boundary)
+    after = watch.kept[len(layers)] + boundary + further
+    return Activations(watch.kept[-1], tuple(kept), after, boundary, recomputed)
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Units:
 def read_units(part: ModelPart, anatomy: Anatomy | None) -> Units:
     """`anatomy` is None for a model that is not cut: then all but the layers is in `before`."""
     if anatomy is None:
-        layers = transformer_layers(part)
+        layers = transformer_layers(part.model)
         inside = {id(param) for layer in layers for param in layer.parameters()}
         rest = [item for item in _params([part]) if id(item.param) not in inside]
         head = part.model.get_output_embeddings()

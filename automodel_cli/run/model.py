@@ -100,7 +100,7 @@ def empty_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     if mesh.layout.cp > 1:
         probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
     return build_stages(
-        build_part(config, request=request_of(recipe.objective)),
+        build_part(config, request=request_of(recipe.trained_objective)),
         mesh,
         recipe.pipeline,
         recipe.parallelizer,

@@ -71,7 +71,7 @@ def plan_request(recipe: Recipe, layout: Layout) -> Request:
         rows=recipe.train.microbatch_size,
         num_microbatches=recipe.train.num_microbatches(layout.dp),
         seq_len=recipe.data.seq_len,
-        head=request_of(recipe.objective),
+        head=request_of(recipe.trained_objective),
     )
 
 

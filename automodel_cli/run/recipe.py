@@ -16,9 +16,16 @@ from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import Objective
+from automodel_cli.objectives.multi_token import WithMultiToken
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.run.config_root import ConfigRoot
-from automodel_cli.run.rules import check_4bit_base, check_packed_probe, check_run_name, check_transformer_engine
+from automodel_cli.run.rules import (
+    check_4bit_base,
+    check_multi_token,
+    check_packed_probe,
+    check_run_name,
+    check_transformer_engine,
+)
 from automodel_cli.run.sizes import check_sizes
 from automodel_cli.training.callback import Callback
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
@@ -78,6 +85,7 @@ class Recipe(ConfigRoot):
         check_packed_probe(self.parallelizer, self.model, self.data)
         check_transformer_engine(self.parallelizer, self.model, self.mesh)
         check_4bit_base(self.parallelizer, self.model, self.mesh)
+        check_multi_token(self.parallelizer, self.model, self.mesh, self.kind)
         pp_size = self.mesh.pp_size or 1
         if pp_size > 1 and self.pipeline is None:
             raise ConfigError(
@@ -97,6 +105,11 @@ class Recipe(ConfigRoot):
         num_microbatches = self.train.num_microbatches(dp_size)
         if self.pipeline is not None:
             self.pipeline.check(self.mesh.pp_size or 1, num_microbatches)
+
+    @property
+    def trained_objective(self) -> Objective:
+        """`objective`, with the further tokens of multi-token prediction where the model trains them."""
+        return self.objective if self.model.mtp is None else WithMultiToken(self.objective, self.model.mtp.loss_weight)
 
     def check_ranks(self, num_ranks: int) -> None:
         self._check_batch(self.mesh.resolve(num_ranks).dp)

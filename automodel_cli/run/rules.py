@@ -95,6 +95,39 @@ def check_4bit_base(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig
         )
 
 
+def check_multi_token(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig, kind: str) -> None:
+    """What training of layers for multi-token prediction cannot be combined with."""
+    if model.mtp is None:
+        return
+    if kind != "sft":
+        raise ConfigError(
+            f"model.mtp trains on the labels further on in a text, which a recipe of kind {kind} does not have: its "
+            "objective weighs whole responses",
+            keys=("model.mtp",),
+            fix="model.mtp=null",
+        )
+    if "mtp" not in parallelizer.supports:
+        raise ConfigError(
+            f"model.mtp: layers for multi-token prediction are not measured under {parallelizer.name}",
+            keys=("model.mtp", "parallelizer"),
+            fix="parallelizer=fsdp2",
+        )
+    num_stages = mesh.pp_size or 1
+    if num_stages > 1:
+        raise ConfigError(
+            f"mesh.pp_size={num_stages} with model.mtp: stages do not hold layers for multi-token prediction yet",
+            keys=("mesh.pp_size", "model.mtp"),
+            fix="model.mtp=null",
+        )
+    if parallelizer.axis_options().sequence_parallel:
+        raise ConfigError(
+            "sequence_parallel=true cuts the tokens between the layers, of which model.mtp needs all with the tokens "
+            "after them",
+            keys=("parallelizer.sequence_parallel", "model.mtp"),
+            fix="parallelizer.sequence_parallel=false",
+        )
+
+
 def check_exported(model: ModelConfig) -> None:
     """A recipe that starts from another one's export says which command makes it. Raises ConfigError."""
     path = Path(model.pretrained or "")

@@ -37,7 +37,7 @@ from automodel_cli.training.callback import Callbacks
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.checkpoint_dir import CheckpointDir
 from automodel_cli.training.config import CheckpointConfig
-from automodel_cli.training.flops import device_peak_flops, training_flops_per_token
+from automodel_cli.training.flops import device_peak_flops, further_flops_per_token, training_flops_per_token
 from automodel_cli.training.hang_watch import HangWatch
 from automodel_cli.training.lr_scheduler import build_lr_scheduler
 from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
@@ -161,8 +161,8 @@ class Session:
         counts = [(b.input_ids_BT.numel(), int(b.num_label_tokens)) for batches in updates for b in batches]
         local = torch.tensor(counts, dtype=torch.int64).view(-1, 2).sum(0)
         num_tokens, num_label_tokens = self.mesh.sum_over(self.mesh.dp, local).unbind()
-        metrics = _over_updates([result.metrics for result in results], self.recipe.objective)
-        on_line = shown_metrics(self.recipe.objective)
+        metrics = _over_updates([result.metrics for result in results], self.recipe.trained_objective)
+        on_line = shown_metrics(self.recipe.trained_objective)
         shown = {**shown, **{name: value for name, value in metrics.items() if name in on_line}}
         unshown = {**{name: value for name, value in metrics.items() if name not in on_line}, **unshown}
         loss, grad_norm = _mean([r.loss for r in results]), _mean([r.grad_norm for r in results])
@@ -185,7 +185,7 @@ class Session:
             return train_step(
                 self.model.stages,
                 self.columns(batches),
-                self.recipe.objective,
+                self.recipe.trained_objective,
                 self.optimizer,
                 self.mesh,
                 max_grad_norm=self.recipe.train.max_grad_norm,
@@ -272,8 +272,11 @@ class Session:
         lora = self.recipe.model.lora is not None
         adapters = self.model.num_trained if lora else 0
         length = self.data.train.mean_context()
-        config = self.model.parts[0].model.config
+        part = self.model.parts[0]
+        config = part.source_config
         flops = training_flops_per_token(config, length, frozen_base=lora, num_adapter_params=adapters)
+        if part.depth_names is not None and flops is not None:
+            flops += further_flops_per_token(config, length, len(part.depth_names.depths)) or 0.0
         on_gpu = self.mesh.device.type == "cuda"
         peak = device_peak_flops(torch.cuda.get_device_name(self.mesh.device)) if on_gpu else None
         return Machine(dist.get_world_size(), flops, peak)

@@ -107,6 +107,19 @@ def training_flops_per_token(
     return (4 if frozen_base else 6) * matrices + 6 * num_adapter_params + 6 * attention
 
 
+def further_flops_per_token(hf_config: Any, context_length: float, depths: int) -> float | None:
+    """What layers for multi-token prediction add: each a layer like the last, a projection of two hidden states, and
+    the head."""
+    config = hf_config.get_text_config()
+    counted = _layers(hf_config)
+    if counted is None:
+        return None
+    last = counted[-1]
+    context = min(context_length, last.window) if last.window else context_length
+    matrices = last.matrices + 2 * config.hidden_size**2 + config.hidden_size * config.vocab_size
+    return depths * (6.0 * matrices + 6 * last.heads * last.qk_and_v * context)
+
+
 def _layers(hf_config: Any) -> list[_Layer] | None:
     config = hf_config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers

@@ -104,7 +104,8 @@ class ParallelizerConfig:
     """What every strategy has.
 
     `supports` names what the strategy can be combined with: the axes "pp", "tp", "cp", "ep", hybrid sharding "hsdp",
-    4-bit layers "nf4", and "sampler", drawing tokens from the parts as they are trained. All else is refused at check.
+    4-bit layers "nf4", layers for multi-token prediction "mtp", and "sampler", drawing tokens from the parts as they
+    are trained. All else is refused at check.
     `compiled_code`: what messages call compiled code that does the strategy's work, if any does; tensors without values
     do not reach it, so a dry run refuses it.
 

@@ -11,8 +11,8 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models import compat
-from automodel_cli.models.config import LoRAConfig, ModelConfig, TransformerEngineConfig
-from automodel_cli.run.rules import check_4bit_base, check_packed_probe, check_transformer_engine
+from automodel_cli.models.config import LoRAConfig, ModelConfig, MTPConfig, TransformerEngineConfig
+from automodel_cli.run.rules import check_4bit_base, check_multi_token, check_packed_probe, check_transformer_engine
 from tests import tiny
 
 PATCH = FSDP2Config(patch_is_packed_sequence=True)
@@ -85,3 +85,35 @@ def test_a_4_bit_base_refuses(case):
     assert caught.value.fix and caught.value.keys
     check_4bit_base(parallelizer, _model(lora=LoRAConfig()), MeshConfig(**sizes))
     check_4bit_base(FSDP2Config(), model, MeshConfig(pp_size=2, cp_size=2, ep_size=2))
+
+
+REFUSED_MTP = {
+    "whole responses": (FSDP2Config(), "dpo", "which a recipe of kind dpo does not have"),
+    "megatron": (MegatronFSDPConfig(), "sft", "not measured under megatron_fsdp"),
+    "sequence parallelism": (FSDP2Config(sequence_parallel=True), "sft", "cuts the tokens between the layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MTP)
+def test_multi_token_prediction_refuses(case):
+    parallelizer, kind, reason = REFUSED_MTP[case]
+    mesh = MeshConfig(tp_size=2)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_multi_token(parallelizer, _model(mtp=MTPConfig()), mesh, kind)
+    assert caught.value.fix and caught.value.keys
+    check_multi_token(parallelizer, _model(), mesh, kind)
+    check_multi_token(FSDP2Config(), _model(mtp=MTPConfig()), mesh, "sft")
+
+
+def test_multi_token_prediction_refuses_adapters_and_files_that_do_not_have_it():
+    for fields, reason in (
+        ({"lora": LoRAConfig()}, "lora freezes all weights"),
+        ({"gguf_file": "x.gguf"}, "reads no layers for multi-token prediction"),
+        ({"mtp": MTPConfig(depths=2)}, "is for random weights"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            _model(**{"mtp": MTPConfig(), **fields})
+    with pytest.raises(ConfigError, match="must be positive"):
+        MTPConfig(loss_weight=0)
+    with pytest.raises(ConfigError, match="at least 1"):
+        MTPConfig(depths=0)

@@ -28,7 +28,7 @@ class DDPConfig(ParallelizerConfig):
     (less memory).
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "sampler"})
+    supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "sampler", "mtp"})
     compiled_code: ClassVar[str | None] = "DDP"
 
     broadcast_buffers: bool = False

@@ -1,0 +1,60 @@
+"""Multi-token prediction beside an objective: the cross entropy of the labels further on (arXiv:2412.19437, eq. 24-25).
+
+`loss = objective + loss_weight / M * sum over depths k of sum_t(-log p_k(label of token t + k)) / weight`, M depths,
+all divided by the objective's own weight (for SFT the label tokens of the step), as the paper divides each depth by the
+length of the text. So it is a sum against the denominator that the step knows before its first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from automodel_cli.objectives.base import Metric, Objective, metrics_of, request_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput, HeadRequest
+
+
+@dataclass(frozen=True)
+class WithMultiToken:
+    """`objective` with the further tokens. What it returns has the value of `objective` and the gradient of both, so
+    that `loss` stays comparable with a run that does not train them; `mtp_loss` is theirs, per label token."""
+
+    objective: Objective
+    loss_weight: float
+
+    @property
+    def needs(self) -> HeadRequest:
+        return replace(request_of(self.objective), further=True)
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        own = {"mtp_loss": Metric(per="num_mtp_tokens", shown=True), "num_mtp_tokens": Metric()}
+        return {**metrics_of(self.objective), **own}
+
+    def weight(self, batch: Batch) -> Tensor:
+        return self.objective.weight(batch)
+
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        logprobs_BTM = _further(output)
+        term = -self.loss_weight / logprobs_BTM.shape[-1] * logprobs_BTM.sum()
+        return self.objective(output, batch) + (term - term.detach())
+
+    def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
+        from automodel_cli.data.batch import IGNORE_INDEX
+
+        logprobs_BTM = _further(output)
+        counts = [(batch.further_labels(k + 1) != IGNORE_INDEX).sum() for k in range(logprobs_BTM.shape[-1])]
+        own = {"mtp_loss": -logprobs_BTM.sum(), "num_mtp_tokens": sum(counts[1:], counts[0]).float()}
+        measure = getattr(self.objective, "measure", None)
+        return own if measure is None else {**measure(output, batch), **own}
+
+
+def _further(output: HeadOutput) -> Tensor:
+    assert output.further_logprobs_BTM is not None, "the part was built without layers for multi-token prediction"
+    return output.further_logprobs_BTM
