@@ -32,10 +32,13 @@ DENSE, MOE = ("llama", "qwen3"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
 def row(
     *, pp: int = 1, dp: int = 1, hsdp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, sp: bool = False, **more: object
 ) -> Row:
-    """`more`: schedule, recompute."""
+    """`more`: schedule, recompute, every_microbatch (gradients are summed over ranks on each)."""
     mesh = MeshConfig(dp_size=dp, dp_replicate_size=hsdp, tp_size=tp, pp_size=pp, cp_size=cp, ep_size=ep)
     parallelizer = FSDP2Config(
-        mp_policy=FP32, sequence_parallel=sp, activation_checkpointing=bool(more.get("recompute"))
+        mp_policy=FP32,
+        sequence_parallel=sp,
+        activation_checkpointing=bool(more.get("recompute")),
+        defer_fsdp_grad_sync=not more.get("every_microbatch"),
     )
     pipeline = PipelineConfig(schedule=str(more.get("schedule", "1f1b"))) if pp > 1 else None
     return Row(mesh, parallelizer, pipeline)
@@ -71,6 +74,7 @@ MOE_ROWS = {
         row(dp=4, ep=2),
         row(dp=4, ep=4, recompute=True),
         row(pp=2, dp=2, ep=2, schedule="interleaved_1f1b"),
+        row(pp=2, dp=2, ep=2, schedule="interleaved_1f1b", every_microbatch=True),
         row(cp=2, dp=2, ep=2),
         row(tp=2, dp=2, ep=2),
     ],

@@ -94,6 +94,7 @@ def test_reduced_precision_is_close_and_really_reduced(option):
 KINDS = {
     "gathers": ("c10d._allgather_base_",),
     "scatters": ("c10d._reduce_scatter",),
+    "reductions": ("chunk_cat",),  # also those of one rank, which scatter nothing
     "matmuls": ("aten.mm.", "aten.addmm."),
 }
 
@@ -111,11 +112,14 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _operators(config, world, *, pp_size=1):
+def _operators(config, world, *, pp_size=1, ep_size=1):
     """What one step runs; with `pp_size`, on what a pipeline stage gets, without the pipeline."""
-    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
-    part = tiny_part("llama")
-    fsdp2_strategy_parallelize(part, mesh.fsdp, config=config, pp_size=pp_size)
+    mesh = build_mesh(MeshConfig(ep_size=ep_size).resolve(world), "cpu")
+    part = tiny_part("llama" if ep_size == 1 else "qwen3_moe")
+    if ep_size == 1:
+        fsdp2_strategy_parallelize(part, mesh.fsdp, config=config, pp_size=pp_size)
+    else:
+        parallelize(part, mesh, config)
     batches = step_batches(Case(), world)[mesh.dp_rank]
     with _Count() as count:
         train_step(SingleStage(part), batches, SFT(), Recorder(part), mesh, max_grad_norm=None)
@@ -127,14 +131,18 @@ def _communication(rank, world):
         _operators(FSDP2, world),
         _operators(replace(FSDP2, defer_fsdp_grad_sync=False), world),
         _operators(FSDP2, world, pp_size=2),
+        _operators(replace(FSDP2, defer_fsdp_grad_sync=False), world, ep_size=2),
     ]
 
 
 def test_gradients_are_reduced_once_per_step_unless_asked_and_a_pipeline_keeps_parameters():
-    deferred, each, pipeline = launch(_communication, 2)
+    deferred, each, pipeline, experts = launch(_communication, 2)
     units, microbatches = tiny.NUM_LAYERS + 1, 3  # layers and the root
     assert deferred["scatters"] == pipeline["scatters"] == units
     assert each["scatters"] == units * microbatches
+    # experts that one rank has for itself have nobody to be summed with, and wait for the last microbatch
+    assert each["reductions"] == units * microbatches
+    assert experts["reductions"] == units * microbatches + tiny.NUM_LAYERS
     assert pipeline["gathers"] == units * microbatches
     # all but the last layer and the root are gathered again for backward
     assert deferred["gathers"] == each["gathers"] == (units + units - 2) * microbatches

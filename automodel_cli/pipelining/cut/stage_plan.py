@@ -43,7 +43,7 @@ class StagePlan:
     def splits_backward(self) -> bool:
         """Whether input gradients and weight gradients are separate actions."""
         if self.csv_program is not None:
-            return any(a.kind in "IW" for rank in range(self.pp_size) for a in self.csv_program.actions(rank))
+            return self.csv_program.splits_backward
         assert self.config.named_schedule is not None
         return self.config.named_schedule.splits_backward
 

@@ -64,6 +64,11 @@ class Program:
         """Stages per rank."""
         return self.num_stages // self.pp_size
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart anywhere."""
+        return any(action.kind == "W" for rank in range(self.pp_size) for action in self.actions(rank))
+
     def chunk_of(self, stage: int) -> int:
         """Which of its rank's stages this is, in pipeline order."""
         return self.owner[:stage].count(self.owner[stage])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +29,22 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining import stage as torch_stage
 
 from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.distributed.strategies.fsdp2.sharding import alone, reduce_in_backward
 from automodel_cli.pipelining.schedule.program import Program
 from automodel_cli.pipelining.torch_runtime.actions import to_torch
 
 HAS_STAGE_META = hasattr(
     PipelineStage, "_setup_forward_recv_info"
 )  # torch 2.13; before it, recv infos carry no metadata
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """When FSDP sums gradients over ranks. `in_backward`: by its own hooks, in the stage's last backward or, with
+    `every_microbatch`, in each; else after the step's last one."""
+
+    in_backward: bool = False
+    every_microbatch: bool = False
 
 
 class Stage(PipelineStage):
@@ -60,6 +71,8 @@ class Stage(PipelineStage):
         self.shapes: list[tuple[int, int]] = [(1, 1)]
         self.hidden_size, self.boundary_dtype, self.compute_dtype = hidden_size, boundary_dtype, compute_dtype
         self.fsdp_roots = fsdp_roots(part) if defer_nested_sync or isinstance(part, FSDPModule) else []
+        self._alone = alone(part)
+        self.reduction = Reduction()
         is_first, is_last = stage_index == 0, stage_index == num_stages - 1
         hidden = torch.empty(1, 1, hidden_size, dtype=boundary_dtype, device="meta", requires_grad=True)
         logprobs = torch.empty(1, 1, device="meta", requires_grad=True)
@@ -175,11 +188,19 @@ class Stage(PipelineStage):
         for info in self.grad_recv_info[bwd_chunk_id]:
             info.buffer = None
 
-    # Gradient reduction: FSDP is told not to reduce during backwards, and is made to once, after the last one.
+    # Gradient reduction: in the stage's last backward, layer by layer, or in each. FSDP's hooks come before the
+    # gradients of weights where a program makes them apart: there it is made to reduce after the last of them.
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        in_backward = backward_type == "full" and self.reduction.in_backward
         for root in self.fsdp_roots:
-            set_sync(root, False)
+            is_last, every = in_backward and last_backward, in_backward and self.reduction.every_microbatch
+            root.set_reshard_after_backward(is_last)
+            reduce_in_backward(root, self._alone, is_last=is_last, every_microbatch=every)
+        if backward_type == "full":  # torch's version would switch reduction off
+            stage_backward: Callable[..., Any] = torch_stage.stage_backward
+            names = ("stage_output", "output_grads", "input_values")
+            return stage_backward(*(bwd_kwargs[name] for name in names)), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -270,12 +291,13 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         )
         self.program = program
         self.on_result: Callable[[HeadOutput, int], Tensor] = _no_step
+        self._reduction = Reduction(not program.splits_backward, reduce_every_microbatch)
         self._has_backward = train
         self.results: dict[int, Tensor] = {}
         self.stage_index_to_group_rank = dict(enumerate(program.owner))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        self.pipeline_order_with_comms = _lower(program, train, reduce_every_microbatch)
+        self.pipeline_order_with_comms = _lower(program, train)
 
     def run(
         self,
@@ -291,6 +313,7 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
         stages: list[Stage] = self._stages  # type: ignore[assignment]
         for stage in stages:
             stage.begin(shapes, self._has_backward)
+            stage.reduction = self._reduction
         self._stages_forward_initialized, self._stages_backward_initialized = True, self._has_backward
         self.on_result = on_result
         self.results = {}
@@ -333,24 +356,14 @@ def _no_step(output: HeadOutput, microbatch: int) -> Tensor:
     raise AssertionError("no step is running")
 
 
-def _lower(program: Program, train: bool, reduce_every_microbatch: bool) -> dict[int, list[Any]]:
-    """The program with communication, FSDP gathers (each stage once per step) and gradient reductions."""
+def _lower(program: Program, train: bool) -> dict[int, list[Any]]:
+    """The program with communication, FSDP gathers (each stage once per step) and, where backwards do not do it
+    themselves, gradient reductions."""
     owner, count = program.owner, program.num_microbatches
     ranks: dict[int, list[Any]] = {}
     for rank, steps in enumerate(program.ranks):
         actions: list[Any] = torch_schedules._add_unshard_reshard(to_torch(steps), max_active_stages=program.num_chunks)
-        if train and reduce_every_microbatch:
-            actions = _reduce_after_each(actions)
-        elif train:
+        if train and program.splits_backward:
             actions = torch_schedules._add_reduce_grad(actions, count)
         ranks[rank] = actions
     return torch_schedules._add_send_recv(ranks, stage_to_rank=lambda s: owner[s], num_stages=len(owner))
-
-
-def _reduce_after_each(actions: list[Any]) -> list[Any]:
-    lowered = []
-    for action in actions:
-        lowered.append(action)
-        if action.computation_type == torch_schedules.FULL_BACKWARD:
-            lowered.append(torch_schedules._Action(action.stage_index, torch_schedules.REDUCE_GRAD, None))
-    return lowered

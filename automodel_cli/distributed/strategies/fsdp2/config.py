@@ -83,7 +83,7 @@ class FSDP2Config(ParallelizerConfig):
     MixedPrecisionPolicy. `offload_policy`: null, CPUOffload, or torch's CPUOffloadPolicy.
     `autocast_dtype` wants an `mp_policy` that leaves parameters in float32: autocast casts nothing that is bfloat16.
     `defer_fsdp_grad_sync`: reduce gradients on the last microbatch only; false reduces on each (less memory, more
-    communication, the same sum).
+    communication, the same sum, kept in `model.dtype` between microbatches).
     `enable_fsdp2_prefetch`: gather `fsdp2_forward_prefetch_depth` / `fsdp2_backward_prefetch_depth` layers ahead.
     `context_parallel`: how attention reaches the keys of other ranks where mesh.cp_size > 1. "all_gather" holds all of
     them during one layer; "ring" passes them around, for rows so long that this is too much. The numbers are the same.

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +22,8 @@ from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 
 logger = logging.getLogger(__name__)
 
+_alone: WeakSet[nn.Module] = WeakSet()
+
 
 class FSDP2Sharded(Sharded):
     """FSDP2 works in place: the part is what runs."""
@@ -28,13 +31,13 @@ class FSDP2Sharded(Sharded):
     def __init__(self, part: nn.Module, *, every_microbatch: bool):
         super().__init__(part)
         self._every_microbatch = every_microbatch
+        self._alone = alone(part)
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
         module = self.part
         assert isinstance(module, FSDPModule)
-        module.set_requires_gradient_sync(is_last or self._every_microbatch)
-        module.set_is_last_backward(is_last)
+        reduce_in_backward(module, self._alone, is_last=is_last, every_microbatch=self._every_microbatch)
         try:
             yield
         finally:
@@ -62,9 +65,29 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
+def alone(module: nn.Module) -> list[FSDPModule]:
+    """The units whose parameters one rank has for itself, as experts often are: nothing is there to be summed, so
+    reducing their gradients before the last microbatch would copy them and free nothing."""
+    return [unit for unit in fsdp_modules(module) if unit in _alone]
+
+
+def reduce_in_backward(root: FSDPModule, alone: Sequence[FSDPModule], *, is_last: bool, every_microbatch: bool) -> None:
+    """Let the next backward of `root` sum gradients over ranks, layer by layer while it runs; else they add up
+    unreduced. Units that are `alone` wait for the last microbatch in any case. A backward that sums ends when the sum
+    is there, and keeps no buffer of it."""
+    root.set_requires_gradient_sync(is_last or every_microbatch)
+    if every_microbatch and not is_last:
+        for unit in alone:
+            unit.set_requires_gradient_sync(False, recurse=False)
+    root.set_is_last_backward(is_last or every_microbatch)
+
+
 def sum_gradients(module: nn.Module) -> None:
     """Make FSDP2 sum gradients over ranks instead of averaging them. Call once, after wrapping."""
+    by_itself = alone(module)
     for submodule in fsdp_modules(module):
+        if submodule in by_itself:
+            continue  # its sum is its gradient, which a factor would only copy once more
         # Neither setter is recursive. The second makes it a plain sum: without it torch asks for a pre-multiplied one,
         # which gloo does not have.
         submodule.set_gradient_divide_factor(1.0)
@@ -138,6 +161,8 @@ def shard_experts(
         fully_shard(
             experts, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard
         )
+        if mesh.size() == 1:
+            _alone.add(experts)
 
 
 def chain_prefetch(root: nn.Module, layers: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
