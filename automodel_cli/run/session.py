@@ -45,6 +45,7 @@ from automodel_cli.training.meter import Machine, Meter, Scalar
 from automodel_cli.training.metric_accumulator import shown_metrics
 from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.profiling import StepProfiler
+from automodel_cli.training.slow_rank import SlowRank
 from automodel_cli.training.step import NonFiniteError, StepResult, train_step
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Session:
             tracked_config=source.public(),
         )
         self.watch = HangWatch(recipe.train.step_timeout, run_dir / "logs", lambda: stop.how_to_go_on(run_dir))
+        self.slow_rank = SlowRank()
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
         self.callbacks = Callbacks(self, self._callback_states)
         if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
@@ -166,6 +168,8 @@ class Session:
         shown = {**shown, **{name: value for name, value in metrics.items() if name in on_line}}
         unshown = {**{name: value for name, value in metrics.items() if name not in on_line}, **unshown}
         loss, grad_norm = _mean([r.loss for r in results]), _mean([r.grad_norm for r in results])
+        if results:
+            unshown = {**unshown, **self.slow_rank.add(torch.stack([r.own_seconds for r in results]).sum(0))}
         counted = {"num_label_tokens": num_label_tokens, "num_tokens": num_tokens}
         row = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **counted, **shown, **unshown}
         self.meter.step(
@@ -178,6 +182,9 @@ class Session:
             unshown={**unshown, **self.callbacks.step(step, row)},
             **shown,
         )
+        if self.is_main and self.meter.due(step) and (found := self.slow_rank.warning()) is not None:
+            rank, text = found
+            self.print(f"rank {rank} on {self.watch.host_of(rank)} is slower than the others: {text}")
         return metrics
 
     def _update(self, step: int, batches: list[Batch]) -> StepResult:
@@ -192,6 +199,7 @@ class Session:
                 hooks=self.model.step_hooks,
                 notice=lambda: stop.requested() or 0,
                 progress=self.watch.tick,
+                own_seconds=self.watch.own_seconds,
             )
         except NonFiniteError as error:
             raise error.located(step, self.data.train.describe) from error

@@ -31,7 +31,7 @@ from automodel_cli.launch import worker
 FIRST_SECONDS = 1500.0
 """For the first step (compilation), validations, checkpoints: less than the 30 minutes of the collectives."""
 _AUTO_SECONDS, _AUTO_STEPS = 300.0, 10.0
-_MAX_BEAT = 5.0
+_MAX_BEAT, _SAMPLE = 5.0, 0.02
 _EXPIRED, _SPEAKER = "hang/expired", "hang/speaker"
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _STACKS_SIGNAL = signal.SIGUSR2
@@ -57,6 +57,7 @@ class HangWatch:
         self._long = 1  # phases that may take FIRST_SECONDS, one inside the other
         self._slowest, self._step_began = 0.0, time.monotonic()
         self._beats = 0
+        self._samples, self._busy, self._asked = 0, 0, time.monotonic()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -105,6 +106,21 @@ class HangWatch:
             self._step_began += time.monotonic() - begin
             self.tick(f"after {what}")
 
+    def own_seconds(self) -> float:
+        """Of the time since the last call, what the main thread did not wait for others or for the device: by samples.
+
+        A GPU that computes more slowly than the others is not seen: the host waits for it as for them.
+        """
+        now = time.monotonic()
+        elapsed, samples, busy = now - self._asked, self._samples, self._busy
+        self._asked, self._samples, self._busy = now, 0, 0
+        return elapsed * busy / samples if samples else elapsed
+
+    def host_of(self, rank: int) -> str:
+        """As rank `rank` told it."""
+        told = process_group.try_store(partial(_get, key=_key(rank)), self._store) if self._store is not None else None
+        return json.loads(told)["host"] if told is not None else socket.gethostname()
+
     def stop(self) -> None:
         """After the last step, or when the run ends otherwise."""
         if self._thread is not None:
@@ -127,7 +143,13 @@ class HangWatch:
 
     def _watch(self) -> None:
         beat = _MAX_BEAT if not isinstance(self._timeout, float) else min(_MAX_BEAT, max(0.1, self._timeout / 10))
-        while not self._done.wait(beat):
+        due = time.monotonic() + beat
+        while not self._done.wait(_SAMPLE):
+            self._samples += 1
+            self._busy += not _waits(sys._current_frames().get(self._main))
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + beat
             self._tell()
             if time.monotonic() - self._since > self.limit() or self._others_expired():
                 self._expire(beat)

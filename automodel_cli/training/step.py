@@ -38,6 +38,8 @@ class StepResult:
     """What the objective measures besides (see `MeasuredObjective`)."""
     notice: int = 0
     """The largest `notice` that a rank brought: on the host, where the step is waited for anyway."""
+    own_seconds: Tensor = field(default_factory=lambda: torch.zeros(1))
+    """(ranks,): the `own_seconds` that each brought."""
 
 
 class StepHook(Protocol):
@@ -81,11 +83,13 @@ def train_step(
     hooks: Sequence[StepHook] = (),
     notice: Callable[[], int] = lambda: 0,
     progress: Callable[[str], None] = lambda where: None,
+    own_seconds: Callable[[], float] = lambda: 0.0,
 ) -> StepResult:
     """One optimizer step over this rank's microbatches; every rank must bring equally many.
 
     `notice` gives a number, 0 to 31, for all ranks to know after the step (a signal that this one received). It is
-    asked after backward. `progress` hears how far the step is, without waiting for anything.
+    asked after backward. `progress` hears how far the step is, without waiting for anything; `own_seconds` is
+    what this rank brings to `StepResult.own_seconds`.
 
     The denominator of the loss is summed over ranks before the first forward, so each microbatch is divided once, by
     the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss (with
@@ -110,8 +114,12 @@ def train_step(
     local_loss = stages.forward_backward(batches, loss_of, request_of(objective))
     progress("the gradient norm")
     grad_norm = clip_grad_norm_(stages.parts, max_grad_norm, mesh)
-    total = _over_all_ranks(torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()]), notice(), mesh)
-    loss, num_bad_norms, sums, notices = total[0], total[1], total[2:-_NUM_NOTICES], total[-_NUM_NOTICES:]
+    total = _over_all_ranks(
+        torch.cat([torch.stack([local_loss, _is_bad(grad_norm)]), tally.sums()]), notice(), own_seconds(), mesh
+    )
+    world_size = dist.get_world_size()
+    (loss, num_bad_norms), rest = total[:2].unbind(), total[2:]
+    sums, notices, seconds = rest.split([rest.numel() - _NUM_NOTICES - world_size, _NUM_NOTICES, world_size])
     is_good = loss.isfinite() & (num_bad_norms == 0)
     launched = step_unless(~is_good, optimizer, mesh.device)
     noticed = (notices.sign() * torch.arange(_NUM_NOTICES, device=mesh.device)).amax()
@@ -124,7 +132,9 @@ def train_step(
     metrics = tally.result(sums, mesh)
     for hook in hooks:
         metrics |= hook.finish()
-    return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics, notice=int(answer))
+    return StepResult(
+        loss=loss, grad_norm=grad_norm, weight=weight, metrics=metrics, notice=int(answer), own_seconds=seconds
+    )
 
 
 def wait_for_device(value: Tensor) -> float:
@@ -136,15 +146,17 @@ def _is_bad(grad_norm: Tensor) -> Tensor:
     return (~grad_norm.isfinite()).float()
 
 
-def _over_all_ranks(local: Tensor, notice: int, mesh: Mesh) -> Tensor:
+def _over_all_ranks(local: Tensor, notice: int, own_seconds: float, mesh: Mesh) -> Tensor:
     """`local` (loss, 1 for a bad norm, the objective's sums) summed over the axes whose losses add up, then how many
-    ranks brought each notice. One collective over all ranks, so that all agree; those that hold a copy of another's
-    loss add nothing to it.
+    ranks brought each notice, then the own seconds of each rank. One collective over all ranks, so that all agree;
+    those that hold a copy of another's loss add nothing to it.
     """
     is_copy = mesh.tp.get_local_rank() > 0 or mesh.cp.get_local_rank() > 0
     notices = torch.zeros(_NUM_NOTICES, dtype=local.dtype, device=local.device)
     notices[notice] = 1
-    total = torch.cat([torch.zeros_like(local) if is_copy else local.detach(), notices])
+    seconds = torch.zeros(dist.get_world_size(), dtype=local.dtype, device=local.device)
+    seconds[dist.get_rank()] = own_seconds
+    total = torch.cat([torch.zeros_like(local) if is_copy else local.detach(), notices, seconds])
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total

@@ -73,7 +73,7 @@ def test_a_step_that_is_not_finite_changes_nothing(implementation):
 
 
 def _noticed(rank, world, mesh_config):
-    """(notice after the step, loss, all-reduces of loss, flag and notices together)."""
+    """(notice after the step, loss, all-reduces of loss, flag, notices and own seconds together)."""
     mesh = build_mesh(mesh_config.resolve(world), "cpu")
     module = parallelize(tiny_part("llama"), mesh, FSDP2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
@@ -90,7 +90,7 @@ def _noticed(rank, world, mesh_config):
         result = train_step(SingleStage(module), batches, SFT(), optimizer, mesh, max_grad_norm=None, notice=lambda: notice)
     finally:
         dist.all_reduce = plain
-    return result.notice, result.loss.item(), seen.count(2 + 32)
+    return result.notice, result.loss.item(), seen.count(2 + 32 + world)
 
 
 @pytest.mark.parametrize("mesh_config", [MeshConfig(), MeshConfig(tp_size=2), MeshConfig(cp_size=2)])

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -236,6 +237,30 @@ def test_a_rank_that_hangs_is_named_with_what_the_others_wait_in(tmp_path: Path)
     for rank, where in enumerate(("all_gather|all_reduce", "in then")):
         assert re.search(where, (logs / f"rank-{rank}.stacks").read_text()), f"the stack of rank {rank}"
     assert json.loads((logs / "rank-0.collectives.json").read_bytes())["entries"]
+
+
+def _nap_on_rank_1(rank, world, folder):
+    lines: list[str] = []
+
+    def then(step, opened):
+        opened.print = lines.append
+        if rank == 1:
+            time.sleep(0.15)
+
+    assert _train(rank, world, folder, "mesh.dp_size=2", "train.max_steps=22", then=then) is None
+    return lines
+
+
+def test_a_rank_that_is_always_slower_is_named_once(tmp_path: Path) -> None:
+    lines, of_rank_1 = launch_all(_nap_on_rank_1, 2, tmp_path, process_group=False)
+    (said,) = lines
+    assert re.fullmatch(
+        r"rank 1 on \S+ is slower than the others: \S+ s of its own a step, \S+ s the others .*", said
+    ), said
+    assert not of_rank_1
+    rows = [row for row in metrics(tmp_path / "runs/config") if "loss" in row][2:]
+    assert statistics.median(row["rank_seconds_max"] - row["rank_seconds_min"] for row in rows) > 0.07
+    assert sum(row["slowest_rank"] == 1 for row in rows) > len(rows) / 2
 
 
 @pytest.mark.slow
