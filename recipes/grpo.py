@@ -9,11 +9,13 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
 from automodel_cli.rollout.rollout_config import RolloutConfig
-from automodel_cli.rollout.rules import check_environment, check_prompt_data
+from automodel_cli.rollout.rules import check_environment, check_indexer, check_prompt_data
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.rules import check_exported
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from automodel_cli.config.compose import Composed
 
 
@@ -37,6 +39,7 @@ class GRPORecipe(Recipe):
         check_prompt_data(self.data)
         self._check_rollout()
         check_environment(self.rollout, self.data, self.rewards)
+        check_indexer(self.model, self.rollout)
         for name, reward in self.rewards.items():
             check_on_error(reward.on_error, f"rewards.{name}.on_error")
         if not self.rewards:
@@ -99,6 +102,15 @@ class GRPORecipe(Recipe):
                 keys=("rollout.prompts_per_step",),
                 fix=f"rollout.prompts_per_step={max(1, self.rollout.prompts_per_step // dp_size) * dp_size}",
             )
+
+    def check_model(self, hf_config: PretrainedConfig) -> None:
+        """Its responses are drawn exactly: as long as they may get, and token by token where our sampler draws them."""
+        from automodel_cli.rollout.model_engines import check_decoding, check_lengths
+
+        check_lengths(hf_config, self.data.seq_len)
+        if self.rollout.engine.capabilities.live_weights:
+            trust = self.model.trust_remote_code
+            check_decoding(hf_config, attention=self.model.attention, trust_remote_code=trust)
 
     def prepared(self, tokenizer: Any) -> Any:
         """Prompts: the rows without their answers."""

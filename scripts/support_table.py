@@ -1,4 +1,4 @@
-"""Write docs/support.md: which causal-LM families of the installed transformers can be cut and packed, as measured.
+"""Write docs/support.md: which causal-LM families of the installed transformers can be cut, packed and sampled.
 
 Every family is built tiny from its default config, on the CPU, and probed with the checks that a run performs on the
 user's own config. Nothing here is a list of names, and nothing is downloaded.
@@ -27,6 +27,7 @@ from automodel_cli.models import composite
 from automodel_cli.models.support import probe_packing
 from automodel_cli.pipelining.cut.anatomy import NotMeasuredError, SplitError
 from automodel_cli.pipelining.cut.probe import probe
+from automodel_cli.rollout.model_engines import check_decoding
 
 SECONDS_PER_FAMILY = 60
 # Default configs of the library leave open what every published config of the family says.
@@ -55,6 +56,9 @@ FIRST = (
 )  # fmt: skip
 
 
+CAPABILITIES = ("split", "packing", "sampling")
+
+
 @dataclass(frozen=True)
 class Row:
     """One family: `yes`, `no` or `unknown` for each capability, with the reason where it is not yes."""
@@ -63,6 +67,7 @@ class Row:
     model_class: str
     split: str
     packing: str
+    sampling: str
     notes: tuple[str, ...]
 
 
@@ -142,10 +147,10 @@ def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedMode
         config = with_usual_fields(config)
         split, split_reason = split_of(config)
     packing, packing_reason = measure(lambda: probe_packing(copy.deepcopy(config)))
-    notes = [
-        f"{what}: {_short(reason)}" for what, reason in (("split", split_reason), ("packing", packing_reason)) if reason
-    ]
-    return Row(name, model_class.__name__, split, packing, tuple(notes))
+    sampling, sampling_reason = measure(lambda: check_decoding(copy.deepcopy(config)))
+    reasons = (("split", split_reason), ("packing", packing_reason), ("sampling", sampling_reason))
+    notes = [f"{what}: {_short(reason)}" for what, reason in reasons if reason]
+    return Row(name, model_class.__name__, split, packing, sampling, tuple(notes))
 
 
 def _short(reason: str, limit: int = 260) -> str:
@@ -154,16 +159,17 @@ def _short(reason: str, limit: int = 260) -> str:
 
 
 def render(rows: list[Row]) -> str:
-    totals = {what: Counter(getattr(row, what) for row in rows) for what in ("split", "packing")}
+    totals = {what: Counter(getattr(row, what) for row in rows) for what in CAPABILITIES}
     library, torch_version = transformers.__version__, torch.__version__.split("+")[0]
     intro = f"""# Which model families work
 
 Measured with transformers {library} and torch {torch_version} by `scripts/support_table.py`: every family is built tiny
 from its default config. *Split*: three uneven pipeline stages give the log-probs and gradients of the whole model.
 *Packing*: packed documents give what separate ones give, in a part that is built and run as in training; where the
-family's default configuration needs another attention or other rows, the note says which. A run probes the user's own
-config in the same way and refuses what differs, so this table is information, not a gate. *Unknown*: the tiny copy
-could not be built or run, so nothing was measured.
+family's default configuration needs another attention or other rows, the note says which. *Sampling*: what
+`rollout=sampler` draws token by token has the log-probs that the whole sequence has; the library's own generation
+(`rollout=hf`) is there for the others. A run probes the user's own config in the same way and refuses what differs, so
+this table is information, not a gate. *Unknown*: the tiny copy could not be built or run, so nothing was measured.
 
 Layers that carry a state from token to token (gated delta nets, Mamba, short convolutions, linear attention) are found
 by measurement and run document by document through the family's own module. Of a multimodal repository the language
@@ -178,11 +184,11 @@ model does not build (layers for multi-token prediction, say) is carried to the 
         "|---|--:|--:|--:|",
         *(f"| {what} | {c['yes']} | {c['no']} | {c['unknown']} |" for what, c in totals.items()),
         "",
-        f"Exact in both: {', '.join(r.family for r in rows if r.split == r.packing == 'yes')}.",
+        f"Exact in all: {', '.join(r.family for r in rows if r.split == r.packing == r.sampling == 'yes')}.",
         "",
-        "| family | class | split | packing |",
-        "|---|---|---|---|",
-        *(f"| {r.family} | {r.model_class} | {r.split} | {r.packing} |" for r in rows),
+        "| family | class | split | packing | sampling |",
+        "|---|---|---|---|---|",
+        *(f"| {r.family} | {r.model_class} | {r.split} | {r.packing} | {r.sampling} |" for r in rows),
         "",
         "## Why not",
         "",
@@ -205,7 +211,8 @@ def main() -> None:
         if wanted is None or name in wanted:
             rows.append(row_of(name, config, model_class))
             print(
-                f"{name:28s} split {rows[-1].split:8s} packing {rows[-1].packing:8s} {'; '.join(rows[-1].notes)[:150]}",
+                f"{name:28s} split {rows[-1].split:8s} packing {rows[-1].packing:8s} sampling {rows[-1].sampling:8s} "
+                f"{'; '.join(rows[-1].notes)[:150]}",
                 flush=True,
             )
     options.output.parent.mkdir(parents=True, exist_ok=True)

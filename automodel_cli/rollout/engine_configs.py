@@ -46,7 +46,7 @@ class SamplerConfig:
             )
 
     def build(self, host: Host) -> Engine:
-        """See `EngineConfig`. Raises ConfigError for a family that cannot be decoded through the sampler's cache."""
+        """See `EngineConfig`."""
         return host.sampler(
             num_slots=self.num_slots, prefill_tokens=self.prefill_tokens, refill_share=self.refill_share
         )

@@ -11,8 +11,6 @@ from automodel_cli.rollout.model_engines import (
     RankZeroEngine,
     build_replica,
     build_sampler,
-    check_decoding,
-    check_lengths,
     stop_token_ids,
 )
 from automodel_cli.rollout.server_process import ServerProcess
@@ -28,13 +26,12 @@ if TYPE_CHECKING:
 
 
 class EngineHost:
-    """See `automodel_cli.rollout.engine.Host`. Raises ConfigError for a model that no engine generates for exactly."""
+    """See `automodel_cli.rollout.engine.Host`. That a model can be generated for, its recipe has checked."""
 
     def __init__(self, session: Session):
         self._session, self.tokenizer = session, session.tokenizer
         self._source_config = session.model.parts[0].source_config
         self.stop_token_ids = stop_token_ids(session.tokenizer, session.model.parts[0].model.config)
-        check_lengths(self._source_config, session.recipe.data.seq_len)
 
     @property
     def device(self) -> torch.device:
@@ -45,10 +42,9 @@ class EngineHost:
         return self._session.run_dir
 
     def sampler(self, *, num_slots: int | None, prefill_tokens: int, refill_share: float) -> Engine:
-        """See `Host`. Raises ConfigError for a family that cannot be decoded through the sampler's cache."""
+        """See `Host`."""
         recipe, mesh, stages = self._session.recipe, self._session.mesh, self._session.model.stages
         config, trust = self._source_config, recipe.model.trust_remote_code
-        check_decoding(config, attention=recipe.model.attention, trust_remote_code=trust)
         options: dict[str, Any] = {"stop_token_ids": self.stop_token_ids, "trust_remote_code": trust}
         if num_slots is None:
             state_bytes = build_sampler(stages, mesh, **options, num_slots=1).state_bytes()

@@ -217,7 +217,7 @@ def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trus
 
 def _refusal(hf_config: PretrainedConfig, reason: str) -> ConfigError:
     return ConfigError(
-        f"the sampler cannot generate with {hf_config.model_type}: {reason}", keys=("rollout",), fix="rollout=hf"
+        f"the sampler cannot generate with {hf_config.model_type}: {reason}", keys=("rollout.engine",), fix="rollout=hf"
     )
 
 

@@ -7,8 +7,10 @@ from collections.abc import Collection
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats import format_name, prompt_format
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.rollout.rewards.base import check_on_error
 from automodel_cli.rollout.rollout_config import RolloutConfig
+from automodel_cli.run.sizes import written_config
 
 ENVIRONMENT = "environment"
 """What the environment's reward is called among those of a sample."""
@@ -42,6 +44,26 @@ def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Co
             keys=(f"rewards.{ENVIRONMENT}",),
             fix=f"another name for rewards.{ENVIRONMENT}",
         )
+
+
+def check_indexer(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Refuse the sampler for a model whose config says in writing that an indexer chooses the keys of each token: it
+    keeps keys of its own, which no attention function is shown. What no field tells is measured when a run starts
+    (`check_decoding`). Raises ConfigError.
+    """
+    written = written_config(model)
+    found = written and written.number(("index_topk",))
+    if not found or not found[1] or not rollout.engine.capabilities.live_weights:
+        return
+    assert written is not None
+    name, value = found
+    where = f" in {written.place(name)}" if written.folder else ""
+    raise ConfigError(
+        f"{type(rollout.engine).__name__} keeps the keys and values of attention, and a sparse indexer "
+        f"({name}={value}{where}) keeps keys of its own besides",
+        keys=("rollout.engine", written.key_of(name)),
+        fix="rollout=hf",
+    )
 
 
 def check_prompt_data(data: DataConfig) -> None:

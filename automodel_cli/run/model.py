@@ -99,6 +99,7 @@ def empty_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     )
     if mesh.layout.cp > 1:
         probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
+    recipe.check_model(hf_config(config))
     return build_stages(
         build_part(config, request=request_of(recipe.trained_objective)),
         mesh,

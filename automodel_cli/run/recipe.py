@@ -7,7 +7,7 @@ when a run starts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
@@ -31,6 +31,9 @@ from automodel_cli.training.callback import Callback
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
 from automodel_cli.training.lr_scheduler import ScheduleNode
 from automodel_cli.training.optim import OptimizerNode
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,9 @@ class Recipe(ConfigRoot):
 
     def check_ranks(self, num_ranks: int) -> None:
         self._check_batch(self.mesh.resolve(num_ranks).dp)
+
+    def check_model(self, hf_config: PretrainedConfig) -> None:
+        """What only this kind of run asks of a model, measured before anything is built. Raises ConfigError."""
 
     def missing_files(self) -> list[ConfigError]:
         from automodel_cli.run.missing_files import missing_files

@@ -29,7 +29,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 @dataclass(frozen=True)
-class _Written:
+class Written:
     """The fields of a model's config and how messages name one; `key` is the setting that they come from."""
 
     fields: Mapping[str, Any]
@@ -55,7 +55,7 @@ def check_sizes(model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig |
     """Layers against `pp_size` and experts against `ep_size`. Raises ConfigError."""
     if (mesh.pp_size or 1) == 1 and (mesh.ep_size or 1) == 1:
         return
-    written = _written(model)
+    written = written_config(model)
     if written is None:
         return
     if pipeline is not None and (mesh.pp_size or 1) > 1:
@@ -64,16 +64,17 @@ def check_sizes(model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig |
         _check_experts(written, mesh.ep_size or 1)
 
 
-def _written(model: ModelConfig) -> _Written | None:
+def written_config(model: ModelConfig) -> Written | None:
+    """The model's config as far as it is at hand."""
     if model.config is not None:
-        return _Written(_text_fields(model.config), "model.config", None)
+        return Written(_text_fields(model.config), "model.config", None)
     if model.pretrained is None or model.gguf_file is not None:
         return None
     try:
         fields = json.loads((Path(model.pretrained) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # a hub id, or a folder that the loader will refuse with its own words
-    return _Written(_text_fields(fields), "model.pretrained", model.pretrained) if isinstance(fields, dict) else None
+    return Written(_text_fields(fields), "model.pretrained", model.pretrained) if isinstance(fields, dict) else None
 
 
 def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,7 +83,7 @@ def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, dict) else fields
 
 
-def _check_layers(written: _Written, pp_size: int, pipeline: PipelineConfig) -> None:
+def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig) -> None:
     found = written.number(_LAYERS)
     if found is None or pipeline.csv is not None or pipeline.module_fqns_per_model_part is not None:
         return
@@ -113,7 +114,7 @@ def _check_layers(written: _Written, pp_size: int, pipeline: PipelineConfig) -> 
         )
 
 
-def _check_experts(written: _Written, ep_size: int) -> None:
+def _check_experts(written: Written, ep_size: int) -> None:
     found = written.number(_EXPERTS)
     if found is None:
         if _is_dense(written.fields):

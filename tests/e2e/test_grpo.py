@@ -157,7 +157,7 @@ def test_one_update_on_policy_is_exactly_that(tmp_path: Path) -> None:
     assert row["num_label_tokens"] == count
 
 
-def _wait_for_step(process: Any, folder: Path, step: int) -> None:
+def wait_for_step(process: Any, folder: Path, step: int) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if (folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(folder)):
@@ -173,7 +173,7 @@ def test_a_killed_run_goes_on_bitwise(whole: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     killed = start(tmp_path, "grpo", "llm", "-c", "tiny.yaml")
     folder, reference = tmp_path / "runs" / "tiny", whole / "runs" / "tiny"
-    _wait_for_step(killed, folder, 3)
+    wait_for_step(killed, folder, 3)
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
     assert not (folder / "export").exists(), "it was killed too late to show anything"
@@ -243,10 +243,13 @@ def test_wrong_configs_are_refused_with_a_fix(tmp_path: Path) -> None:
         (["objective.ratio=on_policy"], "one update per rollout"),
         (["rollout.temperature=0", "rollout.top_p=1.0"], "draws the same response"),
         (["data.mask=all"], "prompts have no answer"),
+        (["+model.config.index_topk=16"], "a sparse indexer (index_topk=16) keeps keys of its own"),
         (["model.pretrained=runs/quickstart/export", "model.config=null"], "automodel finetune llm -c quickstart"),
     ):
         done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *overrides)
         assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", "model.config.model_type=stablelm")
+    assert "the sampler cannot generate with stablelm" in done.stderr and "fix   rollout=hf" in done.stderr
     (tmp_path / "plain.yaml").write_text("defaults: [quickstart, _self_]")
     done = automodel(tmp_path, "grpo", "llm", "-c", "plain.yaml")
     assert done.returncode == 2 and "no grpo recipe" in done.stderr
