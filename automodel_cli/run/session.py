@@ -27,6 +27,7 @@ from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models import carried
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
+from automodel_cli.run import out_of_memory
 from automodel_cli.run.header import describe, header_rows
 from automodel_cli.run.model import Model
 from automodel_cli.run.recipe import Recipe
@@ -317,6 +318,7 @@ def open_session(
     tokenizer = load_tokenizer(recipe.model)
     data = recipe.prepared(tokenizer)
     device = process_group.start(recipe.parallelizer.backend)
+    run_dir: Path | None = None
     try:
         with ExitStack() as held:
             mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
@@ -333,6 +335,10 @@ def open_session(
                 if session.stopped_by:
                     record.describe(numbers=summary_of(session.meter.summary()))
                 record.end("interrupted" if session.stopped_by else "finished")
+    except Exception as error:
+        if (cause := out_of_memory.ran_out(error)) is None:
+            raise
+        raise out_of_memory.explain(cause, recipe, source, run_dir, dist.get_world_size()) from error
     finally:
         process_group.stop()
 

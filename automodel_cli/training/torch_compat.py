@@ -1,9 +1,12 @@
-"""Names of `torch.distributed.checkpoint` and of fused optimizers which are not public API. torch 2.11 to 2.13.
+"""Names of `torch.distributed.checkpoint`, of fused optimizers and of CUDA's allocator which are not public API.
+
+torch 2.11 to 2.13.
 
 Relied on: that fused optimizers say `_step_supports_amp_scaling` and look at `found_inf`; of checkpoints, what
 `.metadata` is a pickle of, and that `FileSystemReader` finds, reads and hands it on by `_get_metadata_path`,
 `fs.create_stream` and `read_metadata`. tests/unit/training/test_torch_compat.py reads a real checkpoint through it,
-tests/dist/test_step.py has a fused optimizer refuse a step.
+tests/dist/test_step.py has a fused optimizer refuse a step. `torch.cuda.memory._dump_snapshot(path)` is what torch's
+own documentation of its memory viewer calls.
 """
 
 from __future__ import annotations
@@ -146,3 +149,8 @@ def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.dev
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]
     return True
+
+
+def dump_cuda_memory(path: Path) -> None:
+    """Every segment and block of CUDA's allocator on the current device, as torch's memory viewer reads it."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
