@@ -87,6 +87,7 @@ def scored_samples(
             messages=[*sample.prompt.messages, *sample.said[:-1]],
             num_tokens=sample.num_generated,
             finished=sample.finish_reason == "stop",
+            group=sample.place,
         )
         for sample in unscored
     ]

@@ -93,7 +93,8 @@ class RolloutConfig:
     `max_mult_prob_error`: sampler and trainer disagree on the probabilities of the sampled tokens by this factor on
     average before a warning is printed (1 is agreement; once only where samples are stale by `max_staleness`).
     `max_logprob_gap`: before the first step an engine with weights of its own draws some tokens, and the run is refused
-    where its log-probs and the trainer's differ by more nats on average. `show_every` steps a table of samples is
+    where its log-probs and the trainer's differ by more nats on average. `reward_helpers` processes on each rank judge
+    what has a timeout. `show_every` steps a table of samples is
     printed, `show` of them (null: never).
     """
 
@@ -119,6 +120,7 @@ class RolloutConfig:
     max_staleness: int = 0
     max_mult_prob_error: float = 1.05
     max_logprob_gap: float = 0.1
+    reward_helpers: int = 2
     show_every: int | None = 10
     show: int = 4
 
@@ -130,7 +132,14 @@ class RolloutConfig:
                 keys=("temperature",),
                 fix="temperature=1.0",
             )
-        for name, least in (("prompts_per_step", 1), ("group_size", 1), ("passes", 1), ("show", 1), ("show_every", 1)):
+        for name, least in (
+            ("prompts_per_step", 1),
+            ("group_size", 1),
+            ("passes", 1),
+            ("show", 1),
+            ("show_every", 1),
+            ("reward_helpers", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}", keys=(name,), fix=f"{name}={least}")

@@ -28,7 +28,7 @@ from automodel_cli.rollout.episodes import is_group_leader, play_episodes, score
 from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
 from automodel_cli.rollout.prefetcher import Generated, RolloutPrefetcher, SampleRequest
 from automodel_cli.rollout.rewards.base import RewardNode
-from automodel_cli.rollout.rewards.combine import RewardSum
+from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
@@ -60,7 +60,8 @@ class Rollouts(Callback):
         self.session, self.recipe, self.config = session, session.recipe, config
         self.objective = objective
         self.mesh, self.model = session.mesh, session.model
-        self.rewards = RewardSum(rewards)
+        check_columns(rewards, _rows(session))
+        self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers)
         self.engine = self.config.engine.build(EngineHost(session))
         capabilities = self.engine.capabilities
         if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
@@ -375,6 +376,13 @@ class Rollouts(Callback):
 
 def _totals(samples: Sequence[Sample]) -> Tensor:
     return torch.tensor([sample.score.total for sample in samples], dtype=torch.float64)
+
+
+def _rows(session: Session) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every row that rewards will see, with where it comes from."""
+    for dataset in (session.data.train, session.data.validation):
+        for prompt in () if dataset is None else dataset.prompts:
+            yield prompt.origin, prompt.row
 
 
 def _pad_id(tokenizer: Any) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from automodel_cli.config.errors import ConfigError
 
 OnError = Literal["zero", "fail", "skip"]
+Many = Literal["group", "batch"]
 
 
 def check_on_error(value: str, key: str | None = None) -> None:
@@ -27,7 +29,7 @@ class Judged:
 
     `completion` is its text without special tokens, `num_tokens` what was generated, `finished` whether it ended by
     itself. `row` is the dataset's row (`answer`, `entry`, tests, ...) and `messages` the conversation before the
-    completion. `name` says which sample it is in messages to the user.
+    completion. `name` says which sample it is in messages to the user. Samples of one `group` answer the same prompt.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Judged:
     messages: list[dict[str, Any]] = field(default_factory=list)
     num_tokens: int = 0
     finished: bool = True
+    group: int = 0
 
     def column(self, name: str) -> Any:
         """A column of the row; KeyError says what there is."""
@@ -90,7 +93,23 @@ class RewardNode(Protocol):
 
     @abstractmethod
     def score(self, sample: Judged) -> float:
-        """What the sample is worth before the weight; any exception counts as `on_error` says."""
+        """What the sample is worth before the weight; any exception counts as `on_error` says. May be `async`: up to
+        `concurrency` of them wait at once, each up to `timeout`."""
+        ...
+
+
+class JudgesTogether(RewardNode, Protocol):
+    """A node that judges several samples at a time; `RewardOfMany` has all but `scores`."""
+
+    @property
+    @abstractmethod
+    def per(self) -> Many:
+        """What `scores` is given: all responses to one prompt (`group`), or all of this rank's step (`batch`)."""
+        ...
+
+    @abstractmethod
+    def scores(self, samples: Sequence[Judged]) -> Sequence[float]:
+        """A number for each sample, in order, before the weight. Called in a thread beside other rewards."""
         ...
 
 
@@ -101,7 +120,10 @@ class Reward:
     `on_error` says what counts when `score` raises, runs out of time or gives no finite number: `zero` counts 0 for
     this reward, `fail` makes the whole sample worth 0, `skip` leaves the sample out of training. `timeout` in seconds:
     the score is computed in a helper process that is killed when it takes longer; None computes it right here, for code
-    that cannot hang.
+    that cannot hang. Where `score` is an `async def` it stays in this process: up to `concurrency` wait at once, each
+    up to `timeout`.
+
+    `only`: rows that this reward judges, by column: `{kind: math}`, `{kind: [math, code]}`. For others it adds nothing.
     """
 
     limits_itself: ClassVar[bool] = False
@@ -110,11 +132,22 @@ class Reward:
     weight: float = 1.0
     on_error: OnError = "zero"
     timeout: float | None = None
+    concurrency: int = 32
+    only: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_on_error(self.on_error)
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout} s must be above 0", keys=("timeout",), fix="timeout=5")
+        if self.concurrency < 1:
+            raise ConfigError(
+                f"concurrency={self.concurrency} must be at least 1", keys=("concurrency",), fix="concurrency=32"
+            )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that every row must have; a run whose rows lack one is refused before its first step."""
+        return ()
 
     def check(self) -> None:
         """Nothing is lacking."""
@@ -126,3 +159,24 @@ class Reward:
     def score(self, sample: Judged) -> float:
         """See `RewardNode.score`."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOfMany(Reward):
+    """A reward that is called with several samples: those of one prompt (`per: group`: rankings, votes, diversity) or
+    all of a rank's step (`per: batch`: a model of its own, a server). A subclass defines `scores`.
+
+    An error counts for all the samples of the call. `timeout` is the subclass's to keep.
+    """
+
+    limits_itself: ClassVar[bool] = True
+    per: ClassVar[Many] = "group"
+
+    @abstractmethod
+    def scores(self, samples: Sequence[Judged]) -> Sequence[float]:
+        """See `JudgesTogether.scores`."""
+        raise NotImplementedError
+
+    def score(self, sample: Judged) -> float:
+        """The only one of its group."""
+        return self.scores([sample])[0]

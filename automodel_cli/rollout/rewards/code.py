@@ -69,6 +69,10 @@ class CodeExecution(Reward):
             "%s; IT RUNS ALL THE SAME (allow_unisolated=true): do not do so with models you do not trust", what
         )
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
     def score(self, sample: Judged) -> float:
         tests = sample.column(self.column)
         tests = [tests] if isinstance(tests, str | dict) else list(tests)

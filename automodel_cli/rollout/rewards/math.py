@@ -45,6 +45,10 @@ class MathEquivalence(Reward):
     def warm_up(self) -> None:
         import math_verify  # noqa: F401
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
     def score(self, sample: Judged) -> float:
         if self.must_finish and not sample.finished:
             return 0.0

@@ -113,6 +113,10 @@ class ReasoningReward(Reward):
     def warm_up(self) -> None:
         import reasoning_gym  # noqa: F401
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("entry",)
+
     def score(self, sample: Judged) -> float:
         import reasoning_gym
 

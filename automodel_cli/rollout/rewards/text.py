@@ -33,6 +33,10 @@ class ExactAnswer(Reward):
             if self.timeout is None:
                 object.__setattr__(self, "timeout", 5.0)  # a pattern may backtrack without end
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
     def score(self, sample: Judged) -> float:
         if self.must_finish and not sample.finished:
             return 0.0

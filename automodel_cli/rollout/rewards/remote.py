@@ -1,0 +1,166 @@
+"""Rewards from elsewhere: a server that scores, and a language model that judges. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.http import Server
+from automodel_cli.rollout.rewards.base import Judged, Many, Reward, RewardOfMany
+from automodel_cli.rollout.rewards.text import check_pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreServer(RewardOfMany):
+    """A server of your own at `url` + `path`: the scores of several samples for one request.
+
+    It gets `{"samples": [{"completion": text, "messages": [...], "row": {...}, "group": number}, ...]}` and answers
+    `{"scores": [number, ...]}` in that order; up to `batch_size` samples a request (whole groups where `whole_groups`),
+    `concurrency` requests at a time, each of which may take `timeout` seconds and is sent again up to `retries` times.
+    An environment variable `api_key_env` holds what is sent as bearer token.
+    """
+
+    per: ClassVar[Many] = "batch"
+
+    url: str
+    path: str = "/score"
+    batch_size: int = 64
+    whole_groups: bool = False
+    timeout: float | None = 60.0
+    concurrency: int = 8
+    retries: int = 2
+    api_key_env: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_url(self.url)
+        if self.batch_size < 1:
+            raise ConfigError(
+                f"batch_size={self.batch_size} must be at least 1", keys=("batch_size",), fix="batch_size=64"
+            )
+
+    def check(self) -> None:
+        """Something answers at the address."""
+        _check_answers(self.url)
+
+    def scores(self, samples: Sequence[Judged]) -> list[float]:
+        """Raises ServerError, or ValueError for an answer of another form."""
+        server = _server(self.url, self.timeout, self.retries, self.api_key_env)
+        with ThreadPoolExecutor(self.concurrency) as threads:
+            found = threads.map(lambda some: self._asked(server, some), self._batches(samples))
+            return [score for scores in found for score in scores]
+
+    def _asked(self, server: Server, samples: Sequence[Judged]) -> list[float]:
+        told = [{"completion": s.completion, "messages": s.messages, "row": s.row, "group": s.group} for s in samples]
+        answer = server.post(self.path, {"samples": told})
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, list) or len(scores) != len(samples):
+            raise ValueError(
+                f'{self.url}{self.path} answered {answer!r:.200}, not {{"scores": [{len(samples)} numbers]}}'
+            )
+        return [float(score) for score in scores]
+
+    def _batches(self, samples: Sequence[Judged]) -> Iterator[Sequence[Judged]]:
+        begin = 0
+        while begin < len(samples):
+            end = min(begin + self.batch_size, len(samples))
+            while self.whole_groups and end < len(samples) and samples[end].group == samples[end - 1].group:
+                end += 1
+            yield samples[begin:end]
+            begin = end
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelJudge(Reward):
+    """A language model behind an OpenAI-compatible server that reads the answer and says a number.
+
+    `instruction` is the text that it gets, with `{question}` (the last message of the user), `{completion}` and
+    `{columns}` of the row by name in it. The last match of `pattern` in what it says is the number; `best` is worth 1.
+    `concurrency` requests at a time, each up to `timeout` seconds. Its answers are drawn greedily.
+    """
+
+    limits_itself: ClassVar[bool] = True
+
+    url: str
+    model: str
+    instruction: str
+    pattern: str = r"(\d+(?:\.\d+)?)"
+    best: float = 10.0
+    max_tokens: int = 256
+    timeout: float | None = 120.0
+    retries: int = 2
+    api_key_env: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_url(self.url)
+        check_pattern("pattern", self.pattern, groups=1)
+        if "{completion}" not in self.instruction:
+            raise ConfigError(
+                "instruction has no {completion}: the judge would never see the answer",
+                keys=("instruction",),
+                fix="instruction='Rate this answer from 0 to 10: {completion}'",
+            )
+        if not self.best > 0:
+            raise ConfigError(f"best={self.best} must be above 0", keys=("best",), fix="best=10")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        names = re.findall(r"\{(\w+)\}", self.instruction)
+        return tuple(name for name in names if name not in ("question", "completion"))
+
+    def check(self) -> None:
+        """Something answers at the address."""
+        _check_answers(self.url)
+
+    async def score(self, sample: Judged) -> float:  # type: ignore[override]  # awaited by RewardSum
+        """Raises ServerError, or ValueError where the judge says no number."""
+        return await asyncio.to_thread(self._asked, sample)
+
+    def _asked(self, sample: Judged) -> float:
+        asked = [m["content"] for m in sample.messages if m.get("role") == "user"]
+        known = {"question": asked[-1] if asked else "", "completion": sample.completion}
+        known |= {name: sample.column(name) for name in self.columns}
+        text = re.sub(r"\{(\w+)\}", lambda found: str(known[found[1]]), self.instruction)
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+        }
+        answer = _server(self.url, self.timeout, self.retries, self.api_key_env).post("/v1/chat/completions", body)
+        said = answer["choices"][0]["message"]["content"] or ""
+        numbers = re.findall(self.pattern, said)
+        if not numbers:
+            raise ValueError(f"the judge said no number: {said!r:.200}")
+        return min(float(numbers[-1]) / self.best, 1.0)
+
+
+def _server(url: str, timeout: float | None, retries: int, api_key_env: str | None) -> Server:
+    key = None if api_key_env is None else os.environ.get(api_key_env)
+    return Server(url, timeout=600.0 if timeout is None else timeout, retries=retries, api_key=key)
+
+
+def _check_url(url: str) -> None:
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise ConfigError(f"url={url!r} is no http address", keys=("url",), fix="url=http://localhost:8001")
+
+
+def _check_answers(url: str) -> None:
+    """Raise ConfigError where nothing listens: a run would go on with errors in place of rewards."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((str(parts.hostname), port), timeout=10).close()
+    except OSError as error:
+        raise ConfigError(
+            f"url={url}: nothing answers there ({error})", keys=("url",), fix="start the server, or set url"
+        ) from error

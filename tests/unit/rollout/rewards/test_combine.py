@@ -1,0 +1,144 @@
+"""Rewards that judge groups, batches, or wait for others; which rows each judges; that none waits for another."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.rewards.base import Judged, Many, Reward, RewardOfMany
+from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
+from automodel_cli.rollout.rewards.text import ExactAnswer
+
+
+def judged(completion: str, group: int = 0, **row: object) -> Judged:
+    return Judged(f"{completion} of {group}", completion, dict(row), group=group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank(RewardOfMany):
+    """The place of each among the completions it is compared with, the longest first."""
+
+    calls: list[list[str]] = field(default_factory=list)
+
+    def scores(self, samples: Sequence[Judged]) -> list[float]:
+        self.calls.append([sample.completion for sample in samples])
+        if any(sample.completion == "raise" for sample in samples):
+            raise ValueError("cannot rank this")
+        order = sorted((len(sample.completion) for sample in samples), reverse=True)
+        return [float(order.index(len(sample.completion))) for sample in samples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOfAll(Rank):
+    per: ClassVar[Many] = "batch"
+
+
+SAMPLES = [judged("a", 7), judged("bb", 3), judged("ccc", 7), judged("dddd", 3)]
+
+
+def test_a_group_is_judged_together_and_scores_find_their_samples():
+    rank = Rank()
+    assert [score.total for score in RewardSum({"rank": rank})(SAMPLES)] == [1.0, 1.0, 0.0, 0.0]
+    assert sorted(rank.calls) == [["a", "ccc"], ["bb", "dddd"]]
+
+
+def test_a_batch_is_everything():
+    rank = RankOfAll()
+    assert [score.total for score in RewardSum({"rank": rank})(SAMPLES)] == [3.0, 2.0, 1.0, 0.0]
+    assert rank.calls == [["a", "bb", "ccc", "dddd"]]
+
+
+def test_an_error_of_a_group_is_that_of_its_samples_alone():
+    scores = RewardSum({"rank": Rank(on_error="skip")})([*SAMPLES, judged("raise", 3)])
+    assert [score.valid for score in scores] == [True, False, True, False, False]
+    assert scores[1].errors == {"rank": "ValueError: cannot rank this"}
+
+
+def test_a_number_for_each_sample_is_asked_for():
+    @dataclass(frozen=True, kw_only=True)
+    class Short(RewardOfMany):
+        def scores(self, samples: Sequence[Judged]) -> list[float]:
+            return [1.0]
+
+    (first, _) = RewardSum({"short": Short()})([judged("a"), judged("b")])
+    assert first.errors == {"short": "ValueError: gave 1 scores for 2 samples"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits(Reward):
+    """Waits for `seconds` without a core."""
+
+    seconds: float = 0.0
+    most: list[int] = field(default_factory=lambda: [0, 0])
+
+    async def score(self, sample: Judged) -> float:  # type: ignore[override]
+        self.most[0] += 1
+        self.most[1] = max(self.most)
+        await asyncio.sleep(self.seconds if sample.completion != "hang" else 60)
+        self.most[0] -= 1
+        return float(len(sample.completion))
+
+
+def test_awaited_rewards_wait_at_once_up_to_a_number():
+    waits = Waits(seconds=0.05, concurrency=4)
+    assert [score.total for score in RewardSum({"waits": waits})([judged("x" * n) for n in range(12)])] == [*range(12)]
+    assert waits.most[1] == 4
+
+
+def test_an_awaited_reward_that_hangs_costs_its_sample_only():
+    began = time.monotonic()
+    slow, good = RewardSum({"waits": Waits(timeout=0.2)})([judged("hang"), judged("ok")])
+    assert time.monotonic() - began < 30
+    assert slow.errors == {"waits": "TimeoutError: took longer than 0.2 s"} and good.total == 2.0
+
+
+def test_rewards_do_not_wait_for_one_another():
+    """Each holds on until the other has begun: one after the other, neither would end."""
+    begun = {"a": threading.Event(), "b": threading.Event()}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Meets(RewardOfMany):
+        mine: str
+        other: str
+
+        def scores(self, samples: Sequence[Judged]) -> list[float]:
+            begun[self.mine].set()
+            return [float(begun[self.other].wait(30)) for _ in samples]
+
+    rewards = {"a": Meets(mine="a", other="b"), "b": Meets(mine="b", other="a")}
+    assert [score.parts for score in RewardSum(rewards)([judged("x")])] == [{"a": 1.0, "b": 1.0}]
+
+
+def test_a_reward_judges_the_rows_that_it_is_for():
+    rewards = RewardSum({"sum": ExactAnswer(only={"kind": ["add", "subtract"]}), "any": ExactAnswer(weight=0.5)})
+    rows = [judged("4", answer="4", kind="add"), judged("b", answer="b", kind="letters")]
+    assert [score.total for score in rewards(rows)] == [1.5, 0.5]
+    assert [sorted(score.parts) for score in rewards(rows)] == [["any", "sum"], ["any"]]
+
+
+def test_rows_without_a_column_are_refused_before_anything_is_drawn():
+    rows = [("a.jsonl:1", {"answer": "4", "kind": "add"}), ("a.jsonl:2", {"kind": "add"})]
+    with pytest.raises(ConfigError, match=r"a.jsonl:2: no column 'answer' for rewards.exact; the row has kind"):
+        check_columns({"exact": ExactAnswer()}, rows)
+    with pytest.raises(ConfigError, match=r"a.jsonl:1: no column 'source' for rewards.exact"):
+        check_columns({"exact": ExactAnswer(only={"source": "x"})}, rows[:1])
+    check_columns({"exact": ExactAnswer(column="kind")}, rows)
+
+
+def test_a_timeout_that_nobody_would_keep_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Unlimited(RewardOfMany):
+        limits_itself: ClassVar[bool] = False
+
+        def scores(self, samples: Sequence[Judged]) -> list[float]:
+            return []
+
+    with pytest.raises(ConfigError, match="no helper process"):
+        RewardSum({"mine": Unlimited(timeout=1.0)})
