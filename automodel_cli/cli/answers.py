@@ -21,9 +21,9 @@ _ANSWERS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("rl", "ppo", "rlhf"), "reinforcement learning is grpo", "automodel grpo llm -c quickstart_grpo"),
     (("kto", "orpo", "simpo"), "preferences are dpo, with an objective", "automodel dpo llm -c quickstart_dpo"),
     (
-        ("eval", "evaluate", "test", "validate"),
-        "a run validates itself, every so many steps and at its end",
-        f"{_TRAIN} validation.every=50",
+        ("evaluate", "test", "validate", "judge"),
+        "a run is judged by eval, with the questions of a config",
+        "automodel eval quickstart -c quickstart",
     ),
     (
         ("chat", "generate", "inference", "infer", "serve", "predict"),

@@ -45,6 +45,7 @@ COMMANDS = {
     "runs": ("automodel_cli.cli.runs", "runs"),
     "import-config": ("automodel_cli.cli.import_config", "import_config"),
     "report": ("automodel_cli.cli.report", "report"),
+    "eval": ("automodel_cli.cli.evaluate", "evaluate"),
     "export": ("automodel_cli.cli.export", "export"),
     "recipes": ("automodel_cli.cli.recipes", "recipes"),
     "options": ("automodel_cli.cli.options", "options"),

@@ -38,7 +38,7 @@ h3{font-size:.95rem;margin:1.2rem 0 .4rem;overflow-wrap:anywhere}
 figure{margin:0;min-width:0}figcaption{font-size:.85rem;display:flex;justify-content:space-between;gap:1rem}
 figcaption b{font-weight:600}figcaption>*{min-width:0;overflow-wrap:anywhere}figcaption span{color:var(--dim)}
 .grid2 svg,.wide svg{display:block;width:100%;height:auto}
-svg text{font-size:12px;fill:var(--dim)}svg text.in{fill:#fff;font-size:11px}
+figure svg text{font-size:12px;fill:var(--dim)}figure svg text.in{fill:#fff;font-size:11px}
 .grid{stroke:var(--line);fill:none}.axis{stroke:var(--dim);fill:none;opacity:.6}.bar{fill:var(--c0)}
 .line{fill:none;stroke-width:2;stroke-linejoin:round}.raw{fill:none;stroke-width:1;opacity:.28}
 .val{fill:none;stroke-width:1.5;stroke-dasharray:2 4}.again{stroke-dasharray:7 3}

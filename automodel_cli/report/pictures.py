@@ -66,7 +66,7 @@ def layout_svg(sizes: Mapping[str, int]) -> str:
         parts.append(f'<rect class="c{stage % 8}" x="{x:.0f}" y="{y:.0f}" width="{side}" height="{side}"/>')
         parts.append(f'<text class="in" x="{middle:.1f}" y="{y + 20:.1f}" text-anchor="middle">{rank}</text>')
         if row == column == 0 and pp > 1:
-            parts.append(f'<text x="{x:.0f}" y="{y - 7:.0f}">stage rank {stage}</text>')
+            parts.append(f'<text x="{x:.0f}" y="{y - 7:.0f}">pp {stage}</text>')
     return _svg(_WIDTH, lines * height_of_line + 6, "ranks of the layout", parts)
 
 

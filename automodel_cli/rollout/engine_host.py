@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from automodel_cli.rollout.engine import Engine
 from automodel_cli.rollout.hf import HFEngine
@@ -17,18 +17,40 @@ from automodel_cli.rollout.server_process import ServerProcess
 from automodel_cli.rollout.slots import num_slots as slots_for
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
     from pathlib import Path
 
     import torch
 
+    from automodel_cli.distributed.mesh import Mesh
     from automodel_cli.rollout.http import Server
-    from automodel_cli.run.session import Session
+    from automodel_cli.run.model import Model
+    from automodel_cli.run.recipe import Recipe
+
+
+class Built(Protocol):
+    """What an engine needs of whoever has built a model: a training session, or an evaluation."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def run_dir(self) -> Path: ...
+    @property
+    def is_main(self) -> bool: ...
+    @property
+    def at_exit(self) -> ExitStack: ...
 
 
 class EngineHost:
     """See `automodel_cli.rollout.engine.Host`. That a model can be generated for, its recipe has checked."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Built):
         self._session, self.tokenizer = session, session.tokenizer
         self._source_config = session.model.parts[0].source_config
         self.stop_token_ids = stop_token_ids(session.tokenizer, session.model.parts[0].model.config)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from automodel_cli.distributed.mesh import Mesh
-    from automodel_cli.run.session import Session
+    from automodel_cli.rollout.engine_host import Built
     from automodel_cli.training.stages import Stages
 
 _PROMPTS, _NEW_TOKENS = (13, 13, 5), (3, 9, 9)  # longer than every window of a shrunken config
@@ -44,7 +44,7 @@ _LONGEST = max(_PROMPTS) + max(_NEW_TOKENS)  # that rotary tables switch in betw
 _TOLERANCE = 1e-4
 
 
-def build_replica(session: Session, stops: list[int], **options: Any) -> HFEngine:
+def build_replica(session: Built, stops: list[int], **options: Any) -> HFEngine:
     """The library's own generation on a copy of the model, whose weights must come by `update_weights`. `stops` are the
     tokens that end a response, `options` the engine's own.
     """

@@ -217,7 +217,7 @@ def test_usage_errors(toy: Path, arguments: list[str], text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says", "fix"),
     [
-        (["eval"], "a run validates itself", "automodel finetune llm -c quickstart validation.every=50"),
+        (["evaluate"], "a run is judged by eval", "automodel eval quickstart -c quickstart"),
         (["chat"], "the export of a run", "transformers chat runs/quickstart/export"),
         (["finetune", "llm", "-c", "quickstart", "-m", "optimizer.lr=1,2"], "a shell makes several", "for v in 1e-4"),
         (["finetune", "llm", "-c", "quickstart", "--lr", "1e-4"], "without dashes", "optimizer.lr=1e-4"),

@@ -46,7 +46,7 @@ def test_every_option_of_a_group_is_named_with_its_node() -> None:
     options = {(node.path, option) for node in NODES for option in node.options}
     for file in bundled.conf_dir().glob("*/*.yaml"):
         tree = yaml.safe_load(file.read_text())
-        if isinstance(tree, dict) and "_target_" in tree:
+        if isinstance(tree, dict) and "_target_" in tree and file.parent.name != "eval":  # roots, no options
             assert (file.parent.name, file.stem) in options
 
 

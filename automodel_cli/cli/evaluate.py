@@ -1,0 +1,120 @@
+"""`eval TARGET -c EVAL`: tasks on held-out rows, for a run or a model, compared with what it began as."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from automodel_cli.cli import common, complete
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.trust import Trust
+from automodel_cli.launch import local, placement, startup
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+    from automodel_cli.evaluation.config import EvalConfig
+    from automodel_cli.evaluation.runner import Target
+    from automodel_cli.run.recipe import Recipe
+
+_BEFORE = "before"
+
+
+@click.command(name="eval", short_help="Judge a run or a model on held-out questions.")
+@click.argument("target", metavar="RUN|MODEL", shell_complete=complete.runs)
+@click.option("-c", "--conf", required=True, metavar="EVAL", help="A .yaml file, or the name of a bundled evaluation.")
+@click.option(
+    "--against",
+    multiple=True,
+    metavar=f"{_BEFORE}|RUN|MODEL",
+    help="Compare with this on the same questions; repeatable.  [of a run: what it began with]",
+)
+@click.option("--alone", is_flag=True, help="Compare with nothing.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Results.  [RUN/eval/EVAL.json]")
+@common.trust_option
+@common.override_arguments
+@click.pass_obj
+def evaluate(
+    arguments: list[str],
+    target: str,
+    conf: str,
+    overrides: tuple[str, ...],
+    trust: Trust,
+    against: tuple[str, ...],
+    alone: bool,
+    out: Path | None,
+) -> int:
+    """Ask a model the questions of EVAL and say how many it answers, with intervals.
+
+    A run is judged by its newest checkpoint under its own layout, on as many ranks; MODEL is a hub id or a folder.
+    Overrides are those of EVAL. Differences are paired: the same questions, a bootstrap over them.
+    """
+    if alone and against:
+        raise ConfigError(f"--alone and --against {against[0]} exclude each other", fix=f"--against {against[0]}")
+    composed, config = _config(conf, overrides, trust)
+    folder = _folder(target)
+    recipe = _recipe(target, folder, config, trust)
+    if placement.detect().kind == "local":
+        num_ranks = recipe.num_ranks(placement.num_gpus())
+        if num_ranks > 1:
+            return local.run(arguments, num_ranks=num_ranks)
+    startup.share_cores()
+    from automodel_cli.evaluation import runner
+
+    first = runner.of_run(recipe, folder) if folder else runner.of_model(recipe, target)
+    names = () if alone else against or ((_BEFORE,) if folder else ())
+    targets = [first, *(_other(name, recipe, folder, trust) for name in names)]
+    run_dir = folder or Path.cwd()
+    results = out or run_dir / "eval" / f"{composed.name}.json"
+    return runner.evaluate(config, targets, run_dir, results, composed.to_yaml())
+
+
+def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Composed, EvalConfig]:
+    """The evaluation, from a file or the bundled ones. Raises ConfigError."""
+    from automodel_cli.config import bundled
+    from automodel_cli.config.check import check
+    from automodel_cli.config.compose import compose
+    from automodel_cli.evaluation.config import EvalConfig
+
+    known = bundled.conf_dir() / "eval" / f"{conf}.yaml"
+    composed = compose(known if known.is_file() else conf, overrides)
+    found = check(composed, trust)
+    if not isinstance(found, EvalConfig):
+        raise ConfigError(
+            f"{conf} makes a {type(found).__name__}, which is no evaluation",
+            origin=f"_target_={composed.tree.get('_target_')} ({composed.origin('_target_')})",
+            fix="-c quickstart   (bundled)",
+        )
+    return composed, found
+
+
+def _folder(target: str) -> Path | None:
+    """The run that is meant; None for a model."""
+    for path in (Path(target), Path("runs") / target):
+        if (path / "config.yaml").is_file():
+            return path.resolve()
+    return None
+
+
+def _recipe(target: str, folder: Path | None, config: EvalConfig, trust: Trust) -> Recipe:
+    if folder is not None:
+        return common.load_recipe(folder / "config.yaml", (), trust, run_dir=folder)[1]
+    length = [f"data.seq_len={config.longest()}"] if config.longest() else []
+    return common.load_recipe("sft", [f"model.pretrained={target}", "data.path=none", *length], trust)[1]
+
+
+def _other(name: str, recipe: Recipe, folder: Path | None, trust: Trust) -> Target:
+    from automodel_cli.evaluation import runner
+
+    if name == _BEFORE:
+        if folder is None:
+            raise ConfigError(f"--against {_BEFORE}: only a run began with something", fix="--against MODEL")
+        return runner.before(recipe)
+    other: Any = _folder(name)
+    if other is None:
+        return runner.of_model(recipe, name)
+    exported = other / "export"
+    if not exported.is_dir():
+        raise ConfigError(f"--against {name}: that run has no export", fix=f"automodel export {other}")
+    return runner.of_model(recipe, str(exported))

@@ -1,0 +1,122 @@
+"""What an evaluation asks: the nodes of `automodel eval -c EVAL`. Torch-free.
+
+A task of your own is a node with `run(candidate)` (see `evaluation/candidate.py`) that returns an `Outcome`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.config import DataConfig
+from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.rewards.text import ExactAnswer
+
+if TYPE_CHECKING:
+    from automodel_cli.evaluation.candidate import Candidate
+    from automodel_cli.evaluation.outcome import Outcome
+
+
+class TaskNode(Protocol):
+    """One task of an evaluation."""
+
+    @abstractmethod
+    def run(self, candidate: Candidate) -> Outcome:
+        """Ask one model, and judge what it says. Collective."""
+        ...
+
+
+def _at_least_one(**fields: int | None) -> None:
+    for name, value in fields.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1", keys=(name,), fix=f"{name}=1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Questions that the model answers; rewards say which answers are right.
+
+    data: the rows to ask, with the column that the rewards read (`answer`); all of them, but of a task or of data with
+        a validation split that one only. null: those of the run, its validation rows.
+    rewards: a response is right where the weighted sum reaches `threshold`. Default: the very text of `answer`.
+    num_samples: responses to each question; 1 at `temperature` 0 is the greedy one.
+    pass_at: for each k the chance that one of k responses is right, estimated without bias from `num_samples`
+        (arXiv:2107.03374, equation 1).
+    limit: questions at most, the first ones.
+    """
+
+    data: DataConfig | None = None
+    rewards: dict[str, RewardNode] = field(default_factory=lambda: {"exact": ExactAnswer()})
+    threshold: float = 1.0
+    num_samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 64
+    pass_at: list[int] = field(default_factory=lambda: [1])
+    limit: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least_one(num_samples=self.num_samples, max_new_tokens=self.max_new_tokens, limit=self.limit)
+        if not self.rewards:
+            raise ConfigError("no reward says which answers are right", keys=("rewards",))
+        if not self.pass_at or min(self.pass_at) < 1 or max(self.pass_at) > self.num_samples:
+            raise ConfigError(
+                f"pass_at={self.pass_at}: each must be from 1 to num_samples={self.num_samples}",
+                keys=("pass_at", "num_samples"),
+                fix="pass_at=[1]" if not self.pass_at or min(self.pass_at) < 1 else f"num_samples={max(self.pass_at)}",
+            )
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"num_samples={self.num_samples} at temperature=0 are the same response so many times",
+                keys=("num_samples", "temperature"),
+                fix="temperature=1.0",
+            )
+
+    def run(self, candidate: Candidate) -> Outcome:
+        from automodel_cli.evaluation.generation import ask
+
+        return ask(self, candidate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoice:
+    """Questions with choices; the model's is the likeliest continuation, by the log-probs of its tokens.
+
+    path: JSON lines with `question` (or `messages`), `choices` (texts) and `answer` (a number from 0, or the text of a
+        choice). Through the chat template where the tokenizer has one.
+    normalise: what the log-prob of a choice is divided by: nothing, its tokens or its characters.
+    """
+
+    path: str
+    normalise: Literal["none", "tokens", "characters"] = "none"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_one(limit=self.limit)
+
+    def run(self, candidate: Candidate) -> Outcome:
+        from automodel_cli.evaluation.choice import choose
+
+        return choose(self, candidate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """The root of an evaluation: tasks by name, and how intervals are drawn."""
+
+    tasks: dict[str, TaskNode]
+    num_resamples: int = 10_000
+    """Draws of the bootstrap behind each interval."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(num_resamples=self.num_resamples)
+        if not self.tasks:
+            raise ConfigError("an evaluation without tasks says nothing", keys=("tasks",))
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its response that a task may need; 0 where the run's data decide."""
+        own = [task.data.seq_len for task in self.tasks.values() if isinstance(task, Generation) and task.data]
+        return max(own, default=0)

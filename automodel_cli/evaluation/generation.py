@@ -1,0 +1,73 @@
+"""Questions that a model answers with its own samples, judged by rewards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.data.prompts import Prompt, prepare_prompts
+from automodel_cli.evaluation.outcome import REWARD, Outcome, pass_at_k
+from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.episodes import scored_samples
+from automodel_cli.rollout.rewards.combine import RewardSum
+
+if TYPE_CHECKING:
+    from automodel_cli.evaluation.candidate import Candidate
+    from automodel_cli.evaluation.config import Generation
+
+_SHOWN = 4
+"""Responses to a question that the results keep."""
+
+
+def ask(task: Generation, candidate: Candidate) -> Outcome:
+    """Measures `pass@k` (`accuracy` of one response) and `reward`, the mean over a question's responses. Collective."""
+    prompts = _prompts(task, candidate)
+    places = [(number, index) for number in candidate.share(len(prompts)) for index in range(task.num_samples)]
+    requests = [(number, index, prompts[number]) for number, index in places]
+    params = SamplingParams(max_new_tokens=task.max_new_tokens, temperature=task.temperature, top_p=task.top_p)
+    seeds = [sample_seed(task.seed, number, index) for number, index in places]
+    completions = candidate.sampler.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
+    with RewardSum(task.rewards) as rewards:
+        samples = scored_samples(requests, completions, candidate.tokenizer, rewards, None)
+    mine: dict[int, list[tuple[str, float]]] = {}
+    for sample in samples:
+        mine.setdefault(sample.place, []).append((sample.text, sample.score.total))
+    found = candidate.gathered(mine)
+    right = [sum(total >= task.threshold for _, total in answers) for answers in found]
+    measures = {_name(k, task): [pass_at_k(task.num_samples, count, k) for count in right] for k in task.pass_at}
+    measures[REWARD] = [sum(total for _, total in answers) / len(answers) for answers in found]
+    items = [
+        {
+            "question": prompt.messages[-1]["content"] if prompt.messages else "",
+            "answer": prompt.row.get("answer"),
+            "right": count,
+            "responses": [text for text, _ in answers[:_SHOWN]],
+        }
+        for prompt, answers, count in zip(prompts, found, right, strict=True)
+    ]
+    return Outcome(measures, items)
+
+
+def _name(k: int, task: Generation) -> str:
+    return "accuracy" if task.num_samples == 1 else f"pass@{k}"
+
+
+def _prompts(task: Generation, candidate: Candidate) -> list[Prompt]:
+    recipe = candidate.recipe
+    data = task.data if task.data is not None else recipe.data
+    if data.seq_len > recipe.data.seq_len:
+        raise ConfigError(
+            f"the rows of a task have up to data.seq_len={data.seq_len} tokens, the model was trained on "
+            f"{recipe.data.seq_len}",
+            fix=f"data: {{seq_len: {recipe.data.seq_len}}} in the task",
+        )
+    if task.max_new_tokens >= data.seq_len:
+        raise ConfigError(f"max_new_tokens={task.max_new_tokens} leaves no room for a prompt in {data.seq_len} tokens")
+    room = data.seq_len - task.max_new_tokens
+    prepared = prepare_prompts(data, candidate.tokenizer, seed=recipe.seed, max_tokens=room)
+    if task.data is None and prepared.validation is None:
+        raise DataError(
+            "the run has no validation rows to ask, and the task names no data of its own",
+            fix="tasks.NAME.data={path: held_out.jsonl}",
+        )
+    return list((prepared.validation or prepared.train).prompts)[: task.limit]

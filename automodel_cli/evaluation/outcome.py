@@ -1,0 +1,55 @@
+"""Scores of one task on one model, and what may be said of them: means, intervals, paired comparisons. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+REWARD = "reward"
+"""The measure that is no share."""
+_SEED = 0
+_CHUNK = 4_000_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one task: for each measure (`accuracy`, `pass@4`, ...) one value a question, in the order of the questions;
+    and what was asked and said, an entry a question."""
+
+    measures: dict[str, list[float]]
+    items: list[dict[str, Any]] = field(default_factory=list)
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Chance that one of k responses drawn without replacement from `num_samples` is right: 1 - C(n-c, k) / C(n, k)."""
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def interval(values: Sequence[float], num_resamples: int) -> tuple[float, float]:
+    """95% percentile bootstrap of the mean, over questions."""
+    means = _resampled(np.asarray(values, np.float64), num_resamples)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def paired_difference(
+    values: Sequence[float], others: Sequence[float], num_resamples: int
+) -> tuple[float, tuple[float, float]]:
+    """Mean of `values - others` over the same questions, and its 95% bootstrap: questions are drawn, so that what makes
+    one hard for both does not widen it."""
+    differences = np.asarray(values, np.float64) - np.asarray(others, np.float64)
+    return float(differences.mean()), interval(differences.tolist(), num_resamples)
+
+
+def _resampled(values: np.ndarray, num_resamples: int) -> np.ndarray:
+    generator = np.random.default_rng(_SEED)
+    per_chunk = max(1, _CHUNK // len(values))
+    means: list[np.ndarray] = []
+    for begin in range(0, num_resamples, per_chunk):
+        size = min(per_chunk, num_resamples - begin)
+        means.append(values[generator.integers(0, len(values), (size, len(values)))].mean(1))
+    return np.concatenate(means)

@@ -1,0 +1,57 @@
+"""Scores against closed forms, and the nodes of an evaluation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from automodel_cli.cli.main import run
+from automodel_cli.config import bundled
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.evaluation.config import EvalConfig, Generation
+from automodel_cli.evaluation.outcome import interval, paired_difference, pass_at_k
+
+
+@pytest.mark.parametrize(("num_samples", "num_right"), [(5, 0), (5, 2), (5, 5), (4, 1)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(num_samples: int, num_right: int) -> None:
+    responses = [True] * num_right + [False] * (num_samples - num_right)
+    for k in range(1, num_samples + 1):
+        subsets = list(itertools.combinations(responses, k))
+        assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_the_interval_of_a_share_is_that_of_its_normal_approximation() -> None:
+    """1.96 standard errors around the mean, for many questions."""
+    values = [1.0] * 300 + [0.0] * 700
+    error = 1.96 * math.sqrt(0.3 * 0.7 / 1000)
+    assert interval(values, 20_000) == pytest.approx((0.3 - error, 0.3 + error), abs=0.002)
+
+
+def test_a_paired_difference_does_not_widen_with_what_makes_questions_hard_for_both() -> None:
+    """The difference is 0.1 everywhere, however much the questions differ; unpaired, its interval would be wide."""
+    hardness = np.random.default_rng(0).random(200)
+    mean, (low, high) = paired_difference((hardness + 0.1).tolist(), hardness.tolist(), 1000)
+    assert (mean, low, high) == pytest.approx((0.1, 0.1, 0.1))
+
+
+@pytest.mark.parametrize("path", sorted((bundled.conf_dir() / "eval").glob("*.yaml")), ids=lambda path: path.stem)
+def test_bundled_evaluations_check(path: Path) -> None:
+    assert isinstance(check(compose(path)), EvalConfig)
+
+
+def test_samples_that_would_all_be_the_same_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at temperature=0 are the same response"):
+        Generation(num_samples=4)
+    with pytest.raises(ConfigError, match="each must be from 1 to num_samples=2"):
+        Generation(num_samples=2, temperature=1.0, pass_at=[4])
+
+
+def test_a_config_that_is_no_evaluation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["eval", "some/model", "-c", str(bundled.path_of("quickstart"))]) == 2
+    assert "which is no evaluation" in capsys.readouterr().err
