@@ -1,4 +1,4 @@
-"""`runs ls | show | tail | diff | clean`: the runs in a folder. Imports no torch."""
+"""`runs ls | show | tail | rollouts | diff | clean`: the runs in a folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from automodel_cli.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from automodel_cli.runs.catalogue import Run
+    from automodel_cli.runs.rollouts import Order
 
 _run = click.argument("run", required=False, metavar="[RUN]", shell_complete=complete.runs)
 
@@ -76,6 +77,60 @@ def tail(run: str | None, count: int, no_follow: bool) -> None:
     for line in follow(found, count, wait=not no_follow):
         click.echo(line)
     click.echo(click.style(f"{found.folder}: {type(found)(found.folder).state}", dim=True), err=True)
+
+
+@runs.command()
+@_run
+@click.option("-n", "count", default=5, show_default=True, type=click.IntRange(min=1), help="Samples to show.")
+@click.option("--order", default="newest", show_default=True, type=click.Choice(["newest", "best", "worst"]))
+@click.option("--step", metavar="N|N:M", help="Of this step, or from the one to the other: 40, 40:60, 40: or :60.")
+@click.option("--least", type=float, metavar="REWARD", help="With at least this reward.")
+@click.option("--most", type=float, metavar="REWARD", help="With at most this reward.")
+@click.option("--prompt", default="", metavar="TEXT", help="With this in the prompt.")
+@click.option("--completion", default="", metavar="TEXT", help="With this in what the model said.")
+@click.option("--trained", is_flag=True, help="Trained on: not of a group with equal rewards.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, as in rollouts.jsonl.")
+def rollouts(
+    run: str | None,
+    count: int,
+    order: Order,
+    step: str | None,
+    least: float | None,
+    most: float | None,
+    prompt: str,
+    completion: str,
+    trained: bool,
+    as_json: bool,
+) -> None:
+    """What the model said, and what it was worth. Without RUN: the newest."""
+    from automodel_cli.runs import rollouts as samples
+
+    wanted = samples.Wanted(_steps(step), least, most, prompt, completion, trained)
+    found, total = samples.select(_one(run).folder, wanted, count, order)
+    for row in found:
+        if as_json:
+            click.echo(json.dumps(row, ensure_ascii=False))
+            continue
+        parts = "  ".join(f"{name} {tables.number(value)}" for name, value in row["parts"].items())
+        numbers = f"reward {tables.number(row['reward'])} ({parts})  advantage {row['advantage']:+.2f}"
+        end = f"{row['finish_reason']} after {row['num_tokens']} tokens"
+        click.echo(click.style(f"step {row['step']}  {numbers}  {end}  {row['origin']}", bold=True))
+        for name, error in row["errors"].items():
+            click.echo(click.style(f"{name}: {error}", fg="red"))
+        click.echo(click.style(str(row["prompt"][-1]["content"]), dim=True))
+        click.echo(samples.said(row) + "\n")
+    if not as_json:
+        click.echo(f"{len(found)} of {total:,} samples, {order} first")
+
+
+def _steps(text: str | None) -> tuple[int | None, int | None]:
+    """`40`, `40:60`, `40:` or `:60`."""
+    first, colon, last = (text or ":").partition(":")
+    try:
+        begin, end = (int(part) if part else None for part in (first, last))
+    except ValueError:
+        raise ConfigError(f"--step {text} is no step, and no range of steps", fix="--step 40:60") from None
+    return begin, end if colon else begin
 
 
 @runs.command()

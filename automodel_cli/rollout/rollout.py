@@ -59,6 +59,7 @@ class Rollout:
             "reward_std": statistics.pstdev(sample.score.total for sample in samples),
             **{f"reward_{name}": _mean_part(samples, name) for name in names},
             "reward_errors": sum(bool(sample.score.errors) for sample in samples),
+            "num_judged": len(samples),
             "response_length_max": max(lengths),
             "turns": statistics.fmean(sample.num_turns for sample in samples),
             "truncated": sum(sample.truncated for sample in samples) / len(samples),

@@ -21,6 +21,7 @@ from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
+from automodel_cli.rollout.alarms import Alarms
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environment import Episode
@@ -86,6 +87,7 @@ class Rollouts(Callback):
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
         self._told: set[str] = set()
+        self._alarms = Alarms(config.max_new_tokens)
         self._reward_seconds = 0.0
         self.sync(session.first_step)
         self._check_agreement()
@@ -360,11 +362,17 @@ class Rollouts(Callback):
             self.accuracy[when] = accuracy_of(self._answers, check)
 
     def record(self, step: int, rollout: Rollout, measured: Mapping[str, Tensor]) -> None:
-        """Every sample into rollouts.jsonl; a table now and then; a warning where sampler and trainer disagree."""
+        """Every sample into rollouts.jsonl; a table now and then; a warning where sampler and trainer disagree, or
+        where something has gone wrong for some steps."""
         self._log.write(step, rollout)
         meter, config = self.session.meter, self.config
         if config.show_every is not None and (step == 1 or step % config.show_every == 0):
             meter.print(sample_table(step, rollout, config.show))
+        values = dict(rollout.unshown)
+        if "entropy" in measured:
+            values["entropy"] = measured["entropy"].item()
+        for sentence in self._alarms.of(values):
+            meter.print(f"step {step}: {sentence}")
         if "token_mult_prob_error" in measured:
             warning = disagreement(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)
             if warning is not None and not rollout.staleness:

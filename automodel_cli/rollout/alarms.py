@@ -1,0 +1,75 @@
+"""What goes wrong slowly in a run that learns from its own samples, said in a sentence, once. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+_TRUNCATED = 0.5  # share of responses that were cut off
+_EQUAL = 0.9  # share of groups that teach nothing
+_COLLAPSED = 0.1  # of the first steps' entropy
+_STEPS = 5  # in a row, before something is said; and whose mean is the first entropy
+
+
+@dataclass
+class Alarms:
+    """Looks at each step's numbers (as in metrics.jsonl) and says what a person should look at, each thing once."""
+
+    max_new_tokens: int
+    _in_a_row: dict[str, int] = field(default_factory=dict)
+    _said: set[str] = field(default_factory=set)
+    _first_entropies: list[float] = field(default_factory=list)
+
+    def of(self, values: Mapping[str, float]) -> list[str]:
+        """The sentences that are due after a step."""
+        due = []
+        for name, sentence in self._found(values):
+            self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if sentence else 0
+            if sentence and self._in_a_row[name] >= _STEPS and name not in self._said:
+                self._said.add(name)
+                due.append(f"WARNING: for {_STEPS} steps {sentence}")
+        return due
+
+    def _found(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """What is wrong at this step, by name; an empty sentence where nothing is."""
+        truncated = values["truncated"]
+        yield (
+            "truncated",
+            f"more than {_TRUNCATED:.0%} of the responses (now {truncated:.0%}) did not end within "
+            f"rollout.max_new_tokens={self.max_new_tokens}: their rewards say little; raise it, or see rollout.overlong"
+            if truncated > _TRUNCATED
+            else "",
+        )
+        equal, groups = values["num_equal_groups"], values["num_groups"]
+        mean = values.get("reward_equal_groups", 0.0)
+        yield (
+            "equal",
+            f"more than {_EQUAL:.0%} of the groups (now {equal:g} of {groups:g}, mean reward {mean:.3g}) had no two "
+            "different rewards, and taught nothing: the prompts are too easy or too hard for this model"
+            if equal > _EQUAL * groups
+            else "",
+        )
+        failed, judged = values["reward_errors"], values["num_judged"]
+        yield (
+            "errors",
+            f"a reward failed on every sample ({failed:g} of {judged:g}): see the warnings above, and `errors` in "
+            "rollouts.jsonl"
+            if failed >= judged
+            else "",
+        )
+        yield "entropy", self._collapse(values.get("entropy"))
+
+    def _collapse(self, entropy: float | None) -> str:
+        if entropy is None:
+            return ""
+        if len(self._first_entropies) < _STEPS:
+            self._first_entropies.append(entropy)
+            return ""
+        first = sum(self._first_entropies) / _STEPS
+        if entropy >= _COLLAPSED * first:
+            return ""
+        return (
+            f"the entropy is below {_COLLAPSED:.0%} of its beginning ({first:.3g} nats, now {entropy:.3g}): samples of "
+            "a prompt become the same, and nothing new is tried; objective.entropy_coef, a higher objective.clip_high "
+            "or a lower optimizer.lr hold against it"
+        )

@@ -1,0 +1,52 @@
+"""What is said of a run that goes wrong slowly, and when."""
+
+from __future__ import annotations
+
+from automodel_cli.rollout.alarms import Alarms
+
+FINE = {
+    "truncated": 0.1,
+    "num_equal_groups": 3,
+    "num_groups": 8,
+    "reward_equal_groups": 0.5,
+    "reward_errors": 0,
+    "num_judged": 64,
+    "entropy": 1.0,
+}
+
+
+def said(*steps: dict[str, float]) -> list[list[str]]:
+    alarms = Alarms(max_new_tokens=128)
+    return [alarms.of({**FINE, **values}) for values in steps]
+
+
+def test_a_good_run_is_not_commented():
+    assert said(*[{"entropy": 1.0 - 0.04 * step, "truncated": 0.5} for step in range(20)]) == [[]] * 20
+
+
+def test_responses_that_are_cut_off_are_said_at_the_fifth_step_and_once():
+    found = said(*[{"truncated": 0.75}] * 12)
+    assert [bool(lines) for lines in found] == [False] * 4 + [True] + [False] * 7
+    assert "now 75%" in found[4][0] and "rollout.max_new_tokens=128" in found[4][0]
+
+
+def test_a_good_step_between_bad_ones_begins_the_count_anew():
+    found = said(*[{"truncated": 0.75}] * 4, {}, *[{"truncated": 0.75}] * 5)
+    assert [bool(lines) for lines in found] == [False] * 9 + [True]
+
+
+def test_groups_that_teach_nothing_are_said_with_their_reward():
+    *_, (line,) = said(*[{"num_equal_groups": 8, "reward_equal_groups": 1.0}] * 5)
+    assert "now 8 of 8, mean reward 1" in line
+
+
+def test_a_reward_that_fails_on_everything():
+    *_, (line,) = said(*[{"reward_errors": 64}] * 5)
+    assert "failed on every sample (64 of 64)" in line
+    assert said(*[{"reward_errors": 63}] * 5) == [[]] * 5
+
+
+def test_entropy_that_collapses_is_measured_against_the_first_steps():
+    found = said(*[{"entropy": 2.0}] * 5, *[{"entropy": 0.19}] * 5)
+    assert not any(found[:9]) and "(2 nats, now 0.19)" in found[9][0]
+    assert said(*[{"entropy": 2.0}] * 5, *[{"entropy": 0.21}] * 8) == [[]] * 13
