@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.config import TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
 from automodel_cli.rollout.rollout_config import RolloutConfig
@@ -30,6 +31,8 @@ class GRPORecipe(Recipe):
     objective: PolicyObjective
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: dict[str, RewardNode] = field(default_factory=dict)
+    teacher: TeacherConfig | None = None
+    """Another model in the reference's place, to learn from (on-policy distillation); rewards may then be missing."""
 
     kind: ClassVar[str] = "grpo"
     row_name: ClassVar[str] = "prompts"
@@ -42,7 +45,8 @@ class GRPORecipe(Recipe):
         check_indexer(self.model, self.rollout)
         for name, reward in self.rewards.items():
             check_on_error(reward.on_error, f"rewards.{name}.on_error")
-        if not self.rewards:
+        self._check_teacher()
+        if not self.rewards and self.teacher is None:
             raise ConfigError(
                 "no reward says what a good response is",
                 keys=("rewards",),
@@ -55,6 +59,29 @@ class GRPORecipe(Recipe):
                 fix="parallelizer=fsdp2, or rollout=hf",
             )
 
+    def _check_teacher(self) -> None:
+        asks = "teacher_ids_BTN" in self.objective.columns
+        if asks and self.teacher is None:
+            raise ConfigError(
+                f"{type(self.objective).__name__} learns from a teacher, and there is none",
+                keys=("teacher", "objective"),
+                fix="teacher={pretrained: <a model of the same tokens>}, or objective=grpo",
+            )
+        uses = asks or "ref_logprobs_BT" in self.objective.columns or self.objective.reward_kl is not None
+        if self.teacher is not None and not uses:
+            raise ConfigError(
+                "this objective compares the samples with no other model, so the teacher would say nothing",
+                keys=("teacher", "objective"),
+                fix="objective=gkd, or teacher=null",
+            )
+        if asks and (self.rollout.top_k or self.rollout.top_p < 1):
+            raise ConfigError(
+                f"rollout.top_k={self.rollout.top_k}, top_p={self.rollout.top_p}: a token that the sampler filters out "
+                "has no log-prob to compare with the teacher's",
+                keys=("rollout.top_k", "rollout.top_p", "objective"),
+                fix="rollout.top_k=0 rollout.top_p=1.0",
+            )
+
     def _check_rollout(self) -> None:
         rollout, per_update = self.rollout, self.train.global_batch_size
         if rollout.samples_per_step % per_update:
@@ -64,7 +91,8 @@ class GRPORecipe(Recipe):
                 keys=("rollout.prompts_per_step", "rollout.group_size", "train.global_batch_size"),
                 fix=f"train.global_batch_size={rollout.samples_per_step}",
             )
-        if "old_logprobs_BT" not in self.objective.columns and rollout.samples_per_step * rollout.passes > per_update:
+        weighs_once = "advantages_BT" in self.objective.columns and "old_logprobs_BT" not in self.objective.columns
+        if weighs_once and rollout.samples_per_step * rollout.passes > per_update:
             raise ConfigError(
                 "this objective compares with no earlier log-probs (ratio=on_policy): it is right for one update per "
                 "rollout only",
@@ -128,7 +156,7 @@ class GRPORecipe(Recipe):
         from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
-            rollouts = Rollouts(session, self.rollout, self.rewards, self.objective)
+            rollouts = Rollouts(session, self.rollout, self.rewards, self.objective, self.teacher)
             session.callbacks.add(rollouts)
             session.header()
             rollouts.print_validation("before")

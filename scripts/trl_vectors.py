@@ -58,8 +58,33 @@ def reward() -> list[dict[str, Any]]:
     return cases
 
 
+def distillation() -> list[dict[str, Any]]:
+    """`GKDTrainer.generalized_jsd_loss` on a vocabulary of 6, with two ignored labels."""
+    from trl.experimental.gkd import GKDTrainer
+
+    torch.manual_seed(1)
+    cases = []
+    for beta in (0.0, 0.3, 0.5, 1.0):
+        student_BTV, teacher_BTV = (torch.randn(2, 4, 6, dtype=torch.float64) * 2 for _ in range(2))
+        labels_BT = torch.tensor([[-100, 3, 1, 2], [0, 5, -100, 4]])
+        student_BTV.requires_grad_()
+        loss = GKDTrainer.generalized_jsd_loss(student_BTV, teacher_BTV, labels_BT, beta=beta)
+        loss.backward()
+        cases.append(
+            {
+                "beta": beta,
+                "student_BTV": student_BTV.tolist(),
+                "teacher_BTV": teacher_BTV.tolist(),
+                "labels_BT": labels_BT.tolist(),
+                "loss": loss.item(),
+                "gradient_BTV": student_BTV.grad.tolist(),
+            }
+        )
+    return cases
+
+
 if __name__ == "__main__":
     import trl
 
-    made = {"trl": trl.__version__, "reward": reward()}
-    print(json.dumps(made, indent=1))
+    made = {"trl": trl.__version__, "reward": reward(), "distillation": distillation()}
+    print(json.dumps(made))

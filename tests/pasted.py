@@ -20,7 +20,13 @@ from automodel_cli.config.compose import Composed, compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.problems import Problem
 
-_RECIPES = ("recipes.sft.SFTRecipe", "recipes.dpo.DPORecipe", "recipes.rm.RMRecipe", "recipes.grpo.GRPORecipe")
+_RECIPES = (
+    "recipes.sft.SFTRecipe",
+    "recipes.dpo.DPORecipe",
+    "recipes.rm.RMRecipe",
+    "recipes.kd.KDRecipe",
+    "recipes.grpo.GRPORecipe",
+)
 _CHECK = check.__code__
 
 

@@ -60,6 +60,7 @@ def of_kind(kind: str, what: str) -> click.Group:
 
 dpo = of_kind("dpo", "Train on preferences: pairs of responses, or responses judged good or bad.")
 rm = of_kind("rm", "Train a reward model: pairs of responses, of which one is better.")
+kd = of_kind("kd", "Distil a teacher: what it says of each token of the rows.")
 grpo = of_kind("grpo", "Train on the model's own samples and what rewards say of them.")
 
 

@@ -34,6 +34,7 @@ COMMANDS = {
     "finetune": ("automodel_cli.cli.finetune", "finetune"),
     "dpo": ("automodel_cli.cli.finetune", "dpo"),
     "rm": ("automodel_cli.cli.finetune", "rm"),
+    "kd": ("automodel_cli.cli.finetune", "kd"),
     "grpo": ("automodel_cli.cli.finetune", "grpo"),
     "resume": ("automodel_cli.cli.finetune", "resume"),
     "submit": ("automodel_cli.cli.submit", "submit"),

@@ -20,7 +20,13 @@ from typing import Any
 from automodel_cli.config import bundled, schema, targets, values
 from automodel_cli.config.problems import show
 
-RECIPES = ("recipes.sft.SFTRecipe", "recipes.dpo.DPORecipe", "recipes.rm.RMRecipe", "recipes.grpo.GRPORecipe")
+RECIPES = (
+    "recipes.sft.SFTRecipe",
+    "recipes.dpo.DPORecipe",
+    "recipes.rm.RMRecipe",
+    "recipes.kd.KDRecipe",
+    "recipes.grpo.GRPORecipe",
+)
 _OPEN = {
     "objective": ("automodel_cli.objectives.sft.SFT",),
     "data.task": ("automodel_cli.data.tasks.ChatTasks", "automodel_cli.rollout.rewards.reasoning.ReasoningTasks"),

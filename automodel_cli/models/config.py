@@ -262,3 +262,23 @@ class ModelConfig:
             keys=("pretrained",),
             fix=fix or f"model.pretrained=null model.gguf_file={path}",
         )
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """A frozen model to learn from.
+
+    `pretrained`: a hub id or a folder, of the same tokens as the model that is trained. `revision`: of the hub id.
+    `dtype`: what it is stored in; it computes as the parallelizer says. `attention` as in the model section.
+    """
+
+    pretrained: str
+    revision: str | None = None
+    dtype: DType = "float32"
+    attention: str = "packed"
+
+    def as_model(self) -> ModelConfig:
+        """The same as a section of a model."""
+        return ModelConfig(
+            pretrained=self.pretrained, revision=self.revision, dtype=self.dtype, attention=self.attention
+        )

@@ -15,6 +15,8 @@ its prompt; tokens whose label is ignored are not read):
   update of a rollout, whose own log-probs they are
 - `old_values_BT`, `returns_BT` fp32 (PPO): what the critic made of each label token at the time of the rollout, and
   what it should have made of it
+- `teacher_ids_BTN` int64, `teacher_logprobs_BTN` fp32 (Distillation): the tokens that a teacher thinks likeliest in
+  each label's place, largest first, and their log-probs
 - `rewards_BT` fp32 (GRPO with `positive_nll`): the reward of the token's document
 """
 

@@ -16,10 +16,12 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import answer_checker
 from automodel_cli.data.prompts import Prompt
+from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.objectives.base import PolicyObjective
+from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.alarms import Alarms
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
@@ -43,6 +45,7 @@ from automodel_cli.run.scoring import (
     logprobs_of,
     shaped,
 )
+from automodel_cli.run.teacher import taught
 from automodel_cli.training.callback import Callback, Run
 from automodel_cli.training.stages import Stages
 
@@ -56,13 +59,18 @@ class Rollouts(Callback):
     """
 
     def __init__(
-        self, session: Session, config: RolloutConfig, rewards: Mapping[str, RewardNode], objective: PolicyObjective
+        self,
+        session: Session,
+        config: RolloutConfig,
+        rewards: Mapping[str, RewardNode],
+        objective: PolicyObjective,
+        teacher: TeacherConfig | None = None,
     ):
         self.session, self.recipe, self.config = session, session.recipe, config
-        self.objective = objective
+        self.objective, self._teacher = objective, teacher
         self.mesh, self.model = session.mesh, session.model
         check_columns(rewards, _rows(session))
-        self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers)
+        self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=teacher is None)
         self.engine = self.config.engine.build(EngineHost(session))
         capabilities = self.engine.capabilities
         if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
@@ -238,7 +246,8 @@ class Rollouts(Callback):
         overlong, limit = self.config.overlong, self.config.max_new_tokens
         differs_N = self._advantages(samples, _totals(samples)).differs_N
         by_token = self._token_advantages()
-        chosen_N = self._valid(samples) & (differs_N | (by_token is not None))
+        by_group = by_token is None and "advantages_BT" in self.objective.columns
+        chosen_N = self._valid(samples) & (differs_N | (not by_group))
         trained = chosen_N.nonzero()[:, 0].tolist()
         num_updates = self.config.samples_per_step // self.recipe.train.global_batch_size
         mesh = self.mesh
@@ -270,7 +279,12 @@ class Rollouts(Callback):
         if self._reference is None:
             return updates
         with self._reference as stages:
+            if isinstance(objective, Distillation):
+                return [self._with_teacher(update, objective, stages) for update in updates]
             return [self._with_logprobs(update, "ref", stages) for update in updates]
+
+    def _with_teacher(self, update: Update, objective: Distillation, stages: Stages) -> Update:
+        return dataclasses.replace(update, batches=taught(stages, update.batches, objective.top_k, self.mesh.device))
 
     def _with_logprobs(self, update: Update, name: str, stages: Stages) -> Update:
         return update.with_column(f"{name}_logprobs_BT", logprobs_of(stages, update.batches, self.mesh.device))
@@ -296,10 +310,11 @@ class Rollouts(Callback):
 
     def _build_reference(self) -> ReferenceModel | None:
         objective = self.objective
-        if "ref_logprobs_BT" not in objective.columns and objective.reward_kl is None:
+        if not {"ref_logprobs_BT", "teacher_ids_BTN"} & objective.columns and objective.reward_kl is None:
             return None
-        lora = self.recipe.model.lora is not None
-        return ReferenceModel(self.session, without_adapters=lora, temperature=self.config.temperature)
+        lora, teacher = self.recipe.model.lora is not None, self._teacher
+        temperature = self.config.temperature
+        return ReferenceModel(self.session, without_adapters=lora, temperature=temperature, teacher=teacher)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:

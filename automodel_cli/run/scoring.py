@@ -14,21 +14,35 @@ from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.models.lora import adapters_off
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.run.model import Model
+from automodel_cli.run.teacher import build_teacher
 from automodel_cli.training.stages import Stages
 
 if TYPE_CHECKING:
+    from automodel_cli.models.config import TeacherConfig
     from automodel_cli.run.session import Session
 
 
 class ReferenceModel:
     """A context in which the reference model can be run: a frozen copy of the model as it was loaded, or with
-    `without_adapters` the model itself, its adapters switched off. Its log-probs are those at `temperature`.
+    `without_adapters` the model itself, its adapters switched off; or a `teacher`. Its log-probs are those at
+    `temperature`.
 
     Build it before the first step. Collective.
     """
 
-    def __init__(self, session: Session, *, without_adapters: bool, temperature: float = 1.0):
-        self._model = session.model if without_adapters else _frozen_copy(session)
+    def __init__(
+        self,
+        session: Session,
+        *,
+        without_adapters: bool,
+        temperature: float = 1.0,
+        teacher: TeacherConfig | None = None,
+    ):
+        if teacher is not None:
+            without_adapters = False
+            self._model = build_teacher(session, teacher)
+        else:
+            self._model = session.model if without_adapters else _frozen_copy(session)
         self._without_adapters = without_adapters
         self._shaping = Shaping(temperature)  # no filters: a token that they would drop here has been drawn
         self._stack = ExitStack()

@@ -12,6 +12,7 @@ from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.objectives.base import RewardKL
+from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.ppo import PPO
 from automodel_cli.objectives.reward import BradleyTerry
 from automodel_cli.parity.compare import Errors, run_rows
@@ -27,6 +28,7 @@ from tests.dist.test_grpo import given_samples, updates_of
 TOLERANCE = 1e-6
 OBJECTIVES = {
     "reward model": BradleyTerry(margin=True, center=0.1),
+    "distillation": Distillation(beta=0.3, top_k=4, sft_weight=0.3),
     "ppo": PPO(kl_coef=0.1, value_coef=0.5),
 }
 

@@ -43,10 +43,11 @@ class RewardSum:
     `num_helpers` processes and as many threads compute what has a timeout. Use as a context manager, or `close` it.
     """
 
-    def __init__(self, rewards: Mapping[str, RewardNode], *, num_helpers: int = 2):
-        if not rewards:
+    def __init__(self, rewards: Mapping[str, RewardNode], *, num_helpers: int = 2, required: bool = True):
+        """`required`: somebody learns from the sum, so it must not be the same for all samples."""
+        if required and not rewards:
             raise ConfigError("there is no reward", keys=("rewards",), fix=f"rewards.exact._target_={_EXAMPLE}")
-        if not any(reward.weight != 0 for reward in rewards.values()):
+        if required and not any(reward.weight != 0 for reward in rewards.values()):
             raise ConfigError("every reward has weight 0: all samples would be worth the same", keys=("rewards",))
         for name, reward in rewards.items():
             reward.check()
@@ -70,7 +71,7 @@ class RewardSum:
         to the main thread, one after another here, while the others wait for helpers and servers."""
         mine = {name: _judged_by(reward, samples) for name, reward in self.rewards.items()}
         here = [name for name, reward in self.rewards.items() if reward.timeout is None and way_of(reward) == "single"]
-        with ThreadPoolExecutor(len(self.rewards)) as threads:
+        with ThreadPoolExecutor(max(1, len(self.rewards))) as threads:
             elsewhere = {
                 name: threads.submit(self._values, reward, [samples[i] for i in mine[name]])
                 for name, reward in self.rewards.items()

@@ -134,6 +134,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     (folder / "runs/quickstart/export/config.json").touch()
     filled = ["model.pretrained=org/name", "data.path=train.jsonl"]
     asked = {name: filled if name in ("sft", "dpo", "rm", "grpo") else [] for name in bundled.names()}
+    asked["kd"] = [*filled, "teacher.pretrained=org/name"]
     command = [sys.executable, "-c", EACH, json.dumps(asked)]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

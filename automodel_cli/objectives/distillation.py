@@ -1,0 +1,140 @@
+"""A student learns the distribution of a teacher over next tokens. Torch-free to import."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.head_output import HeadRequest
+from automodel_cli.objectives.base import Metric, RewardKL
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput
+
+_MOST = 1 - 1e-6
+"""What the likeliest tokens may have together, so that the others' share has a logarithm."""
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Loss = mean over label tokens of `kd_weight` x D(teacher, student) + `sft_weight` x NLL of the label.
+
+    D is the generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649, eq. 1): with M = `beta` x teacher +
+    (1 - `beta`) x student it is beta KL(teacher || M) + (1 - beta) KL(student || M). 0: KL(teacher || student),
+    forward, which covers all that the teacher says. 1: KL(student || teacher), reverse, which stays where the teacher
+    is sure.
+
+    `top_k`: of the teacher's distribution the likeliest tokens, and all others together as one more; null: all tokens
+    of the vocabulary (exact, and `[B, T, V]` numbers a microbatch). On rows of a dataset in recipes of kind kd, and on
+    the student's own samples in recipes of kind grpo; the gradient is that of D at the given tokens.
+
+    Metrics, means over label tokens: `kd_loss` (D), `nll` of the label, and `teacher_share`, the probability that the
+    teacher gives the tokens which are compared one by one.
+    """
+
+    beta: float = 0.0
+    top_k: int | None = 64
+    kd_weight: float = 1.0
+    sft_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise ConfigError(f"beta={self.beta} must be from 0 to 1", keys=("beta",), fix="objective.beta=0.5")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k={self.top_k} must be at least 1", keys=("top_k",), fix="objective.top_k=64")
+        if not self.kd_weight > 0:
+            raise ConfigError(
+                f"kd_weight={self.kd_weight} must be above 0: nothing would be learnt from the teacher",
+                keys=("kd_weight",),
+                fix="objective.kd_weight=1.0",
+            )
+        if not self.sft_weight >= 0:
+            raise ConfigError(
+                f"sft_weight={self.sft_weight} must be at least 0", keys=("sft_weight",), fix="objective.sft_weight=0.0"
+            )
+
+    @property
+    def needs(self) -> HeadRequest:
+        """See `RequestingObjective`."""
+        return HeadRequest(token_ids="teacher_ids_BTN")
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """See `PolicyObjective`."""
+        return frozenset({"teacher_ids_BTN", "teacher_logprobs_BTN"})
+
+    @property
+    def reward_kl(self) -> RewardKL | None:
+        """See `PolicyObjective`."""
+        return None
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """See `PolicyObjective`: any tokens will do to compare two distributions."""
+        return True
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """See `MeasuredObjective`."""
+        names = ("kd_loss", "nll", "teacher_share")
+        per = "num_compared_tokens"
+        return {**{name: Metric(per, shown=name != "nll") for name in names}, per: Metric()}
+
+    def weight(self, batch: Batch) -> Tensor:
+        return batch.num_label_tokens
+
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        loss = self.kd_weight * self._divergence(output, batch).sum()
+        return loss - self.sft_weight * output.logprobs_BT.sum() if self.sft_weight else loss
+
+    def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
+        """See `MeasuredObjective`."""
+        from automodel_cli.objectives.documents import label_mask
+
+        mask_BT = label_mask(batch)
+        share_BT = batch.extra["teacher_logprobs_BTN"].exp().sum(-1)
+        return {
+            "kd_loss": self._divergence(output, batch).sum(),
+            "nll": -output.logprobs_BT.sum(),
+            "teacher_share": share_BT.masked_fill(~mask_BT, 0.0).sum(),
+            "num_compared_tokens": mask_BT.sum().float(),
+        }
+
+    def _divergence(self, output: HeadOutput, batch: Batch) -> Tensor:
+        """D by token, `[B, T]`, 0 where the label is ignored."""
+        from automodel_cli.objectives.documents import label_mask
+
+        student_BTN = output.token_logprobs_BTN
+        assert student_BTN is not None, "distillation needs the student's log-probs of the teacher's tokens"
+        teacher_BTN = batch.extra["teacher_logprobs_BTN"]
+        if self.top_k is not None:
+            teacher_BTN, student_BTN = with_rest(teacher_BTN), with_rest(student_BTN)
+        found_BT = divergence(teacher_BTN, student_BTN, self.beta)
+        return found_BT.masked_fill(~label_mask(batch), 0.0)
+
+
+def with_rest(logprobs_BTN: Tensor) -> Tensor:
+    """One more column: the log of what these tokens leave to all others."""
+    import torch
+
+    rest_BT1 = torch.log1p(-logprobs_BTN.exp().sum(-1, keepdim=True).clamp(max=_MOST))
+    return torch.cat([logprobs_BTN, rest_BT1], -1)
+
+
+def divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
+    """Generalised Jensen-Shannon divergence of log-probs over the last dimension, as `Distillation` says."""
+    import torch
+
+    if beta == 0:
+        return (teacher.exp() * (teacher - student)).sum(-1)
+    if beta == 1:
+        return (student.exp() * (student - teacher)).sum(-1)
+    middle = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    found = beta * teacher.exp() * (teacher - middle) + (1 - beta) * student.exp() * (student - middle)
+    return found.sum(-1)

@@ -1,0 +1,99 @@
+"""Distillation on rows (`automodel kd llm`) and on the student's own samples (`automodel grpo llm objective=gkd`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import test_grpo
+from tests.e2e.command import TINY, automodel, curve, metrics
+
+ROWS = TINY.replace("model:\n  config:", "model:\n  config:\n    vocab_size: 354")
+STEPS = ("train.max_steps=3", "logging.report=false", "optimizer.eps=1e-5")
+TEACHER = "teacher={_target_: automodel_cli.models.config.TeacherConfig, pretrained: runs/teacher/export}"
+SMALLER = ("model.config.hidden_size=32", "model.config.head_dim=8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kd")
+    (folder / "rows.yaml").write_text(ROWS.format(family="llama"))
+    (folder / "distil.yaml").write_text(ROWS.replace("[sft, _self_]", "[kd, _self_]").format(family="llama"))
+    (folder / "samples.yaml").write_text(test_grpo.TINY.format(family="llama").replace(", top_p: 0.95", ""))
+    done = automodel(folder, "finetune", "llm", "-c", "rows.yaml", "run_name=teacher", *STEPS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def distil(folder: Path, name: str, *overrides: str) -> list[float]:
+    done = automodel(folder, "kd", "llm", "-c", "distil.yaml", f"run_name={name}", TEACHER, *STEPS, *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return curve(folder / "runs" / name)
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> list[float]:
+    return distil(folder, "alone", *SMALLER)
+
+
+def test_a_smaller_student_comes_nearer_to_its_teacher(folder, losses):
+    first, *_, last = [row["kd_loss"] for row in metrics(folder / "runs" / "alone") if "kd_loss" in row]
+    assert 0 < last < first == losses[0]
+
+
+@pytest.mark.parametrize("layout", [("mesh.dp_size=2",), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")])
+def test_ranks_and_stages_ask_the_teacher_the_same(folder, losses, layout):
+    assert distil(folder, layout[0].replace(".", "-").replace("=", "-"), *SMALLER, *layout) == pytest.approx(
+        losses, rel=5e-6
+    )
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(folder):
+    own = ("model.config=null", "model.pretrained=runs/teacher/export", "model.tokenizer=null", "objective.top_k=null")
+    losses = distil(folder, "itself", *own, "train.max_steps=1")
+    assert losses == pytest.approx([0.0], abs=1e-6)
+
+
+def test_a_teacher_with_other_tokens_is_refused(folder):
+    done = automodel(folder, "kd", "llm", "-c", "distil.yaml", TEACHER, *STEPS, "model.config.vocab_size=360")
+    assert done.returncode == 2 and "other tokens than the student" in done.stderr, done.stderr
+
+
+def test_on_its_own_samples_a_student_needs_a_teacher_and_no_reward(folder):
+    arguments = (
+        "-c",
+        "samples.yaml",
+        "objective={_target_: automodel_cli.objectives.distillation.Distillation, beta: 0.5}",
+    )
+    objective = ("~objective.kl_coef",)
+    done = automodel(folder, "check", *arguments, *objective)
+    assert done.returncode == 2 and "learns from a teacher, and there is none" in done.stderr, done.stderr
+    done = automodel(
+        folder, "grpo", "llm", *arguments, *objective, TEACHER, *SMALLER, *STEPS, "~rewards", "run_name=on_policy"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row for row in metrics(folder / "runs" / "on_policy") if "kd_loss" in row]
+    assert rows[-1]["kd_loss"] < rows[0]["kd_loss"] and rows[0]["num_trained_samples"] == 16
+
+
+def test_reverse_kl_of_each_drawn_token_is_its_advantage(folder):
+    """On-policy distillation by policy gradients: the advantage of a token is log teacher - log student, no more."""
+    done = automodel(
+        folder, "grpo", "llm", "-c", "samples.yaml", TEACHER, *SMALLER, *STEPS, "~rewards", "run_name=reverse",
+        "objective.kl_in=reward", "objective.kl_type=k1", "objective.kl_coef=1.0",
+        "rollout.baseline=batch", "rollout.gamma=0.0", "rollout.normalise=false",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = next(row for row in metrics(folder / "runs" / "reverse") if "advantage_mean" in row)
+    assert first["advantage_mean"] < 0 and abs(first["advantage_mean"]) < 5  # minus a KL
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path):
+    for command in (("finetune", "llm", "-c", "quickstart"), ("kd", "llm", "-c", "quickstart_kd")):
+        done = automodel(tmp_path, *command, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+    shares = [float(share) for share in re.findall(r"accuracy \w+ training: ([\d.]+)%", done.stdout)]
+    assert len(shares) == 2 and shares[1] > 70, shares
