@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -31,8 +32,7 @@ def llm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trus
     Starts the ranks that the mesh asks for; under torchrun or srun it is one of them. Ctrl-C and SIGTERM stop at a
     step boundary with a checkpoint.
     """
-    composed, recipe = common.load(conf, overrides, trust)
-    return start(composed, recipe, arguments)
+    return _begin(arguments, conf, overrides, trust)
 
 
 def of_kind(kind: str, what: str) -> click.Group:
@@ -53,9 +53,19 @@ def of_kind(kind: str, what: str) -> click.Group:
                 origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
                 fix=f"automodel finetune llm -c {conf}, or a config that begins with `defaults: [{kind}, _self_]`",
             )
-        return start(composed, recipe, arguments)
+        return _begin(arguments, conf, overrides, trust)
 
     return group
+
+
+def _begin(
+    arguments: Sequence[str], conf: str | Path, overrides: tuple[str, ...], trust: Trust, run_dir: Path | None = None
+) -> int:
+    """Load the config and run it; a rank that was started again goes on in its run, whose config is whole."""
+    if (folder := worker.restarted_run()) is not None:
+        conf, overrides, run_dir = folder / "config.yaml", (), folder
+    composed, recipe = common.load(conf, overrides, trust, run_dir=run_dir)
+    return start(composed, recipe, arguments)
 
 
 dpo = of_kind("dpo", "Train on preferences: pairs of responses, or responses judged good or bad.")
@@ -75,8 +85,7 @@ def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: Tr
     RUN is a folder or a name below runs/. Overrides change its config from here on.
     """
     folder = common.run_folder(run)
-    composed, recipe = common.load(folder / "config.yaml", overrides, trust, run_dir=folder)
-    return start(composed, recipe, arguments)
+    return _begin(arguments, folder / "config.yaml", overrides, trust, run_dir=folder)
 
 
 def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> int:
@@ -84,8 +93,8 @@ def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> i
     num_gpus = placement.num_gpus()
     if placement.detect().kind == "local":
         num_ranks = recipe.num_ranks(num_gpus)
-        if num_ranks > 1:
-            return local.run(arguments, num_ranks=num_ranks)
+        if num_ranks > 1 or recipe.max_restarts:
+            return local.run(arguments, num_ranks=num_ranks, max_restarts=recipe.max_restarts)
     startup.share_cores()
     startup.grow_segments()
     startup.hold_garbage()

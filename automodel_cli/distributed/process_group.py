@@ -36,10 +36,16 @@ def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.devi
     device, backends = _device_and_backends(backend)
     bound_device = device if device.type == "cuda" else None  # lets nccl connect now, with the right GPU
     if world_size == 1:
-        store = dist.HashStore()
-        dist.init_process_group(backends, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound_device)
+        alone = dist.HashStore()
+        dist.init_process_group(backends, store=alone, rank=0, world_size=1, timeout=timeout, device_id=bound_device)
     else:
-        dist.init_process_group(backends, timeout=timeout, device_id=bound_device)
+        found, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        found.set_timeout(timeout)
+        # The agent of torch's launcher keeps its store when it starts the ranks again, with the addresses of dead ones.
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+        dist.init_process_group(
+            backends, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound_device
+        )
     return device
 
 

@@ -28,13 +28,16 @@ _PEER_SECONDS = 3.0
 """How long the peers of a failed rank may take to say what they saw."""
 
 
-def run(arguments: Sequence[str], *, num_ranks: int, log_dir: Path | None = None) -> int:
+def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_dir: Path | None = None) -> int:
     """Run `python -m automodel_cli ARGUMENTS` on `num_ranks` ranks and return the exit code of the run.
 
     Rank 0 has the terminal; the others write `rank-N.log` into `log_dir` (default: AUTOMODEL_LOG_DIR, else a temporary
     folder that is kept when a rank fails) until the recipe moves them into the run folder. SIGINT, SIGTERM and SIGHUP
     reach every worker once; the launcher then waits as long as the step and its checkpoint take. A second signal kills
     the workers.
+
+    Where a rank fails or is killed, torch's agent starts all of them again, up to `max_restarts` times; they find the
+    run that they were in (`worker.restarted_run`). Errors of config, data and memory are not tried again.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -55,13 +58,13 @@ def run(arguments: Sequence[str], *, num_ranks: int, log_dir: Path | None = None
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # port 0: the store binds a free one
-        max_restarts=0,
+        max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(status / "elastic")),
         signals_to_handle="SIGQUIT",  # not the three that `_Relay` handles
     )
     exit_codes: dict[int, int] = {}
     memory = MemoryWatch()
-    with _Relay(status, num_ranks) as relay:
+    with _Relay(status, num_ranks, max_restarts, memory) as relay:
         try:
             elastic_launch(config, sys.executable)("-u", *safe_path(), "-m", "automodel_cli", *arguments)
         except ChildFailedError as error:
@@ -69,17 +72,18 @@ def run(arguments: Sequence[str], *, num_ranks: int, log_dir: Path | None = None
         except SignalException:
             relay.killed = True
     try:
-        return _outcome(status, relay, exit_codes, memory)
+        return _outcome(relay, exit_codes, memory)
     finally:
-        kept = any(str(status) in pointer.read_text() for pointer in status.glob("rank-*.log"))
+        kept = any(str(status) in pointer.read_text() for pointer in status.rglob("rank-*.log"))
         if not (exit_codes and kept):
             shutil.rmtree(status, ignore_errors=True)
 
 
-def _outcome(status: Path, relay: _Relay, exit_codes: Mapping[int, int], memory: MemoryWatch) -> int:
+def _outcome(relay: _Relay, exit_codes: Mapping[int, int], memory: MemoryWatch) -> int:
     """The exit code of the run: rank 0's own, or that of the rank that failed first, which is reported."""
     if relay.killed:
         return stop.EXIT_CODES[signal.SIGINT] if relay.received == signal.SIGINT else _FAILED
+    status = relay.status
     if not exit_codes:
         return _left_by(status, 0) or 0
     first = relay.first_failed if relay.first_failed is not None else _first_failure(status, exit_codes)
@@ -105,8 +109,9 @@ class _Relay:
     a collective, where no Python handler runs: elastic would wait 30 s for them.
     """
 
-    def __init__(self, status: Path, num_ranks: int):
-        self._status, self._num_ranks = status, num_ranks
+    def __init__(self, base: Path, num_ranks: int, max_restarts: int, memory: MemoryWatch):
+        self.status = self._base = base
+        self._num_ranks, self._max_restarts, self._restarts, self._memory = num_ranks, max_restarts, 0, memory
         self._done = threading.Event()
         self._before: dict[signal.Signals, object] = {}
         self.received: signal.Signals | None = None
@@ -126,8 +131,9 @@ class _Relay:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None:
             self.killed = True
+            worker.give_up(self._base)
             self._kill()
-            os.write(sys.stderr.fileno(), f"\n{stop.last_words(worker.run_folder_in(self._status))}\n".encode())
+            os.write(sys.stderr.fileno(), f"\n{stop.last_words(worker.run_folder_in(self.status))}\n".encode())
             return
         self.received = signal.Signals(signum)
         os.write(sys.stderr.fileno(), f"\n{stop.message(signum)}\n".encode())
@@ -144,10 +150,31 @@ class _Relay:
             self._watch_for_stopped(stopped)
             if failed := [rank for rank, pid in self._pids().items() if self._failed(rank, pid)]:
                 # one that died without a word is the cause of what the others say
-                self.first_failed = min(failed, key=lambda rank: _left_by(self._status, rank) is not None)
+                self.first_failed = min(failed, key=lambda rank: _left_by(self.status, rank) is not None)
                 self._done.wait(_PEER_SECONDS)
                 self._kill()
-                return
+                if not self._starts_again(self.first_failed):
+                    return
+                told.clear()
+                stopped.clear()
+
+    def _starts_again(self, failed: int) -> bool:
+        """Whether torch's agent starts the ranks once more; then say why, and look at those from here on."""
+        code = _left_by(self.status, failed)
+        if self._restarts == self._max_restarts or self.received or (code is not None and worker.is_final(code)):
+            worker.give_up(self._base)
+            return False
+        self._restarts += 1
+        folder = worker.latest_run_folder(self._base, self._restarts)
+        begin = stop.begins_at(folder) if folder is not None else "starts over: nothing was trained yet"
+        if code is None:
+            why = f"process {_pid(self.status, failed)} {self._memory.why(_pid(self.status, failed) or 0).by}"
+            print(f"\nrank {failed} was killed: {why}", file=sys.stderr)
+        else:
+            _report(self.status, failed, code)
+        print(f"restart {self._restarts} of {self._max_restarts} (train.max_restarts): {begin}", file=sys.stderr)
+        self.status, self.first_failed = worker.attempt_folder(self._base, self._restarts), None
+        return True
 
     def _watch_for_stopped(self, since: dict[int, float]) -> None:
         """A rank that does not run (SIGSTOP, a debugger) holds up all others without a word: say so, once."""
@@ -164,16 +191,16 @@ class _Relay:
     def _failed(self, rank: int, pid: int) -> bool:
         """Whether a rank has left a bad exit code, or is gone without leaving any."""
         alive = _alive(pid)
-        code = _left_by(self._status, rank)
+        code = _left_by(self.status, rank)
         return not alive if code is None else code not in (0, *stop.EXIT_CODES.values())
 
     def _kill(self) -> None:
         for rank, pid in self._pids().items():
-            if _left_by(self._status, rank) is None:  # one that has ended keeps its own words
+            if _left_by(self.status, rank) is None:  # one that has ended keeps its own words
                 _send(pid, signal.SIGKILL)
 
     def _pids(self) -> dict[int, int]:
-        pids = {rank: _pid(self._status, rank) for rank in range(self._num_ranks)}
+        pids = {rank: _pid(self.status, rank) for rank in range(self._num_ranks)}
         return {rank: pid for rank, pid in pids.items() if pid is not None}
 
 

@@ -69,10 +69,14 @@ def how_to_go_on(run_folder: Path | None) -> str:
     """The command that continues a run that ended in the middle, and from where."""
     if run_folder is None:
         return "the same command again: nothing was trained yet"
+    return f"automodel resume {run_folder}   ({begins_at(run_folder)})"
+
+
+def begins_at(run_folder: Path) -> str:
+    """From which checkpoint a run goes on that ended in the middle."""
     saved = [path.name for path in run_folder.glob("checkpoints/step-*") if _CHECKPOINT.fullmatch(path.name)]
     newest = max(saved, key=lambda name: int(_CHECKPOINT.fullmatch(name)[1]), default=None)  # type: ignore[index]
-    begin = f"goes on from {newest}" if newest else "starts over: no checkpoint was written yet"
-    return f"automodel resume {run_folder}   ({begin})"
+    return f"goes on from {newest}" if newest else "starts over: no checkpoint was written yet"
 
 
 def last_words(run_folder: Path | None) -> str:

@@ -25,7 +25,11 @@ LOG_DIR = "AUTOMODEL_LOG_DIR"
 _CLEAN_STOPS = frozenset(stop.EXIT_CODES.values())
 _PR_SET_PDEATHSIG = 1
 _RUN = "run-folder"
+_FINAL = frozenset({2, 3, 4})
+"""Usage or config, data, memory: what the same command would meet again."""
 _status: Path | None = None
+_earlier: tuple[Path, ...] = ()
+"""The status folders of the attempts before this one, newest first."""
 
 
 def begin() -> None:
@@ -33,15 +37,49 @@ def begin() -> None:
 
     The pid is written last: whoever can see it may send a signal and will be heard.
     """
-    global _status
+    global _status, _earlier
     if STATUS_DIR not in os.environ:
         return
-    _status = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
+    base = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    _status = attempt_folder(base, count)
+    _status.mkdir(exist_ok=True)
+    _earlier = tuple(attempt_folder(base, n) for n in reversed(range(count)))
+    if count and (given_up(base) or any(is_final(code) for code in _codes(_earlier[0]))):
+        os._exit(1)  # the agent does not know that another attempt is of no use
     if placement.detect().kind != "srun":  # Slurm ends what belongs to a step by itself
         _die_with_parent()
     redirect_output()
     stop.install(launched=True)
     _write(_status / f"rank-{_rank()}.pid", str(os.getpid()))
+
+
+def attempt_folder(base: Path, restarts: int) -> Path:
+    """Where the ranks of one attempt leave their pids and exit codes."""
+    return base / f"restart-{restarts}" if restarts else base
+
+
+def is_final(code: int) -> bool:
+    """Whether a rank that left `code` would leave it again."""
+    return code in _FINAL
+
+
+def give_up(base: Path) -> None:
+    """Let no further attempt begin."""
+    _write(base / "give-up", "")
+
+
+def given_up(base: Path) -> bool:
+    return (base / "give-up").exists()
+
+
+def restarted_run() -> Path | None:
+    """The run that an earlier attempt of this rank was in the middle of; None for a first one."""
+    return next((folder for status in _earlier if (folder := run_folder_in(status)) is not None), None)
+
+
+def _codes(status: Path) -> list[int]:
+    return [int(path.read_text()) for path in status.glob("rank-*.exit")]
 
 
 def is_ours() -> bool:
@@ -82,6 +120,12 @@ def run_folder_in(status: Path) -> Path | None:
     """The run folder that rank 0 has noted, for the launcher."""
     path = status / _RUN
     return Path(path.read_text()) if path.exists() else None
+
+
+def latest_run_folder(base: Path, restarts: int) -> Path | None:
+    """The run folder that rank 0 of the newest of so many attempts has noted."""
+    folders = (run_folder_in(attempt_folder(base, n)) for n in reversed(range(restarts)))
+    return next((folder for folder in folders if folder is not None), None)
 
 
 def finish(code: int) -> int:

@@ -28,6 +28,11 @@ class ConfigRoot(ABC):
         """Whether a new run goes on in the folder of an earlier run of its name."""
         return False
 
+    @property
+    def max_restarts(self) -> int:
+        """How often the ranks of one host are started again where one fails."""
+        return 0
+
     @abstractmethod
     def num_ranks(self, num_gpus: int) -> int:
         """Processes to start on a machine with so many GPUs, when nobody (torchrun, srun) has started them."""

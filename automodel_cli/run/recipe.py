@@ -129,6 +129,10 @@ class Recipe(ConfigRoot):
     def goes_on(self) -> bool:
         return self.checkpoint.resume == "auto"
 
+    @property
+    def max_restarts(self) -> int:
+        return self.train.max_restarts
+
     def num_ranks(self, num_gpus: int) -> int:
         return self.mesh.num_ranks(num_gpus)
 

@@ -43,6 +43,8 @@ class TrainConfig:
     cpu_threads: int | None = None
     """Threads of torch on each rank's CPU; null: what the launcher gives it."""
     step_timeout: float | Literal["auto"] | None = "auto"
+    max_restarts: int = 0
+    """How often the ranks of one host are started again where one dies, from the newest whole checkpoint."""
 
     def __post_init__(self) -> None:
         _positive(
@@ -55,6 +57,12 @@ class TrainConfig:
             max_grad_norm=self.max_grad_norm,
             step_timeout=None if self.step_timeout == "auto" else self.step_timeout,
         )
+        if self.max_restarts < 0:
+            raise ConfigError(
+                f"max_restarts={self.max_restarts} must not be negative",
+                keys=("max_restarts",),
+                fix="train.max_restarts=0",
+            )
         if self.max_steps is None and self.epochs is None:
             raise ConfigError(
                 "the run has no end: neither max_steps nor epochs is given",

@@ -26,7 +26,7 @@ from automodel_cli.runs.lock import hold
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.sessions import session
-from tests.e2e.command import TINY, automodel, metrics, start_cold, write_config
+from tests.e2e.command import TINY, automodel, curve, metrics, start_cold, write_config
 
 SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
 FEW = ("train.max_steps=4", "logging.report=false", "logging.display=plain", "checkpoint.every=null")
@@ -276,6 +276,25 @@ def test_a_frozen_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert "tells nothing any more (stopped, or in C code)" in output and "the other one waits in " in output
     assert "automodel resume runs/tiny   (goes on from step-000010)" in output
     assert not Path(f"/proc/{frozen}").exists()
+
+
+@pytest.mark.slow
+def test_ranks_are_started_again_after_a_kill_and_end_as_if_nothing_had_been(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    short = ("mesh.dp_size=2", "data.num_workers=1", "logging.report=false")
+    process = start_cold(tmp_path, "tiny.yaml", *short, "train.max_restarts=2")
+    os.kill(killed := _rank_1_of(process, tmp_path, rows=12), signal.SIGKILL)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert f"rank 1 was killed: process {killed} by a person" in output
+    assert "restart 1 of 2 (train.max_restarts): goes on from step-000010" in output and "restart 2" not in output
+    done = automodel(tmp_path, "tiny.yaml", *short, "run_name=undisturbed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [tmp_path / "runs" / name for name in ("tiny", "undisturbed")]
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert curve(runs[0], key) == curve(runs[1], key)
+    weights = [(run / "export/model.safetensors").read_bytes() for run in runs]
+    assert weights[0] == weights[1] and not (tmp_path / "runs/tiny-2").exists()
 
 
 def _rank_1_of(process: subprocess.Popen[str], folder: Path, *, rows: int) -> int:
