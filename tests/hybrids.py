@@ -37,6 +37,7 @@ HYBRIDS: dict[str, dict] = {
     "recurrent_gemma": {},
     "rwkv": {},
 }
+HYBRIDS = {family: fields for family, fields in HYBRIDS.items() if family in CONFIG_MAPPING}  # of this transformers
 
 
 def hybrid(family: str) -> tuple[PretrainedConfig, PreTrainedModel]:

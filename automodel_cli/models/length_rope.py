@@ -104,12 +104,14 @@ class _PerDocument(nn.Module):
         return tuple(y[:, :-1] for y in result) if isinstance(result, tuple) else result[:, :-1]
 
     def _forget(self, layer_type: str | None = None) -> None:
-        """`dynamic` grows its table with the longest text so far: back to how it was built."""
+        """`dynamic` grows its table with the longest text so far: back to how it was built. `longrope` keeps its long
+        table for each layer type, and transformers 5.17 fails when it finds one (fixed in 5.23)."""
         prefix = "" if layer_type is None else f"{layer_type}_"
         original = getattr(self, f"{prefix}original_inv_freq")
         current = getattr(self, f"{prefix}inv_freq")
         setattr(self, f"{prefix}inv_freq", original.to(current.device, copy=True))
         setattr(self, f"{prefix}max_seq_len_cached", self.original_max_seq_len)
+        vars(self).pop(f"{prefix}long_inv_freq", None)
 
 
 def _picked(tables: list[Any], lengths_BT: Tensor, lengths: list[int]) -> Any:

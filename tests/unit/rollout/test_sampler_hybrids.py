@@ -113,15 +113,23 @@ def _inner(layer: nn.Module) -> nn.Module:
     return next(module for module in layer.modules() if isinstance(module, nn.Linear))
 
 
-def test_states_of_earlier_weights_and_prompts_are_forgotten():
+def test_a_phase_leaves_no_state_to_the_next_one():
+    """Other weights, and room for more sequences than the phase before needed."""
     part, _ = built("lfm2")
     sampler = make_sampler(part)
-    before = sampler.generate(prompts(), GREEDY)
+    before = sampler.generate(prompts()[:1], GREEDY)
     tiny.perturb(part.model, 9)
     sampler.update_weights(iter(()))
     after = sampler.generate(prompts(), GREEDY)
-    assert [c.tokens for c in before] != [c.tokens for c in after]
+    assert before[0].tokens != after[0].tokens
     assert [c.tokens for c in make_sampler(part).generate(prompts(), GREEDY)] == [c.tokens for c in after]
+
+
+def test_the_states_of_a_sequence_are_measured():
+    part, model = built("lfm2")
+    config = model.config
+    of_layer = config.hidden_size * config.conv_L_cache * 4  # the last tokens of a convolution, in float32
+    assert make_sampler(part).state_bytes() == config.layer_types.count("conv") * of_layer
 
 
 def test_an_error_in_the_middle_leaves_the_state_layers_to_the_trainer(falcon: ModelPart):
