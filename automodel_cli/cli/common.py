@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from automodel_cli.cli import complete
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.problems import show
 from automodel_cli.config.remembered import recall
 from automodel_cli.config.trust import WORDS, Need, Trust
@@ -125,3 +126,14 @@ def run_folder(name: str) -> Path:
             return path.resolve()
     known = sorted((p.parent for p in Path("runs").glob("*/config.yaml")), key=lambda p: p.stat().st_mtime)
     raise ConfigError(f"no run at {name}: it has no config.yaml", fix=str(known[-1]) if known else None)
+
+
+def export_that_talks(folder: Path) -> Path:
+    """The export of a run, which must be a model that generates. Raises RunError or ConfigError."""
+    export = folder / "export"
+    if not (export / "config.json").is_file():
+        raise RunError(f"{folder} has no export", fix=f"automodel export {folder}")
+    kinds = json.loads((export / "config.json").read_bytes()).get("architectures") or []
+    if any("Classification" in kind for kind in kinds):
+        raise ConfigError(f"{folder} trained a classifier ({', '.join(kinds)}): it gives scores, and says nothing")
+    return export

@@ -99,7 +99,10 @@ def _folder(target: str) -> Path | None:
 
 def _recipe(target: str, folder: Path | None, config: EvalConfig, trust: Trust) -> Recipe:
     if folder is not None:
-        return common.load_recipe(folder / "config.yaml", (), trust, run_dir=folder)[1]
+        recipe = common.load_recipe(folder / "config.yaml", (), trust, run_dir=folder)[1]
+        if recipe.as_classifier:
+            raise ConfigError(f"{folder} trained a classifier: it gives scores, and answers no questions")
+        return recipe
     length = [f"data.seq_len={config.longest()}"] if config.longest() else []
     return common.load_recipe("sft", [f"model.pretrained={target}", "data.path=none", *length], trust)[1]
 

@@ -52,7 +52,7 @@ def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType
     if session.is_main and session.recipe.logging.report:
         footer.append(("report", str(write_own_page(session.run_dir, state="finished"))))
     footer += [("answer", _shown(after, before)) for after, before in before_and_after(accuracy, 3)]
-    footer.append(("next", _next_commands(session, accuracy)))
+    footer.append(("next", _next_commands(session)))
     session.meter.footer(footer)
     return 0
 
@@ -184,11 +184,8 @@ def _shown(after: Answer, before: Answer | None) -> str:
     return f"{after.question!r} -> {after.completion!r} {mark}{said}"
 
 
-def _next_commands(session: Session, accuracy: Mapping[str, Accuracy]) -> str:
-    asked = before_and_after(accuracy, 1)
-    question = asked[0][0].question if asked else "Hello!"
-    ask = f"pipeline('text-generation', '{session.run_dir / 'export'}')([dict(role='user', content={question!r})])"
-    use = f'python -c "from transformers import pipeline; print({ask})"'
+def _next_commands(session: Session) -> str:
+    use = f"automodel chat {session.run_dir}    talks to it; serve, eval and push are others"
     if session.recipe.as_classifier:
         node = f"{{_target_: automodel_cli.rollout.rewards.model.RewardModel, folder: {session.run_dir / 'export'}}}"
         use = f"automodel grpo llm -c CONFIG 'rewards.model={node}'    rewards samples with it"

@@ -219,7 +219,7 @@ def test_usage_errors(toy: Path, arguments: list[str], text: str) -> None:
     ("arguments", "says", "fix"),
     [
         (["evaluate"], "a run is judged by eval", "automodel eval quickstart -c quickstart"),
-        (["chat"], "the export of a run", "transformers chat runs/quickstart/export"),
+        (["infer"], "a run answers in chat", "automodel chat quickstart"),
         (["finetune", "llm", "-c", "quickstart", "-m", "optimizer.lr=1,2"], "a shell makes several", "for v in 1e-4"),
         (["finetune", "llm", "-c", "quickstart", "--lr", "1e-4"], "without dashes", "optimizer.lr=1e-4"),
         (["finetune", "llm", "-c", "quickstart", "--lr=1e-4"], "without dashes", "optimizer.lr=1e-4"),

@@ -1,0 +1,48 @@
+"""`push RUN HUB-ID`: the export with a model card, on the hub. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from automodel_cli.cli import common, complete, tables
+from automodel_cli.config.errors import ConfigError
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@click.command(short_help="Upload a run's export to the hub, with a model card.")
+@click.argument("run", metavar="RUN", shell_complete=complete.runs)
+@click.argument("repository", metavar="OWNER/NAME")
+@click.option("--private", is_flag=True, help="Only its owner sees a repository that is made now.")
+@click.option("--license", "licence", metavar="ID", help="The licence to publish under (apache-2.0, ...).")
+@click.option("--dry-run", is_flag=True, help="Print the card and the files; send nothing, ask no network.")
+def push(run: str, repository: str, private: bool, licence: str | None, dry_run: bool) -> None:
+    """Upload RUN/export to the Hugging Face hub: weights, tokenizer, a card with data, scores and curve, the config.
+
+    Log in first with `hf auth login`, or set HF_TOKEN. Look at the card with --dry-run: it names your files.
+    """
+    if not _ID.fullmatch(repository):
+        raise ConfigError(f"{repository} is no repository: owner/name is expected", fix=f"your-name/{repository}")
+    folder = common.run_folder(run)
+    from automodel_cli.runs.catalogue import Run
+    from automodel_cli.runs.push import staged, upload
+
+    with staged(Run(folder), licence=licence, base_model=_base(folder)) as files:
+        if dry_run:
+            click.echo((files / "README.md").read_text(encoding="utf-8"))
+            for path in sorted(p for p in files.rglob("*") if p.is_file()):
+                click.echo(f"{tables.size_text(path.stat().st_size):>12}  {path.relative_to(files)}")
+            click.echo(f"nothing was sent; without --dry-run it goes to {repository}")
+            return
+        click.echo(f"pushed to {upload(files, repository, private=private)}")
+
+
+def _base(folder: Path) -> str | None:
+    """The hub id that the run began with; a folder of this machine tells others nothing."""
+    from automodel_cli.config.compose import compose
+
+    name = compose(folder / "config.yaml", run_dir=folder).tree.get("model", {}).get("pretrained")
+    return name if isinstance(name, str) and _ID.fullmatch(name) and not Path(name).exists() else None
