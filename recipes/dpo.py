@@ -29,6 +29,10 @@ class DPORecipe(Recipe):
     kind: ClassVar[str] = "dpo"
     preferences: ClassVar[bool] = True
 
+    @property
+    def held_besides(self) -> str | None:
+        return "the frozen copy of the model" if self.reference == "frozen_copy" else None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reference == "adapters_off" and self.model.lora is None:

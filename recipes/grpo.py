@@ -37,6 +37,10 @@ class GRPORecipe(Recipe):
     kind: ClassVar[str] = "grpo"
     row_name: ClassVar[str] = "prompts"
 
+    @property
+    def held_besides(self) -> str | None:
+        return "rollouts"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_prompt_data(self.data)

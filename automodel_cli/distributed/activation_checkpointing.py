@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.kept import keep, keeps, recomputed
+from automodel_cli.distributed.strategies.base import AUTO
 
 _Context = AbstractContextManager[Any]
 _aten = torch.ops.aten
@@ -41,8 +42,15 @@ def apply_activation_checkpointing(layers: Sequence[nn.Module], mode: bool | int
 
     What came from other ranks in an exchange of tokens is kept, unless "minimal" says to exchange again; "selective"
     keeps `KEPT_RESULTS` and the first products of experts too. Acts in train mode only, which is right: evaluation
-    keeps nothing anyway. Raises ConfigError for layers that the library cannot checkpoint.
+    keeps nothing anyway. Raises ConfigError for layers that the library cannot checkpoint, and for "auto", which a run
+    has decided before it comes here.
     """
+    if mode == AUTO:
+        raise ConfigError(
+            "activation_checkpointing=auto is decided by a run, which knows its rows and GPUs: name a mode here",
+            keys=("activation_checkpointing",),
+            fix="parallelizer.activation_checkpointing=full",
+        )
     every = recomputed_every(mode)
     if every == 0:
         return

@@ -15,9 +15,9 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.dryrun import report
 from automodel_cli.dryrun.estimate import Estimate, estimate
-from automodel_cli.dryrun.gpus import RESERVE_GIB
 from automodel_cli.dryrun.request import GIB, RankResult, Request
 from automodel_cli.planning.render import Traced
+from automodel_cli.planning.reserve import RESERVE_GIB
 
 LARGEST_WORLD = 4096
 _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_cli.dryrun.gpus import RESERVE_GIB, Gpu
+from automodel_cli.dryrun.gpus import Gpu
 from automodel_cli.dryrun.request import GIB, RankResult
 from automodel_cli.pipelining.schedule.program import Action, Overlap, Program
 from automodel_cli.pipelining.timeline.simulator import Costs, Timeline, simulate
+from automodel_cli.planning.reserve import RESERVE_GIB
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,6 @@ KERNEL_SECONDS = 3e-6
 LAUNCH_SECONDS = 5e-6
 """What a call costs the host; kernels start when the host has come to them."""
 COLLECTIVE_SECONDS = 15e-6
-RESERVE_GIB = 5.0
-"""CUDA context, cuBLAS workspaces, NCCL buffers and fragmentation, which no tracer of tensors sees."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from automodel_cli.dryrun.estimate import program_to_json
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
 from automodel_cli.dryrun.mode import TracedRank
-from automodel_cli.dryrun.request import Line, RankResult, Request
+from automodel_cli.dryrun.request import GIB, Line, RankResult, Request
 from automodel_cli.models import shipped
 from automodel_cli.models.source import hf_config
 from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
@@ -28,6 +28,7 @@ from automodel_cli.pipelining.torch_runtime.compat import Runtime
 from automodel_cli.planning.plan import Plan, make_plan
 from automodel_cli.run.model import Model, empty_stages
 from automodel_cli.run.plan import plan_request
+from automodel_cli.run.recomputation import decided
 from automodel_cli.training.flops import training_flops_per_token
 from automodel_cli.training.memory import peak_memory_gib
 from automodel_cli.training.optim import build_optimizer
@@ -102,6 +103,7 @@ def trace(recipe: Any, request: Request) -> RankResult:
     check_covered(recipe)
     count = recipe.train.num_microbatches(layout.dp)
     with shipped.preferred():
+        recipe, recomputed = decided(recipe, layout, request.device.memory_gib * GIB)
         documents = rows.document_lengths(recipe, request.document, read=request.data)
         columns = rows.microbatches(recipe, documents, request.microbatches or _enough(recipe, layout, count))
         plan = make_plan(plan_request(recipe, layout))
@@ -113,7 +115,8 @@ def trace(recipe: Any, request: Request) -> RankResult:
         mesh = build_mesh(layout, "cuda")
         times = _run(run, mesh, fake, columns)
         result = _result(run, mesh, plan, times, columns)
-    notes = [*result.notes, f"documents: {documents.source}"]
+    chosen = [] if recomputed is None else [f"recompute: {recomputed}"]
+    notes = [*chosen, *result.notes, f"documents: {documents.source}"]
     resident = peak_memory_gib(torch.device("cpu"))
     return replace(result, notes=notes, cpu_seconds=time.process_time() - began, rss_gib=resident)
 

@@ -37,6 +37,7 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
             f"{_model_name(recipe)}   {_count(model.num_parameters)} parameters{share}   {recipe.model.dtype}",
         ),
         ("layout", f"{ranks}   {_layout(recipe, session.mesh)}"),
+        *([("recompute", session.recomputed)] if session.recomputed else []),
         *([("allocator", startup.allocator())] if session.mesh.device.type == "cuda" else []),
         ("data", "\n".join(session.data.report.lines())),
         ("steps", f"{steps}   {num_rows} {recipe.row_name} a step{begin}"),

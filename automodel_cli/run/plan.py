@@ -43,13 +43,17 @@ def print_plan(
     hold_garbage()
     from automodel_cli.planning import render
     from automodel_cli.planning.plan import make_plan
+    from automodel_cli.run.recomputation import decided
 
     collect_again()
 
     with shipped.preferred():
+        recipe, recomputed = decided(recipe, layout, memory_gib * 2**30)
         plan = make_plan(plan_request(recipe, layout))
     traced = trace() if trace is not None else ()
     width = shutil.get_terminal_size((120, 24)).columns
+    if recomputed is not None:
+        print(f"recompute: {recomputed}\n")
     print(render.render(plan, memory_gib=memory_gib, traced=traced, width=width))
     if svg is not None:
         svg.write_text(render.svg(plan), encoding="utf-8")

@@ -80,6 +80,11 @@ class Recipe(ConfigRoot):
     as_classifier: ClassVar[bool] = False
     """Whether what is trained, exported and compared is the score of a row (`models/classifier.py`)."""
 
+    @property
+    def held_besides(self) -> str | None:
+        """What is in a GPU's memory beside the training step that a plan counts, if anything is."""
+        return None
+
     def __post_init__(self) -> None:
         """The rules between sections; each section has checked itself."""
         check_run_name(self.run_name)

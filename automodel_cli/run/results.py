@@ -20,6 +20,7 @@ from automodel_cli.models.lora import save_adapters
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.report.page import ShownSample
 from automodel_cli.run.answers import Accuracy, Answer, before_and_after
+from automodel_cli.run.recomputation import decided
 from automodel_cli.runs.page import write_own_page
 from automodel_cli.runs.record import summary_of
 from automodel_cli.training.checkpoint import Checkpointer
@@ -61,7 +62,7 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
     """What `automodel export RUN` does, in one process: the newest checkpoint as a Hugging Face folder, checked."""
     from automodel_cli.run.model import Model
 
-    whole = dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None)
+    whole, _ = decided(dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None), Layout(), None)
     tokenizer = load_tokenizer(recipe.model)
     data = recipe.prepared(tokenizer)
     device = process_group.start("gloo")

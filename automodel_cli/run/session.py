@@ -31,6 +31,7 @@ from automodel_cli.run import out_of_memory
 from automodel_cli.run.header import describe, header_rows
 from automodel_cli.run.model import Model
 from automodel_cli.run.recipe import Recipe
+from automodel_cli.run.recomputation import decided_together
 from automodel_cli.run.run_folder import run_folder
 from automodel_cli.runs.record import RunRecord, summary_of
 from automodel_cli.training import rng
@@ -70,6 +71,7 @@ class Session:
         record: RunRecord,
         columns: Callable[[Session], Columns] | None,
     ):
+        recipe, self.recomputed = decided_together(recipe, mesh)
         self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
         self.mesh, self.run_dir, self.record = mesh, run_dir, record
         self.is_main = dist.get_rank() == 0

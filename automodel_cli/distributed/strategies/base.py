@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 BACKENDS = ("nccl", "gloo")
 DEFAULT_COMPILE_BACKEND = "inductor"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ class ParallelizerConfig:
     do not reach it, so a dry run refuses it.
 
     `activation_checkpointing`: false | true = "full" | "selective" (keep matrix products and attention) | "minimal" |
-    n = every n-th layer. What other ranks sent to experts here is kept by all but "minimal", which has it sent again.
+    n = every n-th layer | "auto". What other ranks sent to experts here is kept by all but "minimal", which has it sent
+    again. "auto" takes the first of none, "selective", "full" and "minimal" that has room by the estimate of
+    `automodel plan` on the run's GPUs, and says so in the header; on a CPU, none.
     `autocast_dtype`: run forward under autocast.
     `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
     `enable_compile`: torch.compile each layer in place with `compile_backend` ("inductor"; "aot_eager" compiles in a
@@ -132,8 +135,8 @@ class ParallelizerConfig:
         check_dtype("autocast_dtype", self.autocast_dtype, "parallelizer.autocast_dtype")
         value = self.activation_checkpointing
         every_nth = isinstance(value, int) and value >= 1
-        if not (isinstance(value, bool) or every_nth or value in ("full", "selective", "minimal")):
-            choices = "false, true, full, selective, minimal, or n >= 1 (every n-th layer)"
+        if not (isinstance(value, bool) or every_nth or value in ("full", "selective", "minimal", AUTO)):
+            choices = "false, true, full, selective, minimal, auto, or n >= 1 (every n-th layer)"
             raise ConfigError(
                 f"activation_checkpointing={value!r} is not one of {choices}",
                 keys=("activation_checkpointing",),
@@ -189,9 +192,11 @@ class ParallelizerConfig:
     def exact(self, axes: Sequence[str], *, precision: bool = False, compiled: bool = False) -> Self:
         """The same options in float32, uncompiled, without what needs a CUDA device or an axis that is not in `axes`:
         what `automodel verify` compares with one process. `precision` and `compiled` keep those of the options."""
+        recomputed = self.activation_checkpointing
         compiled = compiled and self.enable_compile
         return replace(
             self,
+            activation_checkpointing="full" if recomputed == AUTO else recomputed,
             autocast_dtype=self.autocast_dtype if precision else None,
             enable_compile=compiled,
             compile_backend=self.compile_backend if compiled else DEFAULT_COMPILE_BACKEND,
