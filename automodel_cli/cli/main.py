@@ -42,6 +42,7 @@ COMMANDS = {
     "plan": ("automodel_cli.cli.plan", "plan"),
     "dryrun": ("automodel_cli.cli.dryrun", "dryrun"),
     "verify": ("automodel_cli.cli.verify", "verify"),
+    "bench": ("automodel_cli.cli.bench", "bench"),
     "data": ("automodel_cli.cli.data", "data"),
     "runs": ("automodel_cli.cli.runs", "runs"),
     "import-config": ("automodel_cli.cli.import_config", "import_config"),
