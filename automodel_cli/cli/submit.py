@@ -1,4 +1,5 @@
-"""`submit -c CONF --nodes N --gpus-per-node G`: check a run and hand it to Slurm. Imports no torch."""
+"""`submit -c CONF --nodes N --gpus-per-node G`: check a run and hand it to Slurm, or print files for Kubernetes or
+SkyPilot. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,18 +14,29 @@ import click
 from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import slurm
+from automodel_cli.launch import manifests, slurm
 from automodel_cli.launch.local import safe_path
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from automodel_cli.run.config_root import ConfigRoot
 
+_SHARED = ("nodes", "gpus_per_node", "image", "cpus_per_task", "notice", "max_requeues", "setup")
+"""Options that mean the same to every scheduler."""
 _CPUS_PER_GPU = 4
 """Unless the user says otherwise: Slurm's own default of one starves a rank that also reads data and drives NCCL."""
 
 
 @click.command(short_help="Run on a Slurm cluster; goes on by itself after preemption.")
+@click.option(
+    "--to",
+    default="slurm",
+    show_default=True,
+    type=click.Choice(["slurm", "k8s", "skypilot"]),
+    help="Who runs it; k8s and skypilot with --dry-run: the file is printed.",
+)
+@click.option("--volume", metavar="NAME:/PATH", help="k8s, skypilot: storage that all nodes see.")
+@click.option("--gpu-type", metavar="TYPE", help="skypilot: H100, A100-80GB, ...")
 @click.option("--nodes", required=True, type=click.IntRange(min=1), metavar="N", help="Nodes of the job.")
 @click.option(
     "--gpus-per-node", required=True, type=click.IntRange(min=0), metavar="G", help="One rank each; 0 for CPU ranks."
@@ -58,7 +70,16 @@ _CPUS_PER_GPU = 4
 @click.option("--image", help="Start the ranks in this container image (needs Slurm's pyxis plugin).")
 @click.option("--dry-run", is_flag=True, help="Print the batch script; write and submit nothing.")
 @common.config_options
-def submit(conf: str, overrides: tuple[str, ...], trust: Trust, dry_run: bool, **options: Any) -> None:
+def submit(
+    conf: str,
+    overrides: tuple[str, ...],
+    trust: Trust,
+    dry_run: bool,
+    to: str,
+    volume: str | None,
+    gpu_type: str | None,
+    **options: Any,
+) -> None:
     """Check a config and run it on a Slurm cluster, one rank per GPU.
 
     The batch script and the logs of every rank are in the run folder. Before the time limit the ranks save at the end
@@ -73,6 +94,20 @@ def submit(conf: str, overrides: tuple[str, ...], trust: Trust, dry_run: bool, *
     if options["cpus_per_task"] is None and options["gpus_per_node"]:
         options["cpus_per_task"] = _CPUS_PER_GPU
     job_name = options.pop("job_name")
+    _refuse_foreign(to, dry_run, options, {"--volume": volume, "--gpu-type": gpu_type})
+    if to != "slurm":
+        shared = {name: options[name] for name in _SHARED}
+        cloud = manifests.CloudJob(
+            name=job_name or recipe.run_name or composed.name,
+            config=composed.to_yaml(),
+            ranks_per_node=ranks_per_node,
+            volume=volume,
+            gpu_type=gpu_type,
+            trust=tuple(trust.arguments()),
+            **shared,
+        )
+        click.echo(cloud.k8s() if to == "k8s" else cloud.skypilot(), nl=False)
+        return
     folder = run_folder(recipe, composed, make=False)
     job = slurm.Job(
         name=job_name or folder.name,
@@ -92,6 +127,21 @@ def submit(conf: str, overrides: tuple[str, ...], trust: Trust, dry_run: bool, *
     is_new = not folder.exists()
     folder = run_folder(recipe, composed, make=True)  # another one, if somebody was quicker
     _send(sbatch, replace(job, run_dir=folder, name=job_name or folder.name), remove=is_new)
+
+
+def _refuse_foreign(to: str, dry_run: bool, options: dict[str, Any], cloud: dict[str, str | None]) -> None:
+    """An option that the chosen scheduler knows nothing of."""
+    if to == "slurm":
+        if (given := next((name for name, value in cloud.items() if value is not None), None)) is not None:
+            raise ConfigError(f"{given} is for --to k8s or skypilot", fix=f"--to k8s --dry-run, or remove {given}")
+        return
+    for name in ("partition", "account", "time", "options"):
+        if options[name]:
+            option = "--sbatch" if name == "options" else f"--{name}"
+            raise ConfigError(f"{option} is Slurm's; --to {to} has no such thing", fix=f"remove {option}")
+    if not dry_run:
+        hand = "| kubectl apply -f -" if to == "k8s" else "> task.yaml; sky jobs launch task.yaml"
+        raise ConfigError(f"--to {to} prints a file and submits nothing", fix=f"--dry-run   (then {hand})")
 
 
 def _send(sbatch: str, job: slurm.Job, *, remove: bool) -> None:
