@@ -7,8 +7,8 @@ sum of log-probs minus that of the reference (their means over tokens where `ave
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, get_args
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import Metric
@@ -38,6 +38,9 @@ Loss = Literal[
 ]
 REFERENCE_FREE = ("simpo", "orpo")
 _AVERAGED = ("sigmoid_norm", "ipo", "simpo", "orpo")
+_OF_DIFFERENCES = ("sigmoid", "hinge", "robust", "exo_pair", "discopop")
+"""Losses that read c - r only, so that a divergence may stand in it."""
+Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")
 
 
@@ -50,6 +53,13 @@ class DPO:
     `average_log_probs`: mean instead of sum over a response's tokens; None: as the loss is defined (ipo, simpo, orpo
     and sigmoid_norm average). `average_sft`: the same for the NLL. `gamma`: the target margin of simpo, 0.5 if not
     given. `tau`: the temperature of discopop's blend, 0.05 if not given.
+
+    `more_losses`: further losses by name, each with its weight, added to `preference_weight` x `loss` (MPO,
+    arXiv:2411.10442: sigmoid 0.8, bco_pair 0.2, and an `sft_weight`). `ld_alpha`: what tokens weigh in c and r that
+    the shorter response of the pair has no counterpart of, 0 to 1 (LD-DPO, arXiv:2409.06411). `f_divergence`: what
+    keeps the policy near the reference (f-DPO, arXiv:2309.16240): c and r become f'(t) of their probability ratio t,
+    log t for reverse_kl, 1 - 1/t for forward_kl, log(2t / (t + 1)) for js, (t^(a - 1) - 1) / (a - 1) for alpha with
+    a = `f_alpha`.
 
     Metrics are means over pairs of all ranks: `accuracy` (chosen above rejected; a tie is a miss), `rewards_chosen`,
     `rewards_rejected` and their difference `rewards_margin`: c, r and c - r, NOT multiplied by beta; `likelier` (the
@@ -65,6 +75,10 @@ class DPO:
     average_sft: bool = False
     gamma: float | None = None
     tau: float | None = None
+    more_losses: dict[Loss, float] = field(default_factory=dict)
+    ld_alpha: float | None = None
+    f_divergence: Divergence = "reverse_kl"
+    f_alpha: float | None = None
 
     def __post_init__(self) -> None:
         if not self.beta >= 0:
@@ -83,6 +97,7 @@ class DPO:
                 )
         if self.tau is not None and not self.tau > 0:
             raise ConfigError(f"tau={self.tau} must be greater than 0", keys=("tau",), fix="objective.tau=0.05")
+        self._check_more()
         for name in ("preference_weight", "sft_weight"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 0", keys=(name,))
@@ -110,6 +125,33 @@ class DPO:
                 keys=("average_sft", "sft_weight"),
                 fix="objective.sft_weight=0.1",
             )
+
+    def _check_more(self) -> None:
+        def refuse(what: str, *keys: str, fix: str) -> None:
+            raise ConfigError(
+                f"{' with '.join(f'{key}={getattr(self, key)}' for key in keys)}: {what}", keys=keys, fix=fix
+            )
+
+        plain = "objective.more_losses={}"
+        for name, weight in self.more_losses.items():
+            if name not in get_args(Loss) or name == self.loss or name in ("robust", "exo_pair", "discopop", "simpo"):
+                refuse("no loss that can be added with the settings of another", "more_losses", fix=plain)
+            if (name in REFERENCE_FREE) != (self.loss in REFERENCE_FREE):
+                refuse("one has a reference and the other has none", "more_losses", "loss", fix=plain)
+            if not weight > 0:
+                refuse("a weight is above 0", "more_losses", fix=plain)
+        if self.more_losses and self.average_log_probs is not None:
+            refuse("each loss averages as it is defined", "more_losses", "average_log_probs", fix=plain)
+        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
+            refuse("a weight of 0 to 1", "ld_alpha", fix="objective.ld_alpha=0.5")
+        if self.f_divergence != "reverse_kl":
+            losses = (self.loss, *self.more_losses)
+            if self.averages or any(name not in _OF_DIFFERENCES for name in losses):
+                what = f"a divergence is for {', '.join(_OF_DIFFERENCES)} on sums"
+                refuse(what, "f_divergence", "loss", fix="objective.f_divergence=reverse_kl")
+        if (self.f_divergence == "alpha") != (self.f_alpha is not None) or self.f_alpha == 1:
+            fix = "objective.f_divergence=alpha objective.f_alpha=0.5"
+            refuse("the two belong together, and alpha=1 is reverse_kl", "f_divergence", "f_alpha", fix=fix)
 
     def _check_smoothing(self) -> None:
         share = self.label_smoothing
@@ -171,6 +213,8 @@ class DPO:
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         pairs = self._pairs(output.logprobs_BT, batch)
         loss = self.preference_weight * (self._losses(pairs) * pairs.valid_P).sum()
+        for name, weight in self.more_losses.items():
+            loss = loss + weight * (self._of(name).losses_of(output.logprobs_BT, batch) * pairs.valid_P).sum()
         if self.sft_weight:
             loss = loss + self.sft_weight * (self._nll(pairs) * pairs.valid_P).sum()
         return loss
@@ -192,9 +236,24 @@ class DPO:
         return {**sums, "num_pairs": pairs.valid_P.sum()}
 
     def _pairs(self, logprobs_BT: Tensor, batch: Batch) -> Pairs:
-        from automodel_cli.objectives.preference import gather_pairs
+        from automodel_cli.objectives.preference import diverged, gather_pairs
 
-        return gather_pairs(logprobs_BT, batch, reference=self.uses_reference, average=self.averages)
+        pairs = gather_pairs(
+            logprobs_BT, batch, reference=self.uses_reference, average=self.averages, tail_weight=self.ld_alpha
+        )
+        return diverged(pairs, self.f_divergence, self.f_alpha)
+
+    def _of(self, name: Loss) -> DPO:
+        """The same settings for another loss."""
+        smoothing = self.label_smoothing if name in _SMOOTHED else 0.0
+        return replace(
+            self, loss=name, more_losses={}, label_smoothing=smoothing, gamma=None, tau=None,
+            sft_weight=self.sft_weight or 1.0,
+        )  # fmt: skip
+
+    def losses_of(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+        """The preference loss of each pair, `[P]`."""
+        return self._losses(self._pairs(logprobs_BT, batch))
 
     def _losses(self, pairs: Pairs) -> Tensor:
         from automodel_cli.objectives.preference import LOSSES

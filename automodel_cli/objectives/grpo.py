@@ -26,9 +26,12 @@ class GRPO:
 
     Policy loss of a token with advantage A and probability ratio q (now against the rollout's weights).
     `surrogate`: `clip` is max(-A q, -A clamp(q)), `cispo` is -A clamp(q) log p with the clamp detached, `reinforce`
-    -A log p. `ratio`: `token`; `sequence` (the exponential of the mean log-ratio of the response, GSPO); `on_policy`
-    (1 with a gradient: right for one update per rollout, and needs no `old_logprobs_BT`). The clamp is
-    [1 - `clip_low`, 1 + `clip_high`]; `dual_clip` (above 1) also bounds the loss by -A x dual_clip where A < 0.
+    -A log p, `sapo` -A sigmoid(t (q - 1)) 4 / t, a soft gate in the clip's place, with t = `sapo_positive` where A > 0,
+    else `sapo_negative` (arXiv:2511.20347). `ratio`: `token`; `sequence` (the exponential of the mean log-ratio of the
+    response, GSPO, arXiv:2507.18071); `sequence_token` (the same number with each token's own gradient, GSPO-token, for
+    advantages by token); `on_policy` (1 with a gradient: right for one update per rollout, and needs no
+    `old_logprobs_BT`). The clamp is [1 - `clip_low`, 1 + `clip_high`]; `dual_clip` (above 1) also bounds the loss by
+    -A x dual_clip where A < 0.
 
     `aggregation`: `token` divides by the label tokens of the step; `sequence` takes means over each response, then over
     responses; `max_tokens` divides sums by responses x `max_tokens`, a constant (dr_grpo).
@@ -45,8 +48,8 @@ class GRPO:
     response token was drawn from, and a metric in any case. Metrics: see `objectives/policy.py`.
     """
 
-    surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
-    ratio: Literal["token", "sequence", "on_policy"] = "token"
+    surrogate: Literal["clip", "cispo", "reinforce", "sapo"] = "clip"
+    ratio: Literal["token", "sequence", "sequence_token", "on_policy"] = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -64,6 +67,10 @@ class GRPO:
     correction_min: float | None = None
     positive_nll: float = 0.0
     entropy_coef: float = 0.0
+    sapo_positive: float = 1.0
+    """How fast the gate of sapo closes with the ratio where the advantage is above 0."""
+    sapo_negative: float = 1.05
+    """The same elsewhere."""
 
     def __post_init__(self) -> None:
         self._check_surrogate()
@@ -97,7 +104,12 @@ class GRPO:
                 self._refuse(
                     "the ratio is 1, so nothing is ever bounded", "dual_clip", "ratio", fix="objective.dual_clip=null"
                 )
-        if self.surrogate != "clip" and self.ratio == "sequence":
+        for name, default in (("sapo_positive", 1.0), ("sapo_negative", 1.05)):
+            if not getattr(self, name) > 0:
+                self._refuse("must be above 0", name, fix=f"objective.{name}={default}")
+            if getattr(self, name) != default and self.surrogate != "sapo":
+                self._refuse("only sapo has a gate", name, "surrogate", fix=f"objective.{name}={default}")
+        if self.surrogate != "clip" and self.by_sequence:
             self._refuse("sequence ratios are for the clipped loss", "surrogate", "ratio", fix="objective.ratio=token")
         if self.surrogate == "cispo" and self.ratio == "on_policy":
             self._refuse(
@@ -105,7 +117,7 @@ class GRPO:
             )
 
     def _check_aggregation(self) -> None:
-        if self.ratio == "sequence" and self.aggregation != "sequence":
+        if self.by_sequence and self.aggregation != "sequence":
             self._refuse(
                 "a ratio of sequences needs means over sequences",
                 "ratio",
@@ -159,8 +171,13 @@ class GRPO:
                 "correction_max",
                 fix=f"objective.correction_min={high}",
             )
-        if self.correction == "sequence_mask" and self.ratio == "sequence":
+        if self.correction == "sequence_mask" and self.by_sequence:
             self._refuse("masks by token ratios", "correction", "ratio", fix="objective.correction=truncate")
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether a response has one ratio."""
+        return self.ratio in ("sequence", "sequence_token")
 
     @property
     def loss_kl_coef(self) -> float:

@@ -79,7 +79,7 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
     found = {name: Metric(_TOKENS, shown=name in shown) for name in by_tokens}
     for name in ("probs_ratio", "probs_ratio_clamped"):
         found |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
-    found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.ratio == "sequence" else _TOKENS)
+    found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.by_sequence else _TOKENS)
     if objective.loss_kl_coef:
         found["kl_penalty"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES, shown=True)
     if objective.correction_max is not None:
@@ -163,7 +163,7 @@ class PolicyTerms:
             found[f"{name}_min"] = value_BT.masked_fill(~mask_BT, float("inf")).min()
             found[f"{name}_max"] = value_BT.masked_fill(~mask_BT, float("-inf")).max()
         weight_BT, outside = self._correction
-        by_sequence = objective.ratio == "sequence"
+        by_sequence = objective.by_sequence
         found["sampling_importance_ratio"] = self._by_sequence(weight_BT) if by_sequence else self._sum(weight_BT)
         if objective.loss_kl_coef:
             found["kl_penalty"] = self.aggregate(self._kl())
@@ -177,7 +177,12 @@ class PolicyTerms:
     def _ratio(self) -> Tensor:
         """q at every token."""
         change_BT = self.now_BT - self.old_BT
-        return (self._mean_by_sequence(change_BT) if self.objective.ratio == "sequence" else change_BT).exp()
+        if not self.objective.by_sequence:
+            return change_BT.exp()
+        mean_BT = self._mean_by_sequence(change_BT)
+        if self.objective.ratio == "sequence_token":
+            mean_BT = mean_BT.detach() + (self.now_BT - self.now_BT.detach())
+        return mean_BT.exp()
 
     def _clamped(self) -> Tensor:
         return self._ratio.clamp(1 - self.objective.clip_low, 1 + self.objective.clip_high)
@@ -188,6 +193,9 @@ class PolicyTerms:
             return -a_BT * self.now_BT
         if objective.surrogate == "cispo":
             return -a_BT * self._clamped().detach() * self.now_BT
+        if objective.surrogate == "sapo":
+            t_BT = torch.where(a_BT > 0, objective.sapo_positive, objective.sapo_negative)
+            return -a_BT * (t_BT * (self._ratio - 1)).sigmoid() * 4 / t_BT
         losses_BT = torch.maximum(-a_BT * self._ratio, -a_BT * self._clamped())
         if objective.dual_clip is None:
             return losses_BT
@@ -198,7 +206,7 @@ class PolicyTerms:
         """The weight at every token (0 where it is not finite), and the sum of what its bounds touch."""
         objective = self.objective
         gap_BT = self.old_BT - self.sampler_BT
-        log_BT = to_tokens(sum_by_document(gap_BT, self.batch), self.batch) if objective.ratio == "sequence" else gap_BT
+        log_BT = to_tokens(sum_by_document(gap_BT, self.batch), self.batch) if objective.by_sequence else gap_BT
         weight_BT = log_BT.exp()
         low, high = objective.correction_min or 0.0, objective.correction_max
         if high is None:

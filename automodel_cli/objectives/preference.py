@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +12,17 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.objectives.documents import label_mask, labels_by_document, sum_by_document
+from automodel_cli.objectives.documents import label_mask, labels_by_document, sum_by_document, to_tokens
 
 if TYPE_CHECKING:
     from automodel_cli.objectives.dpo import DPO
 
 _CERTAIN = -1e-6
 """Log-prob above which a response counts as certain: its log-odds would be infinite."""
+
+
+_LARGEST = 80.0
+"""Exponent beyond which a power would not be finite in float32."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,19 @@ def valid_pairs(batch: Batch) -> Tensor:
     return (labels_by_document(batch)[batch.extra["pairs_P2"]] > 0).all(1)
 
 
-def gather_pairs(logprobs_BT: Tensor, batch: Batch, *, reference: bool, average: bool) -> Pairs:
-    """Sums (or means) over each response's label tokens, against the reference or without one."""
+def gather_pairs(
+    logprobs_BT: Tensor, batch: Batch, *, reference: bool, average: bool, tail_weight: float | None = None
+) -> Pairs:
+    """Sums (or means) over each response's label tokens, against the reference or without one. `tail_weight`: what
+    tokens count in c and r whose number in their response the other one does not reach."""
     pairs_P2 = batch.extra["pairs_P2"]
     tokens_P2 = labels_by_document(batch)[pairs_P2]
     logprobs_P2 = sum_by_document(logprobs_BT, batch)[pairs_P2]
     # difference by token before the sum: a reference equal to the policy then gives 0 exactly
-    ratios_P2 = sum_by_document(against_reference(logprobs_BT, batch), batch)[pairs_P2] if reference else logprobs_P2
+    ratios_BT = against_reference(logprobs_BT, batch) if reference else logprobs_BT
+    if tail_weight is not None:
+        ratios_BT = torch.where(_in_both(tokens_P2, batch), ratios_BT, tail_weight * ratios_BT)
+    ratios_P2 = sum_by_document(ratios_BT, batch)[pairs_P2]
     if average:
         ratios_P2 = ratios_P2 / tokens_P2.clamp(min=1)
     return Pairs(
@@ -55,6 +65,31 @@ def gather_pairs(logprobs_BT: Tensor, batch: Batch, *, reference: bool, average:
         rejected_logprob_P=logprobs_P2[:, 1],
         chosen_tokens_P=tokens_P2[:, 0],
     )
+
+
+def _in_both(tokens_P2: Tensor, batch: Batch) -> Tensor:
+    """bool [B, T]: label tokens that are among the first n of their response, n those of the pair's shorter one."""
+    counted_T = label_mask(batch).flatten().cumsum(0)
+    before_S = torch.cat([counted_T.new_zeros(1), counted_T])[batch.cu_seqlens[:-1].long()]
+    shared_S = torch.zeros(batch.num_documents, device=tokens_P2.device, dtype=tokens_P2.dtype)
+    shared_S = shared_S.index_put((batch.extra["pairs_P2"],), tokens_P2.amin(1, keepdim=True).expand_as(tokens_P2))
+    return counted_T.view(batch.shape) - to_tokens(before_S, batch) <= to_tokens(shared_S, batch)
+
+
+def diverged(pairs: Pairs, name: str, alpha: float | None) -> Pairs:
+    """c and r as f'(t) of the divergence, t = e^c and e^r (arXiv:2309.16240, table 1)."""
+    if name == "reverse_kl":
+        return pairs
+
+    def slope(log_t: Tensor) -> Tensor:
+        if name == "forward_kl":
+            return 1 - (-log_t).clamp(max=_LARGEST).exp()
+        if name == "js":
+            return math.log(2) + logsigmoid(log_t)
+        assert alpha is not None, "checked"
+        return ((alpha - 1) * log_t).clamp(max=_LARGEST).exp().sub(1) / (alpha - 1)
+
+    return replace(pairs, c_P=slope(pairs.c_P), r_P=slope(pairs.r_P))
 
 
 def against_reference(logprobs_BT: Tensor, batch: Batch) -> Tensor:

@@ -13,6 +13,8 @@ from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.objectives.base import RewardKL
 from automodel_cli.objectives.distillation import Distillation
+from automodel_cli.objectives.dpo import DPO
+from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.ppo import PPO
 from automodel_cli.objectives.reward import BradleyTerry
 from automodel_cli.parity.compare import Errors, run_rows
@@ -29,6 +31,9 @@ TOLERANCE = 1e-6
 OBJECTIVES = {
     "reward model": BradleyTerry(margin=True, center=0.1),
     "distillation": Distillation(beta=0.3, top_k=4, sft_weight=0.3),
+    "several preference losses": DPO(ld_alpha=0.3, more_losses={"bco_pair": 0.5}, sft_weight=0.1),
+    "gspo-token": GRPO(ratio="sequence_token", aggregation="sequence"),
+    "sapo": GRPO(surrogate="sapo", aggregation="sequence"),
     "ppo": PPO(kl_coef=0.1, value_coef=0.5),
 }
 

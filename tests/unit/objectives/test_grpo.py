@@ -241,3 +241,37 @@ def test_refused(options, key):
     with pytest.raises(ConfigError) as caught:
         GRPO(**options)
     assert key in caught.value.keys
+
+
+def test_the_gate_of_sapo_is_1_at_its_middle_and_closes_faster_below_an_advantage_of_0():
+    """-A sigmoid(t (q - 1)) 4 / t; its slope is that of q at q = 1 (arXiv:2511.20347)."""
+    now = [math.log(2.0), math.log(0.5), 0.0]
+    advantages = [1.0, -2.0, 3.0]
+    loss, grad, _ = step_of(GRPO(surrogate="sapo"), now, advantages=advantages, old_logprobs=0.0)
+
+    def gate(q, t):
+        return 4 / t / (1 + math.exp(-t * (q - 1)))
+
+    want = -(1 * gate(2.0, 1.0) - 2 * gate(0.5, 1.05) + 3 * gate(1.0, 1.0)) / 3
+    assert loss == pytest.approx(want, rel=1e-6)
+    assert grad[0, 2].item() == pytest.approx(-3 / 3)
+
+
+def test_with_one_advantage_gspo_by_token_is_gspo():
+    now, old = [-0.5, -1.2, -2.0], [-0.6, -1.0, -1.9]
+    for advantage in (1.5, -1.5):
+        found = [
+            step_of(GRPO(ratio=ratio, aggregation="sequence"), now, old_logprobs=old, advantages=advantage)
+            for ratio in ("sequence", "sequence_token")
+        ]
+        assert found[0][0] == pytest.approx(found[1][0], abs=1e-12) and torch.allclose(found[0][1], found[1][1])
+
+
+def test_gspo_by_token_gives_each_token_the_gradient_of_its_own_advantage():
+    now, old = [-0.5, -1.2, -2.0], [-0.6, -1.0, -1.9]
+    advantages = [1.0, -2.0, 0.5]
+    objective = GRPO(ratio="sequence_token", aggregation="sequence", clip_low=0.9, clip_high=0.9)
+    loss, grad, _ = step_of(objective, now, old_logprobs=old, advantages=advantages)
+    ratio = math.exp(sum(n - o for n, o in zip(now, old, strict=True)) / 3)
+    assert loss == pytest.approx(-ratio * sum(advantages) / 3)
+    assert grad[0].tolist() == pytest.approx([-ratio * advantage / 3 for advantage in advantages])

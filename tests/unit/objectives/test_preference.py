@@ -179,3 +179,51 @@ def test_kto_refuses_zero(name):
     with pytest.raises(ConfigError) as caught:
         KTO(**{name: 0.0})
     assert caught.value.keys == (name,)
+
+
+# f'(t) of arXiv:2309.16240, table 1, at t = e^0.8 and e^-0.4
+SLOPES = {
+    ("forward_kl", None): lambda t: 1 - 1 / t,
+    ("js", None): lambda t: math.log(2 * t / (t + 1)),
+    ("alpha", 0.5): lambda t: (t**-0.5 - 1) / -0.5,
+    ("alpha", 2.0): lambda t: t - 1,
+}
+
+
+@pytest.mark.parametrize(("name", "alpha"), SLOPES)
+def test_a_divergence_replaces_the_log_ratio_by_its_slope(name, alpha):
+    slope = SLOPES[name, alpha]
+    logits = 0.1 * (slope(math.exp(CHOSEN)) - slope(math.exp(REJECTED)))
+    got = loss_of(DPO(f_divergence=name, f_alpha=alpha), *one_pair(CHOSEN, REJECTED))
+    assert got == pytest.approx(math.log(1 + math.exp(-logits)), abs=1e-7)
+
+
+def test_tokens_beyond_the_shorter_response_weigh_less():
+    """The chosen response has 4 tokens, the rejected one 2: of 0.8 its first half counts whole."""
+    logits = 0.1 * (CHOSEN / 2 + 0.25 * CHOSEN / 2 - REJECTED)
+    got = loss_of(DPO(ld_alpha=0.25), *one_pair(CHOSEN, REJECTED))
+    assert got == pytest.approx(math.log(1 + math.exp(-logits)), abs=1e-7)
+    assert loss_of(DPO(ld_alpha=1.0), *one_pair(CHOSEN, REJECTED)) == pytest.approx(PUBLISHED["sigmoid"], abs=1e-6)
+
+
+def test_several_losses_add_up_with_their_weights_each_averaging_as_it_is_defined():
+    objective = DPO(preference_weight=0.8, more_losses={"bco_pair": 0.2, "ipo": 0.01}, sft_weight=0.5)
+    want = 0.8 * PUBLISHED["sigmoid"] + 0.2 * PUBLISHED["bco_pair"] + 0.01 * PUBLISHED["ipo"] - 0.5 * CHOSEN
+    assert loss_of(objective, *one_pair(CHOSEN, REJECTED)) == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"f_divergence": "js", "loss": "ipo"}, "a divergence is for"),
+        ({"f_divergence": "alpha"}, "belong together"),
+        ({"f_alpha": 0.5}, "belong together"),
+        ({"ld_alpha": 1.5}, "ld_alpha=1.5"),
+        ({"more_losses": {"orpo": 0.5}}, "one has a reference"),
+        ({"more_losses": {"sigmoid": 0.5}}, "no loss that can be added"),
+        ({"more_losses": {"hinge": -1.0}}, "a weight is above 0"),
+    ],
+)
+def test_additions_that_have_no_meaning_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        DPO(**options)
