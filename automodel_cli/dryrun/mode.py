@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,8 +56,17 @@ class TracedRank(TorchDispatchMode):
     def __init__(self, gpu: Gpu, clock: Clock, memory: MemoryTracker, collectives: Collectives, route: str):
         super().__init__()
         self.gpu, self.clock, self.memory, self.collectives, self.route = gpu, clock, memory, collectives, route
-        self.counts, self.twins = Counts(), collectives.twins
+        self.counts, self.twins, self._aside = Counts(), collectives.twins, False
         FakeTensor.tolist = self._tolist_of()  # type: ignore[method-assign, assignment]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs inside is not of the step."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
 
     def synchronised(self, what: str) -> None:
         """The host waits for the device, at the line that is running."""
@@ -67,7 +77,7 @@ class TracedRank(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(torch_compat.is_dtensor(kind) for kind in types):
             return NotImplemented
-        if not torch_compat.fake_mode_is_on():
+        if self._aside or not torch_compat.fake_mode_is_on():
             return func(*args, **kwargs)
         if func in _SCALARS:
             return self._scalar(func, args)

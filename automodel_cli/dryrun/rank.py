@@ -112,6 +112,7 @@ def trace(recipe: Any, request: Request) -> RankResult:
         fake = torch_compat.install(CUDA)
         torch_compat.start_group(request.rank, request.num_gpus)
         torch_compat.on_resize(run.memory.resized)
+        torch_compat.without_shape_inference(run.mode.aside)
         mesh = build_mesh(layout, "cuda")
         times = _run(run, mesh, fake, columns)
         result = _result(run, mesh, plan, times, columns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = ["FakeTensor", "FakeTensorMode", "unset_fake_temporarily"]
@@ -150,6 +152,24 @@ def on_resize(seen: Callable[[torch.UntypedStorage], None]) -> Callable[[], None
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     return undo
+
+
+def without_shape_inference(aside: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Enter `aside()` while DTensor finds out an operator's shape, which it does on fake tensors of the global shape:
+    on ours, as long as they are on."""
+    for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
+        method = vars(ShardingPropagator).get(name)
+        if method is not None and not hasattr(method, "cache_info"):
+            setattr(ShardingPropagator, name, _inside(method, aside))
+
+
+def _inside(method: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    return inside
 
 
 def storage_key(tensor: Tensor) -> int:
