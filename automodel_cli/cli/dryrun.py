@@ -35,6 +35,14 @@ _gigabytes = click.FloatRange(min=0, min_open=True)
     "--network-gbs", default=50.0, show_default=True, type=_gigabytes, help="GB/s of a GPU to other machines."
 )
 @click.option("--gpus-per-node", default=8, show_default=True, type=click.IntRange(min=1), help="GPUs of a machine.")
+@click.option(
+    "--changes",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Where it does not fit: dry-run the N changes of the config that promise most.",
+)
 @common.config_options
 def dryrun(
     conf: str,
@@ -46,6 +54,7 @@ def dryrun(
     svg: Path | None,
     node_gbs: float | None,
     network_gbs: float,
+    changes: int,
     **options: object,
 ) -> int:
     """Run the optimizer step of CONF as a rank would, on tensors that have shapes and no values, and say what it holds,
@@ -71,7 +80,7 @@ def dryrun(
         trust_packages=trust.packages,
         **options,  # type: ignore[arg-type]
     )
-    return dry_run(recipe, request, every=number is None, json_file=json_file, svg=svg)
+    return dry_run(recipe, request, every=number is None, changes=changes, json_file=json_file, svg=svg)
 
 
 def _number(rank: str, gpus: int) -> int:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.dryrun import report
 from automodel_cli.dryrun.estimate import Estimate, estimate
+from automodel_cli.dryrun.remedies import try_changes
 from automodel_cli.dryrun.request import GIB, RankResult, Request
 from automodel_cli.planning.render import Traced
 from automodel_cli.planning.reserve import RESERVE_GIB
@@ -23,9 +24,12 @@ LARGEST_WORLD = 4096
 _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]
 
 
-def dry_run(recipe: Any, request: Request, *, every: bool, json_file: Path | None, svg: Path | None) -> int:
-    """Trace `request.rank`, or with `every` one rank of each stage; print, and write what is asked for. Returns 0.
-    Raises ConfigError for what is refused, RunError where the step fails."""
+def dry_run(
+    recipe: Any, request: Request, *, every: bool, changes: int, json_file: Path | None, svg: Path | None
+) -> int:
+    """Trace `request.rank`, or with `every` one rank of each stage, and where that does not fit at most `changes`
+    changes of the config; print, and write what is asked for. Returns 0. Raises ConfigError for what is refused,
+    RunError where the step fails."""
     layout = _layout(recipe, request.num_gpus)
     if svg is not None and layout.pp == 1:
         raise ConfigError(
@@ -35,8 +39,14 @@ def dry_run(recipe: Any, request: Request, *, every: bool, json_file: Path | Non
         )
     found = measure(request, distinct_ranks(layout) if every else (request.rank,))
     print(report.render(found))
+    tried = []
+    if changes and not found.fits:
+        print(f"\ndoes not fit: planning changes, and running {changes} of them", flush=True)
+        tried = try_changes(recipe, request, changes, _whose_steps(every), measure, request.device)
+        print(report.render_changes(found, tried))
     if json_file is not None:
-        json_file.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+        known = found.to_json() | ({"changes": [one.to_json() for one in tried]} if tried else {})
+        json_file.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
         print(f"\nwritten to {json_file}")
     if svg is not None and found.timeline is not None:
         from automodel_cli.pipelining.timeline.svg import draw_svg
@@ -55,6 +65,11 @@ def traced_memory(recipe: Any, request: Request) -> list[Traced]:
         Traced(rank // per_stage, trace_rank(replace(request, rank=rank)).peak_by_kind, RESERVE_GIB * GIB)
         for rank in distinct_ranks(layout)
     ]
+
+
+def _whose_steps(every: bool) -> Callable[[Layout, int], tuple[int, ...]]:
+    """Of a changed config: all distinct ranks, or the first of the pipeline rank that its plan says is the heaviest."""
+    return lambda layout, heaviest: distinct_ranks(layout) if every else (distinct_ranks(layout)[heaviest],)
 
 
 def distinct_ranks(layout: Layout) -> tuple[int, ...]:

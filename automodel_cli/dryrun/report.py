@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from automodel_cli.dryrun.estimate import Estimate
+from automodel_cli.dryrun.remedies import Tried
 from automodel_cli.dryrun.request import GIB, LIMITS, Line, RankResult
 from automodel_cli.planning.reserve import RESERVE_GIB
 
@@ -15,6 +16,25 @@ def render(found: Estimate) -> str:
     """Everything that `automodel dryrun` prints."""
     blocks = [_rank(rank, found) for rank in found.ranks]
     return "\n\n".join([*blocks, _step(found), f"limits\n{LIMITS}"])
+
+
+def render_changes(before: Estimate, tried: Sequence[Tried]) -> str:
+    """Changes that were dry-run, best first, below what they change."""
+    if not tried:
+        return "no change that the config's checks allow needs less memory by plan"
+    lines = ["peak [GiB]  step [s]  tokens/s/GPU", f"{_figures(before)}  as it is"]
+    for one in tried:
+        note = "" if one.change.same_training else "   (trains something else)"
+        if one.found is None:
+            lines.append(f"{'-':>10}  {'-':>8}  {'-':>12}  {one.change}: {one.failed}")
+        else:
+            verdict = "fits" if one.found.fits else "does not fit"
+            lines.append(f"{_figures(one.found)}  {verdict}: {one.change}{note}")
+    return "\n".join(lines)
+
+
+def _figures(found: Estimate) -> str:
+    return f"{found.heaviest.peak / GIB:10.1f}  {found.step_seconds:8.3g}  {found.tokens_per_second_per_gpu:12,.0f}"
 
 
 def _rank(rank: RankResult, found: Estimate) -> str:

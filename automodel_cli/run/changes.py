@@ -76,7 +76,10 @@ def changes(recipe: Recipe, layout: Layout) -> Iterator[Change]:
 def _recomputation(recipe: Recipe, layout: Layout) -> Iterator[Change]:
     """Modes that keep less than the config's."""
     now = recipe.parallelizer.activation_checkpointing
-    kept = _MODES.index(now) if isinstance(now, str) else 1 if now is True or now == 1 else 0 if now else -1
+    if isinstance(now, str):  # "auto" is none of them: it takes what a plan has room for
+        kept = _MODES.index(now) if now in _MODES else -1
+    else:
+        kept = 1 if now is True or now == 1 else 0 if now else -1
     for place, mode in enumerate(_MODES):
         if place > kept and (mode != "minimal" or layout.ep > 1):  # only exchanges of tokens differ
             yield Change((f"parallelizer.activation_checkpointing={mode}",))
@@ -111,29 +114,31 @@ def planned(
 ) -> tuple[Plan, list[Planned]]:
     """The plan as it is, and each legal change whose heaviest GPU needs at least 1% less, in the order of `changes`.
     After `seconds` no other change is looked at."""
-    from automodel_cli.models import shipped
-
     began = time.monotonic()
-    layout = recipe.mesh.resolve(num_gpus)
-    found = []
-    with shipped.preferred():
-        before = _plan(recipe, num_gpus)
-        for change in changes(recipe, layout):
-            if seconds is not None and time.monotonic() - began > seconds:
-                break
-            try:
-                changed = with_overrides(change.overrides)
-                changed.check_ranks(num_gpus)
-                plan = _plan(changed, num_gpus)
-            except ConfigError:
-                continue
-            if plan.heaviest < (1 - _LEAST_GAIN) * before.heaviest:
-                found.append(Planned(change, changed, plan))
+    before, found = _plan(recipe, num_gpus), []
+    for change in changes(recipe, recipe.mesh.resolve(num_gpus)):
+        if seconds is not None and time.monotonic() - began > seconds:
+            break
+        one = plan_change(change, with_overrides, num_gpus)
+        if one is not None and one.plan.heaviest < (1 - _LEAST_GAIN) * before.heaviest:
+            found.append(one)
     return before, found
 
 
+def plan_change(change: Change, with_overrides: WithOverrides, num_gpus: int) -> Planned | None:
+    """None for what the checks refuse."""
+    try:
+        changed = with_overrides(change.overrides)
+        changed.check_ranks(num_gpus)
+        return Planned(change, changed, _plan(changed, num_gpus))
+    except ConfigError:
+        return None
+
+
 def _plan(recipe: Recipe, num_gpus: int) -> Plan:
+    from automodel_cli.models import shipped
     from automodel_cli.planning.plan import make_plan
     from automodel_cli.run.plan import plan_request
 
-    return make_plan(plan_request(recipe, recipe.mesh.resolve(num_gpus)))
+    with shipped.preferred():
+        return make_plan(plan_request(recipe, recipe.mesh.resolve(num_gpus)))

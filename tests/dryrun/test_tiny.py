@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,14 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import Layout
-from automodel_cli.dryrun.command import distinct_ranks, trace_rank
-from automodel_cli.dryrun.estimate import estimate
+from automodel_cli.dryrun.command import distinct_ranks, measure, trace_rank
+from automodel_cli.dryrun.estimate import Estimate, estimate
+from automodel_cli.dryrun.gpus import GPUS
 from automodel_cli.dryrun.rank import check_covered
+from automodel_cli.dryrun.remedies import try_changes
 from automodel_cli.dryrun.request import RankResult, Request
 from automodel_cli.dryrun.worker import load
+from automodel_cli.planning.reserve import RESERVE_GIB
 from tests.e2e.command import automodel
 
 _PLAIN = (
@@ -147,3 +152,26 @@ def test_what_fake_tensors_do_not_reach_is_refused_with_what_does(conf: str, ove
     recipe = load(Request(conf, (override,), 8))
     with pytest.raises(ConfigError, match=f"{named} has kernels of its own"):
         check_covered(recipe)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_with_changes_that_were_run_and_the_best_comes_first() -> None:
+    wide = ("train.microbatch_size=8", "parallelizer.activation_checkpointing=false")
+    before = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, *wide)
+    small = replace(GPUS["h100"], memory_gib=RESERVE_GIB + before.peak / 2**30 / 2)
+
+    def on_small(request: Request, ranks: Sequence[int]) -> Estimate:
+        return replace(measure(replace(request, gpu="h100"), ranks), gpu=small)
+
+    request = Request("llama3_8b_tp2cp2_tiny", (*_PLAIN, *wide), 1)
+    tried = try_changes(load(request), request, 2, lambda layout, heaviest: (heaviest,), on_small, small)
+    assert len(tried) == 2
+    for one in tried:
+        assert one.found is not None
+        assert one.found.heaviest.peak < before.peak
+        assert one.found.fits == (one.found.heaviest.peak <= before.peak / 2)
+    fits = [one.found.fits for one in tried if one.found is not None]
+    assert fits == sorted(fits, reverse=True) and fits[0]
+    assert set(tried[0].to_json()) == {
+        "overrides", "same_training", "peak_gib", "fits", "step_seconds", "tokens_per_second_per_gpu",
+    }  # fmt: skip

@@ -1,0 +1,96 @@
+"""The bundled recipes at real size: memory against `plan`, and bounds of what a microbatch waits for and launches.
+
+The bounds are what was measured, so that one more kernel or wait in each layer fails. Who needs fewer lowers them; who
+needs more says in the commit why. With `layers`, the model has only so many, of the real width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from automodel_cli.dryrun.command import trace_rank
+from automodel_cli.dryrun.request import RankResult, Request
+from automodel_cli.models import shipped
+from tests.marks import slow
+
+_BYTES = "model.tokenizer={_target_: automodel_cli.models.tokenizer.ByteTokenizer}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank of a recipe. `waits` of the host and `kernels` are bounds for `microbatches` of them together."""
+
+    recipe: str
+    gpus: int
+    rank: int
+    waits: int
+    kernels: int
+    microbatches: int = 2
+    layers: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.recipe}-{self.layers or 'all'}"
+
+
+DEFAULT = [
+    Case("llama3_2_1b", 1, 0, 0, 0),
+    Case("qwen3_moe_30b_ep8", 8, 0, 0, 0, layers=2),
+    Case("gpt_oss_pp2ep4", 8, 4, 0, 0, layers=4),
+]
+SLOW = [
+    Case("gpt_oss_pp2ep4", 8, 0, 0, 0, microbatches=4),
+    Case("gpt_oss_pp2ep4_seqpack", 8, 0, 0, 0, microbatches=4),
+    Case("dpo_llama3_8b_pp2", 8, 4, 0, 0),
+    Case("grpo_moonlight_16b_pp2ep4", 8, 4, 0, 0),
+    Case("moonlight_16b_pp2ep4", 8, 0, 0, 0, microbatches=4),
+    Case("llama3_8b_tp2cp2", 8, 0, 0, 0, layers=4),
+    Case("qwen3_0_6b", 1, 0, 0, 0),
+    Case("smollm2_135m", 1, 0, 0, 0),
+    Case("deepseek_v3_pp16_ep64", 1024, 960, 0, 0, microbatches=32),
+]
+
+
+@cache
+def traced(case: Case) -> RankResult:
+    overrides = () if case.layers is None else _fewer_layers(case.recipe, case.layers)
+    return trace_rank(Request(case.recipe, overrides, case.gpus, case.rank, microbatches=case.microbatches))
+
+
+def _fewer_layers(recipe: str, layers: int) -> tuple[str, ...]:
+    from automodel_cli.dryrun.worker import load
+
+    name = load(Request(recipe, (), 1)).model.pretrained
+    with shipped.preferred():
+        fields = dict(shipped.fields(name, None) or {})
+    fields["num_hidden_layers"] = layers
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][:layers]
+    return ("model.pretrained=null", f"model.config={_literal(fields)}", _BYTES)
+
+
+def _literal(value: Any) -> str:
+    """In Hydra's grammar."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_literal(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    if isinstance(value, str):
+        return f"'{value}'"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW)], ids=str)
+def test_a_plan_is_within_ten_percent_of_the_peak_of_the_real_step(case: Case) -> None:
+    found = traced(case)
+    assert found.plan == pytest.approx(found.peak, rel=0.10)
+
+
+@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW)], ids=str)
+def test_a_microbatch_waits_and_launches_no_more_than_it_did(case: Case) -> None:
+    found = traced(case)
+    assert found.measured_microbatches == case.microbatches
+    assert (found.num_syncs, found.num_kernels) <= (case.waits, case.kernels), found.syncs[:5]
