@@ -43,6 +43,8 @@ class Composed:
     _config: DictConfig = field(repr=False)
     _origins: dict[str, Origin] = field(repr=False)
     _unasked: frozenset[str] = field(repr=False)
+    _chosen: frozenset[str] = field(repr=False)
+    """Groups whose option the command line names."""
 
     def where(self, key: str) -> Origin:
         """The origin of `key`, or "default" where nobody set it."""
@@ -66,13 +68,11 @@ class Composed:
 
     def forget_replaced(self, section: str, name: str) -> bool:
         """Drop an option that a bundled file brought for another `_target_` than the one that the user has named
-        since. Returns whether it was such an option."""
+        since, itself or as a group's option. Returns whether it was such an option."""
         key = f"{section}.{name}"
         option, target = self.where(key).file, self.where(f"{section}._target_").file
-        is_bundled = [
-            file.startswith("conf/") and (bundled.conf_dir() / file[5:]).is_file() for file in (option, target)
-        ]
-        if is_bundled != [True, False]:
+        named = section in self._chosen or not _is_bundled(target)
+        if not (_is_bundled(option) and named):
             return False
         OmegaConf.set_struct(self._config, False)
         del OmegaConf.select(self._config, section)[name]
@@ -166,8 +166,13 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
     tree = _resolve(merged.config, origins, problems)
     name = run_dir.name if run_dir else path.stem
     files = tuple(dict.fromkeys(file for file, _ in merged.files))
-    described = (tree, tuple(problems), files, run_dir, merged.config, origins, merged.unasked)
+    chosen = frozenset(override.key_or_group.lstrip("+") for override in groups)
+    described = (tree, tuple(problems), files, run_dir, merged.config, origins, merged.unasked, chosen)
     return Composed(name, path, tuple(overrides), *described)
+
+
+def _is_bundled(file: str) -> bool:
+    return file.startswith("conf/") and (bundled.conf_dir() / file[5:]).is_file()
 
 
 def locate(conf: str) -> Path:

@@ -342,3 +342,11 @@ def test_doctor_finds_a_foreign_recipes_package(tmp_path: Path) -> None:
 )
 def test_version_ranges(version: str, spec: str, expected: bool) -> None:
     assert doctor.satisfies(version, spec) is expected
+
+
+def test_options_of_a_part_go_with_it_when_a_group_replaces_it(capsys: pytest.CaptureFixture) -> None:
+    """The quickstart sets a precision of FSDP2, which DDP lacks; what the user sets is held to the part named."""
+    assert run(["check", "-c", "quickstart", "parallelizer=ddp"]) == 0
+    assert run(["check", "-c", "quickstart", "parallelizer=fsdp2", "parallelizer.bucket_cap_mb=1"]) == 2
+    assert "unknown key parallelizer.bucket_cap_mb" in capsys.readouterr().err
+    assert run(["check", "-c", "quickstart", "parallelizer=ddp", "parallelizer.reshard_after_forward=true"]) == 2
