@@ -17,7 +17,10 @@ from typing import Literal
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Trust
+from automodel_cli.launch import placement
+from automodel_cli.launch.local import safe_path
 
 DISTRIBUTION = "automodel-cli"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -45,13 +48,24 @@ class Diagnosis:
 
 @click.command(short_help="Check this machine, or the files of a run, with fixes.")
 @click.argument("run", required=False, metavar="[RUN]")
+@click.option("--nodes", is_flag=True, help="Inside an allocation: bandwidth and folders between its nodes.")
 @common.trust_option
-def doctor(run: str | None, trust: Trust) -> int:
+def doctor(run: str | None, nodes: bool, trust: Trust) -> int:
     """Check versions, clashes, GPU, disk and optional packages; exit code 1 if something fails.
 
-    With RUN, a folder or a name below runs/: whether every byte of its checkpoints is as it was written.
+    With RUN, a folder or a name below runs/: whether every byte of its checkpoints is as it was written. With --nodes,
+    in a Slurm allocation or under torchrun: whether the nodes reach each other, how fast, and see the same folder.
     """
-    verdicts = list(of_run(run, trust)) if run else [verdict for check in CHECKS for verdict in check()]
+    if nodes:
+        if run:
+            raise ConfigError("--nodes looks at machines, RUN at files", fix="automodel doctor --nodes")
+        if placement.detect().kind == "local":
+            return _on_every_node()
+        verdicts = list(of_nodes())
+        if placement.detect().rank:
+            return 0
+    else:
+        verdicts = list(of_run(run, trust)) if run else [verdict for check in CHECKS for verdict in check()]
     width = max(len(v.subject) for v in verdicts)
     for v in verdicts:
         label = click.style(f"{v.status:<4}", fg=_COLOURS[v.status], bold=True)
@@ -59,6 +73,26 @@ def doctor(run: str | None, trust: Trust) -> int:
         if v.fix:
             click.echo(f"      {'':<{width}}  {click.style('fix', fg='green')}  {v.fix}")
     return int(any(v.status == "fail" for v in verdicts))
+
+
+def of_nodes() -> Iterator[Diagnosis]:
+    """What this rank and the others measure. Collective."""
+    from automodel_cli.run.nodes import examine_nodes
+
+    for finding in examine_nodes(Path.cwd()):
+        yield Diagnosis(*finding)
+
+
+def _on_every_node() -> int:
+    """One rank on each node of the allocation that this process is in."""
+    srun = shutil.which("srun")
+    if "SLURM_JOB_ID" not in os.environ or srun is None:
+        raise ConfigError(
+            "--nodes measures between the nodes of an allocation, and this process is in none",
+            fix="srun --nodes 2 --ntasks-per-node 1 automodel doctor --nodes",
+        )
+    each = [srun, "--ntasks-per-node=1", f"--ntasks={os.environ.get('SLURM_JOB_NUM_NODES', '1')}"]
+    return subprocess.run([*each, sys.executable, *safe_path(), "-m", "automodel_cli", "doctor", "--nodes"]).returncode
 
 
 def of_run(run: str, trust: Trust) -> Iterator[Diagnosis]:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,3 +153,12 @@ def test_what_slurm_refuses_leaves_nothing_behind(folder: Path) -> None:
     done = automodel(folder, "submit", "-c", "tiny.yaml", *_SIZE, "--partition", "nowhere", "run_name=refused")
     assert done.returncode == 1 and "Slurm refused the job: " in done.stderr and "partition" in done.stderr
     assert not (folder / "runs" / "refused").exists()
+
+
+@pytest.mark.slow
+def test_the_nodes_of_an_allocation_are_examined(folder: Path) -> None:
+    command = ["salloc", "--nodes=2", "--quiet", sys.executable, "-m", "automodel_cli", "doctor", "--nodes"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"ok +ranks +2 on 2 hosts: \S+, \S+ \(gloo\)", done.stdout), done.stdout + done.stderr
+    assert re.search(r"bandwidth +\d+\.\d+ GB/s", done.stdout) and f"{folder} is one for all ranks" in done.stdout
