@@ -4,6 +4,7 @@ Every family is built tiny from its default config, on the CPU, and probed with 
 user's own config. Nothing here is a list of names, and nothing is downloaded.
 
     python scripts/support_table.py [--families llama,qwen3] [--output docs/support.md]
+    python scripts/support_table.py --against 5.17.0    # in an environment of its own: what differs from --output
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from __future__ import annotations
 import argparse
 import copy
 import signal
+import subprocess
+import sysconfig
+import tempfile
+import venv
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -84,7 +90,7 @@ def families() -> Iterator[tuple[str, PretrainedConfig, type[PreTrainedModel]]]:
             continue  # a composite that cannot exist without its parts
         if config.is_encoder_decoder:
             continue
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model_class = found[0] if isinstance(found, tuple) else found
         config.is_decoder = True  # bert and its kin are causal only when told so
         yield name, config, model_class
@@ -139,7 +145,8 @@ def with_usual_fields(config: PretrainedConfig) -> PretrainedConfig:
 def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> Row:
     def split_of(config: PretrainedConfig) -> tuple[str, str]:
         text = config.get_text_config()
-        config = text if isinstance(text, model_class.config_class) else config  # as the library's Auto class does it
+        own: Any = model_class.config_class
+        config = text if isinstance(text, own) else config  # as the library's Auto class does it
         return measure(lambda: probe(model_class, copy.deepcopy(config)))
 
     split, split_reason = split_of(config)
@@ -172,8 +179,10 @@ family's default configuration needs another attention or other rows, the note s
 this table is information, not a gate. *Unknown*: the tiny copy could not be built or run, so nothing was measured.
 
 Layers that carry a state from token to token (gated delta nets, Mamba, short convolutions, linear attention) are found
-by measurement and run document by document through the family's own module. Of a multimodal repository the language
-model is built alone; the export is the whole repository with other text weights. What else a checkpoint holds and the
+by measurement and run document by document through the family's own module; so is all attention of families that
+packed attention cannot compute (sparse attention with an indexer, compressed attention, biases by position, dropout,
+attention of a class's own), which cannot share rows between ranks. Of a multimodal repository the language model is
+built alone; the export is the whole repository with other text weights. What else a checkpoint holds and the
 model does not build (layers for multi-token prediction, say) is carried to the export as it is; it is not trained.
 """
     order = {name: index for index, name in enumerate(FIRST)}
@@ -192,16 +201,104 @@ model does not build (layers for multi-token prediction, say) is carried to the 
         "",
         "## Why not",
         "",
+        *(f"- {r.family}: {'; '.join(map(_in_words, r.notes))}." for r in rows if r.notes),
+        "",
+        "<details><summary>What was raised</summary>",
+        "",
         *(f"- {r.family}: {'; '.join(r.notes)}" for r in rows if r.notes),
+        "",
+        "</details>",
     ]
     return "\n".join(lines) + "\n"
+
+
+# What a reason says (a part of it), for a reader. The first that fits.
+IN_WORDS = (
+    ("it is a drafter", "it is a drafter for another model"),
+    (
+        "run document by document, which has no slots",
+        "attention that is run per document has no slots; rollout=hf samples",
+    ),
+    ("not once each and in order", "some of its layers are skipped on text"),
+    ("expected one module list", "its decoder is not one list of layers"),
+    ("differs between its stages", "its layers read embeddings, keys or weights that an earlier stage has"),
+    ("its stages", "its layers hand each other more than hidden states"),
+    ("[rows, tokens, ...]", "its layers hand on several hidden states at once"),
+    ("has no dropout", "its attention has dropout, and it counts positions after its padding id"),
+    (
+        "does not give packed documents",
+        "its attention has a layout that cannot be cut into documents",
+    ),
+    ("token by token", "token by token it gives other log-probs than the whole text"),
+    ("a small copy of it fails", "it cannot be decoded through the caches of the sampler"),
+    ("no small copy", "not measured: no small copy of it can be built"),
+    ("cannot be measured", "not measured: a small copy of it does not run"),
+)
+
+
+def _in_words(note: str) -> str:
+    what, _, reason = note.partition(": ")
+    return f"{what}: {next((words for part, words in IN_WORDS if part in reason), reason)}"
+
+
+def verdicts(table: str) -> dict[str, tuple[str, ...]]:
+    """Of a rendered table: family -> its verdict on each capability."""
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    rows = [row for row in cells if len(row) == 2 + len(CAPABILITIES) and row[0] != "family"]
+    return {row[0]: tuple(row[2:]) for row in rows}
+
+
+def changes(old: dict[str, tuple[str, ...]], new: dict[str, tuple[str, ...]]) -> list[str]:
+    """What a reader of the table must know of another release, one line a family."""
+    lines = [f"{name}: not there" for name in old if name not in new]
+    lines += [f"{name}: new: {_said(new[name])}" for name in new if name not in old]
+    for name in old:
+        if name in new and old[name] != new[name]:
+            lines.append(f"{name}: {_said(old[name])} -> {_said(new[name])}")
+    return lines
+
+
+def _said(found: tuple[str, ...]) -> str:
+    return ", ".join(f"{what} {verdict}" for what, verdict in zip(CAPABILITIES, found, strict=True))
+
+
+def against(release: str, table: Path, options: list[str]) -> None:
+    """Build the table in an environment of its own that has this release of transformers (`latest`: the index's
+    newest), and print how it differs from `table`. Everything else comes from this environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = Path(folder, "bin", "python")
+        venv.create(folder, with_pip=True)
+        wanted = "transformers" if release == "latest" else f"transformers=={release}"
+        subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", wanted], check=True)
+        there = subprocess.run(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True
+        )
+        # after its own packages: this environment's torch, and this project
+        paths = "\n".join([sysconfig.get_path("purelib"), str(Path(__file__).resolve().parents[1])])
+        Path(there.stdout.decode().strip(), "zz_outer.pth").write_text(paths + "\n", encoding="utf-8")
+        found = Path(folder, "support.md")
+        subprocess.run([python, __file__, "--output", found, *options], check=True, stdout=subprocess.DEVNULL)
+        new = found.read_text(encoding="utf-8")
+    old = table.read_text(encoding="utf-8")
+    for title, text in ((str(table), old), (release, new)):
+        print(f"{title}: {' '.join(text.split('Measured with ')[1].split(' by ')[0].split())}")
+        print("\n".join(line for line in text.splitlines() if line.startswith(tuple(f"| {w} |" for w in CAPABILITIES))))
+    was, families_now = verdicts(old), verdicts(new)
+    if "--families" in options:
+        was = {name: found for name, found in was.items() if name in families_now}
+    print("\n".join(changes(was, families_now)) or "no family differs")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", help="comma-separated model types (default: all)")
     parser.add_argument("--output", type=Path, default=Path("docs/support.md"))
+    parser.add_argument("--against", metavar="VERSION", help="a release of transformers, or latest: print what differs")
     options = parser.parse_args()
+    if options.against:
+        chosen = ["--families", options.families] if options.families else []
+        against(options.against, options.output, chosen)
+        return
     wanted = options.families.split(",") if options.families else None
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()

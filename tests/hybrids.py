@@ -1,15 +1,21 @@
-"""Tiny random models of the families whose layers carry a state from token to token, shared by the tests."""
+"""Tiny random models of the families whose layers packed attention does not reach, shared by the tests: those that
+carry a state from token to token, and those whose attention reads more than documents."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from automodel_cli.models import compat
-from automodel_cli.models.build import train_every_token
+from automodel_cli.models.build import part_of, train_every_token
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
+from tests.tiny import gradients, packed_batch, separate_documents, token_row
 
 LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 # What a family's default config leaves out of its layers
@@ -38,11 +44,74 @@ HYBRIDS: dict[str, dict] = {
     "rwkv": {},
 }
 HYBRIDS = {family: fields for family, fields in HYBRIDS.items() if family in CONFIG_MAPPING}  # of this transformers
+SHARED_INDEXERS = {
+    "num_hidden_layers": 4,
+    "indexer_types": ["full", "shared"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+}
+# Sparse attention with an indexer, compressed attention
+SPARSE: dict[str, dict] = {
+    "deepseek_v32": {},
+    "glm_moe_dsa": SHARED_INDEXERS,
+    "axk2": {},
+    "minimax_m3_vl_text": {"num_hidden_layers": 4, "layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "dots3_note_text": {},
+    "deepseek_v4": {},
+    "hy_v4": {},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 8,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+    },
+}
+# Masks, biases and dropout of the library's own attention
+OWN_ATTENTION: dict[str, dict] = {
+    "llama4_text": {},
+    "bloom": {},
+    "falcon": {"alibi": True},
+    "codegen": {},
+    "roformer": {"is_decoder": True},
+}
+SPARSE = {family: fields for family, fields in SPARSE.items() if family in CONFIG_MAPPING}
 
 
 def hybrid(family: str) -> tuple[PretrainedConfig, PreTrainedModel]:
     """A tiny config, and the library's own model of it on eager attention, in train mode."""
-    small = shrink(CONFIG_MAPPING[family](**HYBRIDS[family]))
+    small = shrink(CONFIG_MAPPING[family](**{**HYBRIDS, **SPARSE, **OWN_ATTENTION}[family]))
     model = build_small(copy.deepcopy(small), lambda config: compat.causal_lm(config, dtype=torch.float32))
     train_every_token(model)
     return small, model
+
+
+ROWS = [[token_row(9), token_row(6, 1), token_row(14, 2)], [token_row(20, 3), token_row(9, 4)]]
+
+
+def part_like(small: PretrainedConfig, model: PreTrainedModel, **choice) -> ModelPart:
+    part = part_of(copy.deepcopy(small), ModelConfig(pretrained="-", **choice), device="cpu")
+    part.model.load_state_dict(model.state_dict())
+    return part
+
+
+def run(part: ModelPart, rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs `[B, T]` and the gradients of their weighted sum."""
+    batch = packed_batch(rows)
+    logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
+    (logprobs_BT * weights_like(logprobs_BT)).sum().backward()
+    found = gradients(part.model)
+    part.zero_grad()
+    return logprobs_BT.detach(), found
+
+
+def alone(model: PreTrainedModel, rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same by the unmodified model, one document at a time."""
+    logprobs_BT = torch.cat(separate_documents(model, rows)).view(len(rows), -1)
+    (logprobs_BT * weights_like(logprobs_BT)).sum().backward()
+    found = gradients(model)
+    model.zero_grad()
+    return logprobs_BT.detach(), found
+
+
+def weights_like(like: Tensor) -> Tensor:
+    return torch.rand(like.shape, generator=torch.Generator().manual_seed(5))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +15,12 @@ from automodel_cli.models import (
     attention,
     compat,
     length_rope,
-    mixing,
     multi_token,
     multi_token_names,
     source,
     state_layers,
     transformer_engine,
+    ways,
 )
 from automodel_cli.models.config import ModelConfig, MoEConfig
 from automodel_cli.models.head import detect_head
@@ -57,10 +56,8 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
         transformer_engine.require()
     original = copy.deepcopy(hf_config)
     kind = detect_head(hf_config, trust_remote_code=config.trust_remote_code)
-    mixers = mixing.state_layer_classes(
-        original, attention=config.attention, trust_remote_code=config.trust_remote_code
-    )
-    model = _prepared_model(hf_config, config, mixers, device)
+    way = ways.way_of(original, attention=config.attention, trust_remote_code=config.trust_remote_code)
+    model = _prepared_model(hf_config, config, way, device)
     if config.lora is not None:
         from automodel_cli.models import lora
 
@@ -68,7 +65,7 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
     part = ModelPart(model, kind, chunk_size=config.head_chunk_size, source_config=original)
     if config.mtp is not None:
         names = multi_token_names.of_config(config, original, model)
-        depths = [_prepared_model(original, config, mixers, device, as_depth=True) for _ in names.depths]
+        depths = [_prepared_model(original, config, way, device, as_depth=True) for _ in names.depths]
         part.add_multi_token(depths, names)
     return part.train()
 
@@ -76,14 +73,14 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
 def _prepared_model(
     hf_config: PretrainedConfig,
     config: ModelConfig,
-    mixers: Collection[str],
+    way: ways.Way,
     device: torch.device | str,
     *,
     as_depth: bool = False,
 ) -> PreTrainedModel:
     """The library's model, made ready to train; `as_depth` cut to a depth of multi-token prediction."""
     with torch.device("meta" if as_depth else device):
-        model = _library_model(copy.deepcopy(hf_config) if as_depth else hf_config, config)
+        model = _library_model(copy.deepcopy(hf_config) if as_depth else hf_config, config, way.attention)
     if as_depth:
         multi_token.cut_to_depth(model)
         if torch.device(device).type != "meta":
@@ -92,15 +89,14 @@ def _prepared_model(
         transformer_engine.swap_layers(model, config.transformer_engine)
     train_every_token(model)
     length_rope.install(model)
-    state_layers.install(model, mixers)
+    state_layers.install(model, way.classes, by_position=way.by_document)
     model.config.use_cache = False
     if not as_depth or any(is_experts(module) for module in model.modules()):
         _choose_experts_kernel(model, config)
     return model
 
 
-def _library_model(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
-    name = config.attention
+def _library_model(hf_config: PretrainedConfig, config: ModelConfig, name: str) -> PreTrainedModel:
     if name == attention.PACKED:
         attention.register()
     if config.transformer_engine is not None and config.transformer_engine.attention:

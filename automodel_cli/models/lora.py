@@ -64,12 +64,17 @@ def _targets(model: nn.Module, config: LoRAConfig) -> str | list[str]:
     if config.target_modules != "all-linear":
         return config.target_modules
     head = model.get_output_embeddings()  # type: ignore[operator]
-    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if _is_linear(m) and m is not head}
     linear -= {n.rpartition(".")[2] for n, m in model.named_modules() if m is head}
     linear -= {"base_layer", _ADAPTER}
     wrapped = {n.rpartition(".")[2] for n, _ in wrappers(model)}
     fused_experts = any(hasattr(m, "num_experts") and hasattr(m, "has_gate") for m in model.modules())
     return sorted((linear | wrapped) - (_EXPERT_NAMES if fused_experts else set()))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Not a family's own kind of linear layer (grouped outputs): it computes otherwise than an adapter's products."""
+    return isinstance(module, nn.Linear) and not type(module).__module__.startswith("transformers.models.")
 
 
 def _peft_config(model: nn.Module, config: LoRAConfig) -> Any:

@@ -8,6 +8,7 @@ read.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -38,84 +39,107 @@ def state_layer_classes(
     None for a config that cannot be built small: what cannot be measured is for the packing probe to refuse.
     """
     try:
-        small = shrink(hf_config)
-        key = small.to_json_string(use_diff=False)
+        small = SmallConfig(hf_config, trust_remote_code)
     except Exception:  # any family may refuse sizes it never saw
         return frozenset()
-    return _measured(_Hashed(key, small, trust_remote_code), PACKED if attention == PACKED else "eager")
+    return _measured(small, PACKED if attention == PACKED else "eager")
 
 
 def new_cache(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
     """An empty cache of the class that this family's model makes for itself when it is asked to use one: seen on a tiny
     copy of it."""
-    small = shrink(hf_config)
-    cls = _cache_class(_Hashed(small.to_json_string(use_diff=False), small, trust_remote_code))
+    cls = _cache_class(SmallConfig(hf_config, trust_remote_code))
     return cls(config=hf_config) if "config" in inspect.signature(cls).parameters else cls()
 
 
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
-def _cache_class(small: _Hashed) -> type:
+def _cache_class(small: SmallConfig) -> type:
     from transformers import Cache, DynamicCache
-
-    def build(config: PretrainedConfig) -> PreTrainedModel:
-        return compat.causal_lm(config, dtype=torch.float32, trust_remote_code=small.trust)
 
     token_11 = torch.full((1, 1), 3)
     try:
         with compat.quiet():
-            model: Any = build_small(small.config, build).eval().base_model
+            model: Any = small.build("eager").eval().base_model
             output = model(input_ids=token_11, position_ids=torch.zeros_like(token_11), use_cache=True)
         return next(type(value) for value in output.values() if isinstance(value, Cache))
     except Exception:  # the library's own caching fails for some configs (a Bamba without attention)
         return DynamicCache
 
 
-class _Hashed:
-    """A config as the key of a cache, by what it says."""
+class SmallConfig:
+    """A small copy of a config, as the key of a cache by what the config says. Raises what the family raises."""
 
-    def __init__(self, key: str, config: PretrainedConfig, trust: bool):
-        self.key, self.config, self.trust = (key, type(config), trust), config, trust
+    def __init__(self, hf_config: PretrainedConfig, trust_remote_code: bool = False):
+        self.config, self.trust = shrink(hf_config), trust_remote_code
+        self.dropout = dropout_of(hf_config)
+        said = (self.config.to_json_string(use_diff=False), *self.dropout.items())
+        self._key = (said, type(hf_config), trust_remote_code)
+
+    def build(self, attention: str, dropout: bool = False) -> PreTrainedModel:
+        """A model in fp32 on this attention, with the config's dropout or none."""
+        register()
+        config = copy.deepcopy(self.config)
+        if dropout:
+            config.get_text_config().update(self.dropout)
+
+        def causal_lm(config: PretrainedConfig) -> PreTrainedModel:
+            return compat.causal_lm(config, attention=attention, dtype=torch.float32, trust_remote_code=self.trust)
+
+        with compat.quiet():
+            return build_small(config, causal_lm)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and self.key == other.key
+        return isinstance(other, SmallConfig) and self._key == other._key
+
+
+def dropout_of(hf_config: PretrainedConfig) -> dict[str, float]:
+    """The dropout of a config, which copies that are compared must do without."""
+    fields = vars(hf_config.get_text_config())
+    return {name: value for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0}
 
 
 @functools.lru_cache(maxsize=64)
-def _measured(small: _Hashed, attention: str) -> frozenset[str]:
-    register()
-
-    def build(config: PretrainedConfig) -> PreTrainedModel:
-        return compat.causal_lm(config, attention=attention, dtype=torch.float32, trust_remote_code=small.trust)
-
+def _measured(small: SmallConfig, attention: str) -> frozenset[str]:
     try:
-        with compat.quiet():
-            return frozenset(_Observed(build_small(small.config, build)).classes())
+        return classes_in(small.build(attention))
     except Exception:
         return frozenset()
+
+
+def classes_in(model: PreTrainedModel, *, by_position: bool = False) -> frozenset[str]:
+    """Of a tiny model, which is changed. `by_position`: it is to build the masks of whole rows, so that all of its
+    attention is among them (`state_layers.Documents`)."""
+    with compat.quiet():
+        return frozenset(_Observed(model, by_position).classes())
 
 
 class _Observed:
     """What each module of a model was called with on the row."""
 
-    @torch.no_grad()
-    def __init__(self, model: PreTrainedModel):
-        self.model = model.eval()
-        self.calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        handles = [
-            module.register_forward_hook(self._remember, with_kwargs=True) for module in model.base_model.modules()
-        ]
+    def __init__(self, model: PreTrainedModel, by_position: bool):
+        self.model, self.by_position = model.eval(), by_position
         ids_BT = torch.randint(3, VOCAB, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
         bounds = torch.arange(_TOKENS + 1)
         # As a context, which only attention reads: some families refuse boundaries where their kernels are missing.
         context = Context(OneProcess(), (1, _TOKENS), bounds, ids_BT.device)
         inputs = context.local_inputs(ids_BT, torch.zeros_like(ids_BT))
-        self.documents = state_layers.Documents(1, _TOKENS, tuple(bounds.tolist()), ids_BT.device)
+        self.inputs = state_layers.told_of_rows(inputs) if by_position else accepted_by(model, inputs)
+        self.documents = state_layers.Documents(
+            1, _TOKENS, tuple(bounds.tolist()), ids_BT.device, by_position=by_position
+        )
+        self._observe()
+
+    @torch.no_grad()
+    def _observe(self) -> None:
+        self.calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        modules = self.model.base_model.modules()
+        handles = [module.register_forward_hook(self._remember, with_kwargs=True) for module in modules]
         try:
-            model.base_model(**accepted_by(model, inputs), use_cache=False)
+            self.model.base_model(**self.inputs, use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
@@ -125,8 +149,24 @@ class _Observed:
 
     @torch.no_grad()
     def classes(self) -> set[str]:
-        slots = state_layers.decoder_slots(self.model)
-        return {state_layers.class_name(module) for slot in slots for module in self._isolated(slot)}
+        found: set[str] = set()
+        for slot in list(state_layers.decoder_slots(self.model)):
+            new = {state_layers.class_name(module) for module in self._isolated(slot)}
+            if new - found:
+                found |= new
+                self._isolate(found)
+        return found
+
+    def _isolate(self, classes: set[str]) -> None:
+        """Run all modules of these classes per document, and see what later layers are then called with: some are
+        handed more than hidden states."""
+        for slot in state_layers.decoder_slots(self.model):
+            modules = state_layers.outermost(slot, classes)
+            for module in modules:
+                if not isinstance(module, state_layers.StateLayer):
+                    state_layers.as_state_layer(module)
+            state_layers.hand_over(modules, self.documents)
+        self._observe()
 
     def _isolated(self, module: nn.Module) -> list[nn.Module]:
         """Run per document from now on, and give, what in here mixes tokens: the innermost modules that explain it."""
@@ -148,7 +188,9 @@ class _Observed:
         if module not in self.calls:
             return False
         tensors = list(state_layers.tensors_in(self.calls[module]))
-        return bool(tensors) and tensors[0].dim() == 3 and all(_is_of_tokens(x) for x in tensors)
+        if not tensors or tensors[0].dim() != 3 or not _is_of_tokens(tensors[0]):
+            return False
+        return all(_is_of_tokens(x) or (self.by_position and state_layers.is_by_position(x, _TOKENS)) for x in tensors)
 
     def _mixes(self, module: nn.Module) -> bool:
         args, kwargs = self.calls[module]

@@ -53,6 +53,8 @@ def model_inputs_for(ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
 def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[str, Any]:
     """The keywords that this family's base model takes. One without the boundaries isolates documents only where no
     attention has to know them; the packing probe refuses the others."""
+    if state_layers.runs_by_document(model):
+        return state_layers.told_of_rows(model_inputs)
     if _takes_keywords(type(model.base_model).forward):
         return model_inputs
     return {k: v for k, v in model_inputs.items() if k not in _PACKING_KEYWORDS}
@@ -180,6 +182,13 @@ class ModelPart(nn.Module):
         Raises ConfigError where attention would not see the other ranks' tokens.
         """
         attention = self.model.config._attn_implementation
+        if state_layers.runs_by_document(self.model):
+            raise ConfigError(
+                f"the attention of {type(self.model).__name__} is run document by document on whole rows, but "
+                f"mesh.cp_size={group.size} shares rows between ranks",
+                keys=("mesh.cp_size",),
+                fix="mesh.cp_size=1",
+            )
         if attention != PACKED:
             raise ConfigError(
                 f"attention={attention!r} knows nothing of tokens on other ranks, but mesh.cp_size={group.size} shares "

@@ -120,7 +120,7 @@ _LIMITS: dict[str, int] = {
     "attention_chunk_size": 8,
     "index_topk": 4,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # fewer would often score several tokens 0, and which of them are taken is chance
     "window_size": 6,
     # Other limits that a forward compares with a length or a position: each must lie below the lengths of the probes.
     "floor_scale": 4,
@@ -137,7 +137,7 @@ _LIMITS: dict[str, int] = {
     "indexer_budget": 4,
     "indexer_compress_ratio": 2,
     "indexer_head_dim": 16,
-    "indexer_n_heads": 2,
+    "indexer_n_heads": 16,
     # Tables that are looked up by something else than the token
     "ngram_vocab_size_base": 64,
     "split_ngram_parts": 2,
@@ -231,6 +231,8 @@ def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] 
         return _SIZES["qk_rope_head_dim"]
     if name == "head_dim" and any(value * part == fields.get("qk_rope_head_dim") for part in _rotary_parts(fields)):
         return _SIZES["qk_rope_head_dim"] * value // fields["qk_rope_head_dim"]
+    if name == "index_n_heads" and value == fields.get("num_key_value_heads"):  # a choice for each group of heads
+        return _small_value("num_key_value_heads", value, fields, keep)
     if name in _SIZES:
         return _SIZES[name] if value > 0 else value
     return min(value, _LIMITS[name]) if name in _LIMITS else value

@@ -10,6 +10,10 @@ Which modules these are is measured (`mixing.py`). `install` gives them a subcla
 layers one that hands them the documents of the microbatch: as a keyword that enters the layer from outside, so that it
 survives several microbatches in flight and recomputation, also in families that drop keywords on the way.
 
+Attention of the library's own that reads a mask (sparse attention with an indexer, compressed attention, biases by
+position, dropout) is run in the same way, with `by_position`: the model builds its masks for rows that are one document
+each, and a document is shown their beginning, which is what it would be given alone.
+
 Under context parallelism a state needs all earlier tokens: each rank gathers the rows, runs the documents of which it
 has tokens, and keeps its own tokens' results. The gradients of all ranks are summed where they were gathered.
 
@@ -52,10 +56,20 @@ class Documents:
     """The documents of one microbatch, for every state layer of one forward (and of its recomputation)."""
 
     def __init__(
-        self, rows: int, tokens: int, bounds: tuple[int, ...], device: torch.device, context: Context | None = None
+        self,
+        rows: int,
+        tokens: int,
+        bounds: tuple[int, ...],
+        device: torch.device,
+        context: Context | None = None,
+        *,
+        by_position: bool = False,
     ):
-        """`bounds` over the flat B*T tokens, or `context`, which has its own over the padded whole rows."""
-        self.rows, self.tokens, self.context = rows, tokens, context
+        """`bounds` over the flat B*T tokens, or `context`, which has its own over the padded whole rows.
+
+        `by_position`: tensors that are not per token but have a dimension of T (masks, biases, tables) are those of any
+        row, of which a document gets the first."""
+        self.rows, self.tokens, self.context, self.by_position = rows, tokens, context, by_position
         self._are_rows = context is None and len(bounds) == rows + 1
         # Where each group's tokens lie in the flat (gathered) inputs, and each local token in the groups' results.
         self._groups: list[Tensor] = []
@@ -69,12 +83,13 @@ class Documents:
             self._groups = [group.key_GU for group in groups]
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Any]) -> Documents:
+    def of(cls, inputs: Mapping[str, Any], *, by_position: bool = False) -> Documents:
         """From `Batch.model_inputs()` or a rank's share of it. One host synchronisation on a CUDA device."""
         rows, tokens = inputs["input_ids"].shape
         cu: Tensor | None = inputs.get("cu_seq_lens_q")
         bounds = tuple(range(0, rows * tokens + 1, tokens)) if cu is None else tuple(cu.tolist())
-        return cls(rows, tokens, bounds, inputs["input_ids"].device, inputs.get("context"))
+        device, context = inputs["input_ids"].device, inputs.get("context")
+        return cls(rows, tokens, bounds, device, context, by_position=by_position)
 
     @classmethod
     def equally_long(cls, lengths: Sequence[int], device: torch.device) -> tuple[Documents, list[list[int]]]:
@@ -115,7 +130,8 @@ class Documents:
         return self._scattered(outputs, [tuple(index.shape) for index in self._groups])
 
     def _map(self, module: str, value: Any) -> Any:
-        """Every tensor, at any depth, as `_PerToken`: `[N, ...]`, or `[M, ...]` gathered from all ranks."""
+        """Every tensor, at any depth, as `_PerToken`: `[N, ...]`, or `[M, ...]` gathered from all ranks; or as
+        `_ByPosition`."""
         if isinstance(value, Tensor):
             return self._per_token(module, value)
         if isinstance(value, dict):
@@ -124,6 +140,8 @@ class Documents:
 
     def _per_token(self, module: str, x: Tensor) -> Any:
         if not is_per_token(x, self.rows, self.tokens):
+            if self.by_position and is_by_position(x, self.tokens):
+                return _ByPosition(x, self.rows, self.tokens)
             raise ConfigError(
                 f"{module} takes a tensor of shape {tuple(x.shape)} for {self.rows} rows of {self.tokens} tokens: "
                 "which of it belongs to which document is not known",
@@ -139,6 +157,7 @@ class Documents:
         # Of every call: a state of 4 heads after one call for a document of 4 tokens is not per token.
         if not isinstance(first, Tensor) or [tuple(output.shape[:2]) for output in outputs] != shapes:
             return None
+        outputs = _equally_wide(outputs)
         whole = torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, self._back_N)
         return whole.unflatten(0, (self.rows, self.tokens))
 
@@ -150,7 +169,36 @@ class _PerToken:
         self.tensor = tensor
 
 
+class _ByPosition:
+    """A mask, bias or table, the same for all rows: `[B or 1 or B * H, ..., T, ...]`, or `[T, ...]`."""
+
+    def __init__(self, tensor: Tensor, rows: int, tokens: int):
+        self.tokens = tokens
+        self.of_each = tensor.dim() > 2 and tensor.shape[0] != tokens and (len(tensor) == 1 or len(tensor) % rows == 0)
+        self.tensor = tensor[: max(len(tensor) // rows, 1)] if self.of_each else tensor
+
+    def beginning(self, documents: int, length: int) -> Tensor:
+        """Of `length` tokens, for each of so many documents."""
+        x = self.tensor
+        for dim, size in enumerate(x.shape):
+            x = x.narrow(dim, 0, length) if size == self.tokens else x
+        if not self.of_each:
+            return x
+        return x.expand(documents, *x.shape[1:]) if len(x) == 1 else x.repeat(documents, *[1] * (x.dim() - 1))
+
+
+def _equally_wide(outputs: list[Tensor]) -> list[Tensor]:
+    """Selections `[G, S, k]` of the tokens of each document, of which short ones have fewer: the last one repeated."""
+    width = max(output.shape[-1] for output in outputs)
+    if outputs[0].is_floating_point() or outputs[0].dim() < 3 or all(o.shape[-1] == width for o in outputs):
+        return outputs
+    short = [width - output.shape[-1] for output in outputs]
+    return [torch.cat([o, o[..., -1:].expand(*o.shape[:-1], n)], -1) for o, n in zip(outputs, short, strict=True)]
+
+
 def _pick(value: Any, index_GS: Tensor) -> Any:
+    if isinstance(value, _ByPosition):
+        return value.beginning(*index_GS.shape)
     if isinstance(value, _PerToken):
         return value.tensor.index_select(0, index_GS.flatten()).unflatten(0, index_GS.shape)
     if isinstance(value, dict):
@@ -170,6 +218,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def is_per_token(x: Tensor, rows: int, tokens: int) -> bool:
     """Whether `x` is `[B, T, ...]`, or `[1, T, ...]` for all rows."""
     return x.dim() >= 2 and x.shape[0] in (1, rows) and x.shape[1] == tokens
+
+
+def is_by_position(x: Tensor, tokens: int) -> bool:
+    """Whether `x` is a mask, a bias or a table over the positions of a row, or the same for all of them."""
+    return x.dim() <= 1 or tokens in x.shape
 
 
 def _touched(context: Context, own_N: Tensor) -> list[segments.Segment]:
@@ -196,6 +249,7 @@ class _Holder:
 
     documents: Documents | None = None
     instead: Runner | None = None
+    by_position = False
 
     @property
     def runner(self) -> Runner | None:
@@ -226,15 +280,16 @@ def hand_over(layers: Collection[nn.Module], runner: Runner | None) -> None:
         object.__setattr__(layer, _CURRENT, runner)
 
 
-def install(model: nn.Module, classes: Collection[str]) -> None:
+def install(model: nn.Module, classes: Collection[str], *, by_position: bool = False) -> None:
     """Make the modules of these classes (`class_name`), the outermost of each place, look at documents. Without any,
-    the model is left as it is.
+    the model is left as it is. `by_position`: all attention is among them, see `Documents` and `told_of_rows`.
 
     Raises ConfigError where such a module stands outside of the decoder layers.
     """
     holder = _Holder()
+    holder.by_position = by_position
     for slot in decoder_slots(model):
-        found = _outermost(slot, classes)
+        found = outermost(slot, classes)
         for module in found:
             as_state_layer(module)
         if found:
@@ -251,7 +306,7 @@ def documents_of(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     if holder is None or holder.instead is not None:
         yield
         return
-    holder.documents = Documents.of(inputs)
+    holder.documents = Documents.of(inputs, by_position=holder.by_position)
     try:
         yield
     finally:
@@ -270,6 +325,20 @@ def run_by(model: nn.Module, runner: Runner) -> Iterator[None]:
         yield
     finally:
         holder.instead = None
+
+
+def runs_by_document(model: nn.Module) -> bool:
+    """Whether `model`'s attention is the library's own, run document by document."""
+    holder: _Holder | None = vars(model).get("_holder")
+    return holder is not None and holder.by_position
+
+
+def told_of_rows(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """`Batch.model_inputs()` for a model that builds the masks of whole rows: with a padding mask without padding, lest
+    the library looks for documents by itself."""
+    ids_BT: Tensor = inputs["input_ids"]
+    rows = {name: value for name, value in inputs.items() if name not in _BOUNDARIES}
+    return {**rows, "attention_mask": torch.ones_like(ids_BT)}
 
 
 def class_name(module: nn.Module) -> str:
@@ -295,7 +364,8 @@ def decoder_slots(model: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else decoder_slots(child)
 
 
-def _outermost(module: nn.Module, classes: Collection[str]) -> list[nn.Module]:
+def outermost(module: nn.Module, classes: Collection[str]) -> list[nn.Module]:
+    """The modules of these classes that are in no other one of them."""
     if class_name(module) in classes:
         return [module]
-    return [found for child in module.children() for found in _outermost(child, classes)]
+    return [found for child in module.children() for found in outermost(child, classes)]

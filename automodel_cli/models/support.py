@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import dual_chunks
 from automodel_cli.models import attention as packed
-from automodel_cli.models import compat, length_rope, mixing, state_layers
+from automodel_cli.models import compat, length_rope, mixing, state_layers, ways
 from automodel_cli.models.build import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.context import Context, OneProcess
@@ -62,8 +62,6 @@ def probe_packing(
     unknown.
     """
     _refuse_dropped_layers(hf_config)
-    if rows == "packed":
-        _refuse_by_rule(hf_config)
     with compat.quiet():
         reason = _objection(hf_config, attention, rows, trust_remote_code)
         if reason is None:
@@ -93,6 +91,13 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
     to reach the others. One process stands in for its two ranks: their tokens one after another.
     """
     packed.register()
+    if ways.way_of(hf_config, trust_remote_code=trust_remote_code).by_document:
+        raise ConfigError(
+            f"{hf_config.model_type} cannot share its rows between ranks: its attention is the library's own, run "
+            "document by document on whole rows",
+            keys=("mesh.cp_size",),
+            fix="mesh.cp_size=1",
+        )
     with compat.quiet():
         try:
             small = shrink(hf_config)
@@ -165,20 +170,6 @@ def _shared_against_whole(model: Any) -> tuple[float, str]:
     return max([worst, *of_ranks])
 
 
-def _leak(hf_config: PretrainedConfig, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{hf_config.model_type} cannot train on packed rows: {reason}", keys=("data.packing",), fix="data.packing=none"
-    )
-
-
-def _refuse_by_rule(hf_config: PretrainedConfig) -> None:
-    """Reasons that the config tells by itself."""
-    text = hf_config.get_text_config()
-    for field in ("index_topk", "index_head_dim"):
-        if getattr(text, field, None):
-            raise _leak(hf_config, f"its sparse indexer ({field}) reads an attention mask that packing does not build")
-
-
 def _refuse_dropped_layers(hf_config: PretrainedConfig) -> None:
     share = getattr(hf_config.get_text_config(), "layerdrop", None) or 0
     if share > 0:
@@ -200,7 +191,7 @@ def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_re
         part.model.load_state_dict(model.state_dict())
         measured = [_row_against_documents(model, part, *row) for row in _ROWS[rows]]
         _train_once(part, _ROWS[rows][0][0])
-        if dropout := _dropout(hf_config):
+        if dropout := mixing.dropout_of(hf_config):
             noisy = copy.deepcopy(small)
             noisy.get_text_config().update(dropout)
             _train_once(part_of(noisy, choice, device="cpu"), _ROWS[rows][0][0])
@@ -222,12 +213,6 @@ def _train_once(part: ModelPart, documents: tuple[int, ...]) -> None:
     ids_BT = _probe_row(part.model)
     output = part(labels=ids_BT.roll(-1, 1), **model_inputs_for(ids_BT, documents))
     output.logprobs_BT.sum().backward()
-
-
-def _dropout(hf_config: PretrainedConfig) -> dict[str, float]:
-    """The dropout of a config, which copies that are compared must do without."""
-    fields = vars(hf_config.get_text_config())
-    return {name: value for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0}
 
 
 def _small(small: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:

@@ -54,7 +54,10 @@ def reference_of(want: Reference, adapters: dict[str, Adapter]) -> Reference:
     """What a step that trains only `adapters` must give, from what one that trains all gave."""
     gradients: dict[str, Tensor] = {}
     for name, adapter in adapters.items():
-        grad = want.gradients[f"{name}.weight"].double()
+        weight = want.gradients.get(f"{name}.weight")
+        if weight is None:  # the step does not reach it: an indexer only chooses
+            continue
+        grad = weight.double()
         gradients[f"{name}.lora_B.default.weight"] = adapter.scale * grad @ adapter.a.double().t()
         gradients[f"{name}.lora_A.default.weight"] = adapter.scale * adapter.b.double().t() @ grad
     norm = math.sqrt(sum(grad.square().sum().item() for grad in gradients.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
@@ -115,7 +116,7 @@ class PipelineStages:
             cut = cut_stage(part, anatomy, layers=plan.layers[s], is_first=s == 0, is_last=s == plan.num_stages - 1)
             parts.append(self._parallelize(cut, parallelize_fn, plan))
         self._plan, self._loss_fn, self._runtimes = plan, loss_fn, {}
-        stages = self._make_stages(part, parts, plan)
+        stages = self._make_stages(part, parts, plan, math.prod(anatomy.streams))
         self._eager = EagerConnections(stages, self._config) if self._config.runtime == "eager" else None
         first, last = plan.owner[0] == rank, plan.owner[-1] == rank
         self._info = PipelineInfo(True, None, first, last, parts, stages)
@@ -158,7 +159,7 @@ class PipelineStages:
             )
         return part
 
-    def _make_stages(self, whole: ModelPart, parts: list[nn.Module], plan: StagePlan) -> list[Stage]:
+    def _make_stages(self, whole: ModelPart, parts: list[nn.Module], plan: StagePlan, streams: int) -> list[Stage]:
         hidden_size = getattr(whole.model.config.get_text_config(), "hidden_size", None)
         if hidden_size is None:
             raise ConfigError(
@@ -178,7 +179,7 @@ class PipelineStages:
                 plan.num_stages,
                 self.device,
                 self._axes.group,
-                hidden_size=hidden_size,
+                hidden_size=streams * hidden_size,
                 boundary_dtype=self._dtype or compute_dtype,
                 compute_dtype=compute_dtype,
                 defer_nested_sync=self._defer_nested,

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
-from automodel_cli.models import compat, length_rope
+from automodel_cli.models import compat, length_rope, ways
 from automodel_cli.models.attention import PACKED, packed_attention
 from automodel_cli.models.build import part_of
 from automodel_cli.models.config import ModelConfig
@@ -191,6 +191,8 @@ def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trus
     Families whose attention does not go through the library's registry, or that carry a state from token to token where
     no cache of the library holds it, would silently see one token at a time.
     """
+    if ways.way_of(hf_config, attention=attention, trust_remote_code=trust_remote_code).by_document:
+        raise _refusal(hf_config, "its attention is the library's own, run document by document, which has no slots")
     own = attention if attention == PACKED else "eager"
     choice = ModelConfig(pretrained="-", attention=own, trust_remote_code=trust_remote_code)
 

@@ -1,4 +1,5 @@
-"""Layers that carry a state from token to token under every parallelism, against the library's model in one process.
+"""Layers that carry a state from token to token, and sparse and compressed attention, under every parallelism, against
+the library's model in one process.
 
 Loss, gradient norm and every gradient. A few layouts of each family run by default, the rest with `-m slow`.
 """
@@ -23,6 +24,7 @@ TOLERANCE = 1e-6  # of loss and norm
 # adapters to 9.3e-6); a leak or a wrong sum is 1e-3 and more.
 GRADIENTS, OF_ADAPTERS = 1e-5, 3e-5
 DENSE, MOE = ("qwen3_5_text", "lfm2"), ("qwen3_5_moe_text", "kimi_linear", "nemotron_h", "granitemoehybrid")
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "deepseek_v4")  # all with experts
 
 
 def rows_of(family: str) -> list[Row]:
@@ -35,7 +37,7 @@ def rows_of(family: str) -> list[Row]:
         row(tp=2),
         Row(row(dp=2).mesh, row(dp=2).parallelizer, None, lora=LoRAConfig(rank=4)),
     ]
-    return rows + ([row(dp=2, ep=2)] if family in MOE else [])
+    return rows + ([row(dp=2, ep=2)] if family in (*MOE, *SPARSE) else [])
 
 
 def check(family: str, folder: Path, rows: list[Row]) -> None:
@@ -53,7 +55,8 @@ def check(family: str, folder: Path, rows: list[Row]) -> None:
 
 def _is_right(r: Row, outcome: Errors | Refused) -> bool:
     if isinstance(outcome, Refused):  # the library publishes no plan for LFM2, and peft has no adapters for Mamba
-        return "no tensor-parallel plan" in outcome.reason or "incompatible with Mamba" in outcome.reason
+        known = ("no tensor-parallel plan", "incompatible with Mamba", "document by document on whole rows", "Shared DSA layers")
+        return any(reason in outcome.reason for reason in known)
     return outcome.within(TOLERANCE, OF_ADAPTERS if r.lora else GRADIENTS)
 
 
@@ -63,7 +66,9 @@ def _is_right(r: Row, outcome: Errors | Refused) -> bool:
         ("qwen3_5_text", ("pp2", "cp2")),
         ("qwen3_5_moe_text", ("cp2 recompute", "ep2")),
         ("olmo_hybrid", ("dp2",)),  # its convolution is three tensors of the checkpoint, sharded as one
-        *(pytest.param(family, ("",), marks=pytest.mark.slow) for family in (*DENSE, *MOE)),
+        ("deepseek_v32", ("pp2", "ep2")),
+        ("deepseek_v4", ("ep2",)),
+        *(pytest.param(family, ("",), marks=pytest.mark.slow) for family in (*DENSE, *MOE, *SPARSE)),
     ],
 )
 def test_same_numbers_as_one_process(family: str, layouts: tuple[str, ...], tmp_path: Path):

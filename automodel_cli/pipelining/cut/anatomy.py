@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FIX = "mesh.pp_size=1"
+_IDS_BT = torch.arange(3, 9)[None]
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,15 @@ class Anatomy:
     """Module names as in the hub's `ForCausalLM` class.
 
     `layers` is the decoder list; `arity` the length of the tuple that a layer returns (None: a tensor); `before` and
-    `after` are the modules with parameters that run before the first layer and after the last.
+    `after` are the modules with parameters that run before the first layer and after the last. `streams`: the layers
+    hand on hidden states `[B, T, *streams, D]` (hyper-connections have several residual streams).
     """
 
     layers: str
     arity: int | None
     before: tuple[str, ...]
     after: tuple[str, ...]
+    streams: tuple[int, ...] = ()
 
 
 class SplitError(ConfigError):
@@ -82,7 +85,7 @@ def observe(small: PreTrainedModel) -> Anatomy:
     }
     handles += [module.register_forward_pre_hook(watch.module_hook(name)) for name, module in outside.items()]
     try:
-        small(input_ids=torch.arange(3, 9)[None], use_cache=False)
+        small(input_ids=_IDS_BT, use_cache=False)
     except Exception as error:
         raise NotMeasuredError(small, f"a small copy of it does not run: {error!r}") from error
     finally:
@@ -96,6 +99,7 @@ class _Watch:
 
     def __init__(self, count: int):
         self.count, self.order, self.arities = count, list[int](), set[int | None]()
+        self.shapes = set[tuple[int, ...]]()
         self.started_at: dict[str, set[int]] = {}
 
     def layer_hook(self, index: int) -> Any:
@@ -105,7 +109,9 @@ class _Watch:
         return lambda module, args: self.started_at.setdefault(name, set()).add(len(self.order))
 
     def output(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.arities.add(len(output) if isinstance(output, (tuple, list)) else None)
+        several = isinstance(output, (tuple, list))
+        self.arities.add(len(output) if several else None)
+        self.shapes.add(tuple((output[0] if several else output).shape))
 
 
 def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], watch: _Watch) -> Anatomy:
@@ -113,6 +119,9 @@ def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], 
         raise SplitError(model, f"{path} runs its layers as {watch.order}, not once each and in order")
     if len(watch.arities) != 1:
         raise SplitError(model, f"its layers return tuples of different lengths {watch.arities}")
+    shape = next(iter(watch.shapes))
+    if len(watch.shapes) != 1 or shape[:2] != _IDS_BT.shape:
+        raise SplitError(model, f"its layers hand on hidden states {sorted(watch.shapes)}, not [rows, tokens, ...]")
     before, after = [], []
     for name in outside:
         times = watch.started_at.get(name, {0})  # one that never runs stays with the embedding
@@ -124,7 +133,7 @@ def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], 
             raise SplitError(
                 model, f"{name} runs between or around the layers (after {sorted(times)} of {watch.count})"
             )
-    return Anatomy(path, watch.arities.pop(), _outermost(before), _outermost(after))
+    return Anatomy(path, watch.arities.pop(), _outermost(before), _outermost(after), shape[2:-1])
 
 
 def _outermost(names: list[str]) -> tuple[str, ...]:

@@ -108,6 +108,8 @@ class StagePart(ModelPart):
     layers: range
     is_first: bool
     is_last: bool
+    streams: tuple[int, ...] = ()
+    """See `Anatomy`. Between stages they lie side by side, `[B, T, streams * D]`."""
     shared: frozenset[str] = frozenset()
     """Name of the table that the first stage (which embeds with it) and the last one (whose head it is) both hold."""
     held_elsewhere: frozenset[str] = frozenset()
@@ -126,6 +128,8 @@ class StagePart(ModelPart):
         if not (self.is_first or self.is_last or self.layers):
             assert hidden_BTD is not None, "a stage without layers passes on what it receives"
             return hidden_BTD.clone()  # the backward needs an output that is neither the input leaf nor a view of it
+        if hidden_BTD is not None and self.streams:
+            hidden_BTD = hidden_BTD.unflatten(-1, (*self.streams, -1))
         self.boundary.hidden_BTD = hidden_BTD
         if self.is_last:
             result = super().forward(
@@ -139,7 +143,7 @@ class StagePart(ModelPart):
             self.boundary.hidden_BTD = None
             return result
         self.hidden(self.local_inputs(model_inputs))
-        return self.boundary.take()
+        return self.boundary.take().flatten(2)
 
 
 def cut_stage(part: ModelPart, anatomy: Anatomy, *, layers: range, is_first: bool, is_last: bool) -> StagePart:
@@ -149,6 +153,7 @@ def cut_stage(part: ModelPart, anatomy: Anatomy, *, layers: range, is_first: boo
     stage.__class__ = StagePart
     assert isinstance(stage, StagePart)
     stage.boundary, stage.layers, stage.is_first, stage.is_last = Boundary(), layers, is_first, is_last
+    stage.streams = anatomy.streams
     _fill_slots(stage, anatomy)
     model = stage.model
     dtype = next(part.parameters()).dtype

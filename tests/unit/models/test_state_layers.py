@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING
 
 from automodel_cli.distributed.activation_checkpointing import apply_activation_checkpointing
 from automodel_cli.models import mixing, state_layers
 from automodel_cli.models.build import part_of
 from automodel_cli.models.config import LoRAConfig, ModelConfig
-from automodel_cli.models.part import ModelPart
 from automodel_cli.models.support import probe_context, probe_packing
-from tests.hybrids import HYBRIDS, hybrid
-from tests.tiny import FAMILIES, gradient_error, gradients, packed_batch, separate_documents, tiny_config, token_row
+from tests.hybrids import HYBRIDS, ROWS, alone, hybrid, part_like, run, weights_like
+from tests.tiny import FAMILIES, gradient_error, gradients, packed_batch, tiny_config, token_row
 
 TOLERANCE = 2e-6  # relative to the largest gradient, in float32; a leak is 1e-3 and more
-ROWS = [[token_row(9), token_row(6, 1), token_row(14, 2)], [token_row(20, 3), token_row(9, 4)]]
-
-
-def part_like(small: PretrainedConfig, model: PreTrainedModel, **choice) -> ModelPart:
-    part = part_of(copy.deepcopy(small), ModelConfig(pretrained="-", **choice), device="cpu")
-    part.model.load_state_dict(model.state_dict())
-    return part
-
-
-def run(part: ModelPart, rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs `[B, T]` and the gradients of their weighted sum."""
-    batch = packed_batch(rows)
-    logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
-    (logprobs_BT * _weights(logprobs_BT)).sum().backward()
-    found = gradients(part.model)
-    part.zero_grad()
-    return logprobs_BT.detach(), found
-
-
-def alone(model: PreTrainedModel, rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same by the unmodified model, one document at a time."""
-    logprobs_BT = torch.cat(separate_documents(model, rows)).view(len(rows), -1)
-    (logprobs_BT * _weights(logprobs_BT)).sum().backward()
-    found = gradients(model)
-    model.zero_grad()
-    return logprobs_BT.detach(), found
-
-
-def _weights(like: Tensor) -> Tensor:
-    return torch.rand(like.shape, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -97,7 +65,7 @@ def test_recomputation_meets_its_own_documents_with_two_microbatches_in_flight(f
     batches = [packed_batch(rows) for rows in (one, other)]
     logprobs = [part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT for batch in batches]
     for of_batch, expected in zip(logprobs, want, strict=True):
-        (of_batch * _weights(of_batch)).sum().backward()
+        (of_batch * weights_like(of_batch)).sum().backward()
         assert gradient_error(expected, gradients(part.model)) < TOLERANCE
         part.zero_grad()
 
@@ -126,7 +94,7 @@ def test_adapters_inside_a_state_layer_train_on_packed_rows():
         torch.nn.init.normal_(param, std=0.1)
     _, together = run(part, ROWS)
     apart: dict[str, Tensor] = {}
-    weights = _weights(torch.empty(2, 29))
+    weights = weights_like(torch.empty(2, 29))
     for row, row_weights in zip(ROWS, weights, strict=True):
         for document, its_weights in zip(row, row_weights.split([len(d) for d in row]), strict=True):
             batch = packed_batch([[document]])

@@ -120,7 +120,7 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.parametrize("family", UNUSUAL)
+@pytest.mark.parametrize("family", [family for family in UNUSUAL if family in CONFIG_MAPPING])
 def test_the_probe_accepts_unusual_structures(family: str):
     config = CONFIG_MAPPING[family](is_decoder=True)
     probe(AutoModelForCausalLM._model_mapping[type(config)], config)
@@ -175,6 +175,7 @@ def test_small_copies_have_both_sides_of_layers_that_share_keys():
     assert small.intermediate_size == [96] * 4
 
 
+@pytest.mark.skipif("dots3_note_text" not in CONFIG_MAPPING, reason="this transformers has no such family")
 def test_small_copies_keep_what_some_layers_have_otherwise():
     config = CONFIG_MAPPING["dots3_note_text"]()
     small = shrink(config)
@@ -183,6 +184,7 @@ def test_small_copies_keep_what_some_layers_have_otherwise():
     assert {layer.head_dim for layer in small.per_layer_config} == {32}
 
 
+@pytest.mark.skipif("gemma4_unified_assistant" not in CONFIG_MAPPING, reason="this transformers has no such family")
 def test_a_drafter_is_refused_as_one():
     text = CONFIG_MAPPING["gemma4_unified_assistant"]().get_text_config()
     with pytest.raises(ConfigError, match="it is a drafter"):
