@@ -1,4 +1,4 @@
-"""The bundled recipes at real size: memory against `plan`, and bounds of what a microbatch waits for and launches.
+"""Bundled recipes at real size or width: memory against `plan`, and bounds of what a microbatch waits for and launches.
 
 The bounds are what was measured, so that one more kernel or wait in each layer fails. Who needs fewer lowers them; who
 needs more says in the commit why. With `layers`, the model has only so many, of the real width.
@@ -37,20 +37,12 @@ class Case:
 
 
 DEFAULT = [
-    Case("llama3_2_1b", 1, 0, 0, 0),
-    Case("qwen3_moe_30b_ep8", 8, 0, 0, 0, layers=2),
-    Case("gpt_oss_pp2ep4", 8, 4, 0, 0, layers=4),
+    Case("qwen3_moe_30b_ep8", 8, 0, waits=5, kernels=1588, layers=2),
+    Case("gpt_oss_pp2ep4", 8, 4, waits=9, kernels=3485, microbatches=4, layers=4),
 ]
 SLOW = [
-    Case("gpt_oss_pp2ep4", 8, 0, 0, 0, microbatches=4),
-    Case("gpt_oss_pp2ep4_seqpack", 8, 0, 0, 0, microbatches=4),
-    Case("dpo_llama3_8b_pp2", 8, 4, 0, 0),
-    Case("grpo_moonlight_16b_pp2ep4", 8, 4, 0, 0),
-    Case("moonlight_16b_pp2ep4", 8, 0, 0, 0, microbatches=4),
-    Case("llama3_8b_tp2cp2", 8, 0, 0, 0, layers=4),
-    Case("qwen3_0_6b", 1, 0, 0, 0),
-    Case("smollm2_135m", 1, 0, 0, 0),
-    Case("deepseek_v3_pp16_ep64", 1024, 960, 0, 0, microbatches=32),
+    Case("llama3_2_1b", 1, 0, waits=1, kernels=5453),
+    Case("dpo_llama3_8b_pp2", 8, 4, waits=1, kernels=4586),
 ]
 
 
@@ -93,4 +85,5 @@ def test_a_plan_is_within_ten_percent_of_the_peak_of_the_real_step(case: Case) -
 def test_a_microbatch_waits_and_launches_no_more_than_it_did(case: Case) -> None:
     found = traced(case)
     assert found.measured_microbatches == case.microbatches
-    assert (found.num_syncs, found.num_kernels) <= (case.waits, case.kernels), found.syncs[:5]
+    assert found.num_syncs <= case.waits, found.syncs
+    assert found.num_kernels <= case.kernels, found.kernels
