@@ -6,15 +6,20 @@ Loss, gradient norm and every gradient. A few layouts of each family run by defa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from automodel_cli.distributed.config import DDPConfig, MegatronFSDPConfig
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.compare import Errors, Refused, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.parity.rows import Row
+from tests.dist import cuda_stand_in
 from tests.dist.harness import launch
 from tests.dist.test_composed import row
 from tests.hybrids import hybrid
@@ -40,9 +45,9 @@ def rows_of(family: str) -> list[Row]:
     return rows + ([row(dp=2, ep=2)] if family in (*MOE, *SPARSE) else [])
 
 
-def check(family: str, folder: Path, rows: list[Row]) -> None:
+def check(family: str, folder: Path, rows: list[Row], run: Callable[..., Any] = run_rows) -> None:
     original = Original.write(folder, hybrid(family)[1], SFT())
-    outcomes = launch(run_rows, 2, original, rows, timeout=60 + 30 * len(rows))
+    outcomes = launch(run, 2, original, rows, timeout=60 + 30 * len(rows))
     for r, outcome in zip(rows, outcomes, strict=True):
         print(family, r, outcome)
     wrong = [
@@ -73,3 +78,26 @@ def _is_right(r: Row, outcome: Errors | Refused) -> bool:
 )
 def test_same_numbers_as_one_process(family: str, layouts: tuple[str, ...], tmp_path: Path):
     check(family, tmp_path, [r for r in rows_of(family) if any(word in r.layout for word in layouts)])
+
+
+# aot_eager runs softplus's backward as it is, which torch 2.13 compiles with strides that it has not (the library's own
+# layers fail too); like inductor, this backend takes it apart.
+COMPILED = {"enable_compile": True, "compile_backend": "aot_eager_decomp_partition"}
+
+
+@pytest.mark.slow
+def test_ddp_and_compiled_layers(tmp_path: Path):
+    configs = [DDPConfig(activation_checkpointing=True), replace(row(dp=2).parallelizer, **COMPILED)]
+    check("qwen3_5_text", tmp_path, [replace(row(dp=2), parallelizer=config) for config in configs])
+
+
+def _on_cuda_stand_in(rank: int, world: int, original: Original, rows: list[Row]) -> list[Errors | Refused]:
+    cuda_stand_in.install()
+    return run_rows(rank, world, original, rows)
+
+
+@pytest.mark.slow
+def test_megatron_fsdp(tmp_path: Path):
+    pytest.importorskip("megatron_fsdp", reason="pip install automodel-cli[megatron]")
+    rows = [replace(row(dp=2), parallelizer=MegatronFSDPConfig())]
+    check("qwen3_5_text", tmp_path, rows, _on_cuda_stand_in)
