@@ -11,7 +11,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.suggest import suggest
 
 _TRAIN = "automodel finetune llm -c quickstart"
-_LOOP = "for v in 1e-4 1e-5; do automodel finetune llm -c quickstart optimizer.lr=$v run_name=lr-$v; done"
+_SWEEP = "automodel sweep -c quickstart optimizer.lr=0.01,0.02"
 _ANSWERS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("train", "sft", "run", "tune", "launch", "fit", "pretrain"),
@@ -59,7 +59,7 @@ def unknown_option(error: NoSuchOption, arguments: Sequence[str]) -> ConfigError
     """An option that does not exist: Hydra's own, a config key with dashes, or a misspelling."""
     name = error.option_name
     if name in ("-m", "--multirun"):
-        return ConfigError(f"no such option: {name}; one command is one run, and a shell makes several", fix=_LOOP)
+        return ConfigError(f"no such option: {name}; several runs are a sweep", fix=_SWEEP)
     if name in ("--config-name", "--config-path", "-cn", "-cp", "--config", "--cfg"):
         given = _value(name, arguments)
         return ConfigError(f"no such option: {name}; a config is named by -c", fix=f"-c {given or 'quickstart'}")

@@ -37,6 +37,7 @@ COMMANDS = {
     "kd": ("automodel_cli.cli.finetune", "kd"),
     "grpo": ("automodel_cli.cli.finetune", "grpo"),
     "resume": ("automodel_cli.cli.finetune", "resume"),
+    "sweep": ("automodel_cli.cli.sweep", "sweep"),
     "submit": ("automodel_cli.cli.submit", "submit"),
     "check": ("automodel_cli.cli.check", "check"),
     "plan": ("automodel_cli.cli.plan", "plan"),

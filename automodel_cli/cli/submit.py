@@ -3,11 +3,13 @@ SkyPilot. Imports no torch."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -21,10 +23,62 @@ if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from automodel_cli.run.config_root import ConfigRoot
 
-_SHARED = ("nodes", "gpus_per_node", "image", "cpus_per_task", "notice", "max_requeues", "setup")
+F = TypeVar("F", bound=Callable[..., object])
+_SHARED = ("nodes", "ranks_per_node", "gpus_per_node", "image", "cpus_per_task", "notice", "max_requeues", "setup")
 """Options that mean the same to every scheduler."""
 _CPUS_PER_GPU = 4
 """Unless the user says otherwise: Slurm's own default of one starves a rank that also reads data and drives NCCL."""
+
+
+def cluster_options(*, required: bool) -> Callable[[F], F]:
+    """What a job needs of a cluster, as arguments of a command; nodes and GPUs are `required` or may be left out."""
+    options = (
+        click.option("--nodes", required=required, type=click.IntRange(min=1), metavar="N", help="Nodes of the job."),
+        click.option(
+            "--gpus-per-node",
+            required=required,
+            type=click.IntRange(min=0),
+            metavar="G",
+            help="A rank each; 0: CPU ranks.",
+        ),
+        click.option(
+            "--ranks-per-node", type=click.IntRange(min=1), metavar="R", help="CPU ranks, with --gpus-per-node 0."
+        ),
+        click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="C", help="Cores of a rank.  [GPUs: 4]"),
+        click.option("--partition", metavar="NAME"),
+        click.option("--account", metavar="NAME"),
+        click.option("--time", metavar="LIMIT", help="Minutes, H:MM:SS or D-HH:MM:SS."),
+        click.option(
+            "--notice",
+            default=300,
+            show_default=True,
+            type=click.IntRange(1, 65535),
+            metavar="SECONDS",
+            help="Time to save in, before the limit.",
+        ),
+        click.option(
+            "--max-requeues",
+            default=20,
+            show_default=True,
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="How often a stopped run goes on by itself.",
+        ),
+        click.option("--setup", multiple=True, metavar="LINE", help="Shell line before the ranks; repeatable."),
+        click.option(
+            "--sbatch",
+            "options",
+            multiple=True,
+            metavar="OPTION",
+            help="A further #SBATCH option (--qos=high); repeatable.",
+        ),
+        click.option("--image", help="Start the ranks in this container image (needs Slurm's pyxis plugin)."),
+    )
+
+    def add(function: F) -> F:
+        return functools.reduce(lambda command, option: option(command), reversed(options), function)
+
+    return add
 
 
 @click.command(short_help="Run on a Slurm cluster; goes on by itself after preemption.")
@@ -37,37 +91,8 @@ _CPUS_PER_GPU = 4
 )
 @click.option("--volume", metavar="NAME:/PATH", help="k8s, skypilot: storage that all nodes see.")
 @click.option("--gpu-type", metavar="TYPE", help="skypilot: H100, A100-80GB, ...")
-@click.option("--nodes", required=True, type=click.IntRange(min=1), metavar="N", help="Nodes of the job.")
-@click.option(
-    "--gpus-per-node", required=True, type=click.IntRange(min=0), metavar="G", help="One rank each; 0 for CPU ranks."
-)
-@click.option("--ranks-per-node", type=click.IntRange(min=1), metavar="R", help="CPU ranks, with --gpus-per-node 0.")
-@click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="C", help="Cores of a rank.  [with GPUs: 4]")
-@click.option("--partition", metavar="NAME")
-@click.option("--account", metavar="NAME")
-@click.option("--time", metavar="LIMIT", help="Minutes, H:MM:SS or D-HH:MM:SS.")
+@cluster_options(required=True)
 @click.option("--job-name", metavar="NAME", help="Default: the name of the run.")
-@click.option(
-    "--notice",
-    default=300,
-    show_default=True,
-    type=click.IntRange(1, 65535),
-    metavar="SECONDS",
-    help="Time to save in, before the limit.",
-)
-@click.option(
-    "--max-requeues",
-    default=20,
-    show_default=True,
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="How often a stopped run goes on by itself.",
-)
-@click.option("--setup", multiple=True, metavar="LINE", help="Shell line before the ranks start; repeatable.")
-@click.option(
-    "--sbatch", "options", multiple=True, metavar="OPTION", help="A further #SBATCH option (--qos=high); repeatable."
-)
-@click.option("--image", help="Start the ranks in this container image (needs Slurm's pyxis plugin).")
 @click.option("--dry-run", is_flag=True, help="Print the batch script; write and submit nothing.")
 @common.config_options
 def submit(
@@ -88,19 +113,15 @@ def submit(
     """
     from automodel_cli.run.run_folder import run_folder
 
-    ranks_per_node = _ranks_per_node(options["gpus_per_node"], options.pop("ranks_per_node"))
-    composed, recipe = common.load(conf, overrides, trust)
-    _check_ranks(composed, recipe, options["nodes"], ranks_per_node)
-    if options["cpus_per_task"] is None and options["gpus_per_node"]:
-        options["cpus_per_task"] = _CPUS_PER_GPU
     job_name = options.pop("job_name")
+    composed, recipe = common.load(conf, overrides, trust)
+    options = fitted(composed, recipe, options)
     _refuse_foreign(to, dry_run, options, {"--volume": volume, "--gpu-type": gpu_type})
     if to != "slurm":
         shared = {name: options[name] for name in _SHARED}
         cloud = manifests.CloudJob(
             name=job_name or recipe.run_name or composed.name,
             config=composed.to_yaml(),
-            ranks_per_node=ranks_per_node,
             volume=volume,
             gpu_type=gpu_type,
             trust=tuple(trust.arguments()),
@@ -109,17 +130,7 @@ def submit(
         click.echo(cloud.k8s() if to == "k8s" else cloud.skypilot(), nl=False)
         return
     folder = run_folder(recipe, composed, make=False)
-    job = slurm.Job(
-        name=job_name or folder.name,
-        run_dir=folder,
-        ranks_per_node=ranks_per_node,
-        conf=conf,
-        overrides=overrides,
-        trust=trust,
-        chdir=Path.cwd(),
-        python=(sys.executable, *safe_path()),
-        **options,
-    )
+    job = replace(job_of(composed, conf, overrides, folder, options), name=job_name or folder.name)
     if dry_run:
         click.echo(job.script(), nl=False)
         return
@@ -127,6 +138,30 @@ def submit(
     is_new = not folder.exists()
     folder = run_folder(recipe, composed, make=True)  # another one, if somebody was quicker
     _send(sbatch, replace(job, run_dir=folder, name=job_name or folder.name), remove=is_new)
+
+
+def job_of(
+    composed: Composed, conf: str, overrides: tuple[str, ...], folder: Path, options: Mapping[str, Any]
+) -> slurm.Job:
+    """The job of one run in `folder`; `options` are those of `cluster_options`, fitted."""
+    return slurm.Job(
+        name=folder.name,
+        run_dir=folder,
+        conf=conf,
+        overrides=overrides,
+        trust=composed.trust,
+        chdir=Path.cwd(),
+        python=(sys.executable, *safe_path()),
+        **options,
+    )
+
+
+def fitted(composed: Composed, recipe: ConfigRoot, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`cluster_options` with their defaults for this run. Raises ConfigError where its ranks do not fit."""
+    ranks_per_node = _ranks_per_node(options["gpus_per_node"], options["ranks_per_node"])
+    _check_ranks(composed, recipe, options["nodes"], ranks_per_node)
+    cpus = options["cpus_per_task"] or (_CPUS_PER_GPU if options["gpus_per_node"] else None)
+    return {**options, "ranks_per_node": ranks_per_node, "cpus_per_task": cpus}
 
 
 def _refuse_foreign(to: str, dry_run: bool, options: dict[str, Any], cloud: dict[str, str | None]) -> None:

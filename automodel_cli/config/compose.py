@@ -256,14 +256,13 @@ def _parse(text: str) -> hydra_adapter.Override:
 
 
 def _several_values(key: str, value: str, origin: str) -> ConfigError:
-    """The answer to Hydra's sweeps: one command is one run, and a shell makes several of it."""
+    """The answer to Hydra's sweeps: one run has one value, and `automodel sweep` makes several runs."""
     values = value.split(",")
+    several = f"several runs: automodel sweep -c CONF {key}={value}"
     if "(" in value:  # range(1,4), choice(a,b)
-        return ConfigError(f"{key}={value} is a sweep, and one command is one run: name one value", origin=origin)
-    name = key.rpartition(".")[2]
-    loop = f"for v in {' '.join(values)}; do automodel finetune llm -c CONF {key}=$v run_name={name}-$v; done"
+        return ConfigError(f"{key}={value} is a sweep, and one run has one value ({several})", origin=origin)
     return ConfigError(
-        f"{key}={value} are {len(values)} values, and one command is one run (several: {loop})",
+        f"{key}={value} are {len(values)} values, and one run has one ({several})",
         origin=origin,
         fix=f"{key}={values[0]}, or '{key}=[{value}]' where the key takes a list",
     )

@@ -7,6 +7,7 @@ merge order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,23 @@ class Merged:
 def parse(override: str) -> Override:
     """One command-line override in Hydra's grammar. Raises HydraException."""
     return OverridesParser.create().parse_override(override)
+
+
+def points(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
+    """The runs of a sweep in Hydra's order, the last override fastest: (what is swept, all overrides) of each. Raises
+    HydraException, and ValueError for what names no finite list of values."""
+    choices: list[list[tuple[str, bool]]] = []
+    for text in overrides:
+        override = parse(text)
+        if not override.is_sweep_override():
+            choices.append([(text, False)])
+            continue
+        if not (override.is_choice_sweep() or override.is_range_sweep()):
+            raise ValueError(text)
+        key = override.get_key_element()
+        choices.append([(f"{key}={value}", True) for value in override.sweep_string_iterator()])
+    found = itertools.product(*choices)
+    return [([text for text, swept in point if swept], [text for text, _ in point]) for point in found]
 
 
 class _Checked(CachingConfigRepository):

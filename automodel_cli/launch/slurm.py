@@ -240,6 +240,28 @@ class Job:
         yield _directive("output", str(self.run_dir / "logs" / "rank-0.log").replace("%", "%%"))
 
 
+def array_script(name: str, jobs: Sequence[Job], *, at_once: int | None) -> str:
+    """One job array whose tasks are `jobs`, at most `at_once` of them at a time; each becomes the script that lies in
+    its run folder, which is notified, requeued and cancelled as it would be alone."""
+    unlike = ("--job-name", "--output")
+    limit = f"%{at_once}" if at_once else ""
+    runs = "\n".join(f"    {shlex.quote(str(job.run_dir))}" for job in jobs)
+    directives = [line for line in jobs[0]._directives() if not line.startswith(tuple(f"#SBATCH {o}=" for o in unlike))]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# {name}: {len(jobs)} runs of {jobs[0].size}, one array task each; logs are in their folders",
+        _directive("job-name", name),
+        *directives,
+        f"#SBATCH --array=0-{len(jobs) - 1}{limit}",
+        "#SBATCH --output=/dev/null",
+        f"RUNS=(\n{runs}\n)",
+        "RUN=${RUNS[$SLURM_ARRAY_TASK_ID]}",
+        'mkdir -p "$RUN/logs"',
+        f'exec bash "$RUN/{SCRIPT}" >>"$RUN/logs/rank-0.log" 2>&1',
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _and(words: str) -> str:
     return f" {words}" if words else ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,3 +163,25 @@ def test_the_nodes_of_an_allocation_are_examined(folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"ok +ranks +2 on 2 hosts: \S+, \S+ \(gloo\)", done.stdout), done.stdout + done.stderr
     assert re.search(r"bandwidth +\d+\.\d+ GB/s", done.stdout) and f"{folder} is one for all ranks" in done.stdout
+
+
+def test_a_sweep_is_a_job_array_that_goes_on_with_what_is_left(folder: Path) -> None:
+    """Two runs, one node each: the second is removed and comes again alone, to the same bits."""
+    words = ("sweep", "-c", "tiny.yaml", "train.max_steps=4", "seed=0,1", "data.task.num_validation=2", "--slurm")
+    size = ("--nodes", "1", "--gpus-per-node", "0")
+
+    def array(count: int) -> str:
+        done = automodel(folder, *words, *size)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return re.search(rf"job array (\d+): {count} run", done.stdout)[1]  # type: ignore[index]
+
+    runs = [folder / "runs/sweep-tiny" / name for name in ("000-seed=0", "001-seed=1")]
+    job = array(2)
+    wait(runs[1], "end of the array", lambda: not slurm("squeue", "-h", "-j", job).strip())
+    assert [(run / "export/model.safetensors").exists() for run in runs] == [True, True], log(runs[0]) + log(runs[1])
+    weights = (runs[1] / "export/model.safetensors").read_bytes()
+    shutil.rmtree(runs[1])
+    again = array(1)
+    wait(runs[1], "end of the array", lambda: not slurm("squeue", "-h", "-j", again).strip())
+    assert (runs[1] / "export/model.safetensors").read_bytes() == weights, log(runs[1])
+    assert "all runs have finished" in automodel(folder, *words, *size).stdout

@@ -220,7 +220,7 @@ def test_usage_errors(toy: Path, arguments: list[str], text: str) -> None:
     [
         (["evaluate"], "a run is judged by eval", "automodel eval quickstart -c quickstart"),
         (["infer"], "a run answers in chat", "automodel chat quickstart"),
-        (["finetune", "llm", "-c", "quickstart", "-m", "optimizer.lr=1,2"], "a shell makes several", "for v in 1e-4"),
+        (["finetune", "llm", "-c", "quickstart", "-m", "seed=1,2"], "several runs are a sweep", "automodel sweep -c"),
         (["finetune", "llm", "-c", "quickstart", "--lr", "1e-4"], "without dashes", "optimizer.lr=1e-4"),
         (["finetune", "llm", "-c", "quickstart", "--lr=1e-4"], "without dashes", "optimizer.lr=1e-4"),
         (["check", "-c", "sft", "--num-train-epochs", "3"], "without dashes", "train.epochs=3"),

@@ -141,8 +141,7 @@ def test_broken_yaml_in_an_included_file(here: Path) -> None:
         (
             "lr=1,2",
             (
-                "lr=1,2 are 2 values, and one command is one run (several: for v in 1 2; do automodel finetune llm "
-                "-c CONF lr=$v run_name=lr-$v; done)\n"
+                "lr=1,2 are 2 values, and one run has one (several runs: automodel sweep -c CONF lr=1,2)\n"
                 "  from  lr=1,2 (command line)\n  fix   lr=1, or 'lr=[1,2]' where the key takes a list"
             ),
         ),

@@ -1,0 +1,244 @@
+"""`sweep -c CONF key=a,b ...`: one run for each combination, one after another or as a Slurm job array. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from automodel_cli.cli import common, tables
+from automodel_cli.cli.submit import cluster_options, fitted, job_of
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.trust import Trust
+from automodel_cli.launch import slurm, stop
+from automodel_cli.launch.local import safe_path
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+    from automodel_cli.run.config_root import ConfigRoot
+
+_FILE = "sweep.json"
+_OWN = ("run_name", "output_dir", "checkpoint.resume")
+_MOST = 1000
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: what is swept in it, all its overrides (with its folder), and the folder."""
+
+    swept: tuple[str, ...]
+    overrides: tuple[str, ...]
+    folder: Path
+
+
+@click.command(short_help="One run for each combination of values; finished ones are skipped.")
+@click.option("--name", metavar="NAME", help="The sweep's folder below runs/.  [sweep-CONF]")
+@click.option(
+    "--metric", default="val_loss", show_default=True, metavar="COLUMN", help="Of metrics.jsonl, for the table."
+)
+@click.option("--maximize", is_flag=True, help="A larger metric is better.")
+@click.option("--dry-run", is_flag=True, help="Check all runs and print what would start.")
+@click.option("--slurm", "on_slurm", is_flag=True, help="A Slurm job array: with --nodes and --gpus-per-node.")
+@click.option("--at-once", type=click.IntRange(min=1), metavar="N", help="With --slurm: tasks that run at a time.")
+@cluster_options(required=False)
+@common.config_options
+def sweep(
+    conf: str,
+    overrides: tuple[str, ...],
+    trust: Trust,
+    name: str | None,
+    metric: str,
+    maximize: bool,
+    dry_run: bool,
+    on_slurm: bool,
+    at_once: int | None,
+    **cluster: Any,
+) -> int:
+    """Run CONF once for each combination of values, in Hydra's grammar: optimizer.lr=1e-5,3e-5 seed=range(0,3).
+
+    Every run has a folder below runs/NAME, named after its values. The same command goes on: what has finished is
+    skipped, what was interrupted continues. All runs are checked before the first one starts.
+    """
+    folder = Path("runs") / (name or f"sweep-{Path(conf).stem}")
+    points = _points(folder, overrides)
+    _same_sweep(folder, conf, overrides)
+    checked = [(point, *common.load(conf, point.overrides, trust)) for point in points]
+    if dry_run and not on_slurm:
+        for point in points:
+            words = ["automodel", "finetune", "llm", "-c", conf, *point.overrides]
+            click.echo(f"{_state(point):<12} {shlex.join(words)}")
+        return 0
+    _check_cluster(on_slurm, at_once, cluster)
+    if on_slurm:
+        return _submit(folder, conf, overrides, checked, at_once, cluster, dry_run=dry_run)
+    _remember(folder, conf, overrides)
+    code = _run_all(points, conf, trust)
+    _table(points, metric, maximize)
+    if code in stop.EXIT_CODES.values():
+        click.echo("the same command goes on")
+    return code
+
+
+def _points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
+    """Raises ConfigError where nothing is swept, or what it would set is the sweep's own."""
+    from automodel_cli.config import hydra_adapter
+
+    for text in overrides:
+        if (key := text.lstrip("+").partition("=")[0]) in _OWN:
+            raise ConfigError(
+                f"{key} is set by the sweep itself: every run has a folder of its own", fix=f"--name {folder.name}"
+            )
+    try:
+        found = hydra_adapter.points(overrides)
+    except ValueError as error:
+        raise ConfigError(
+            f"{error}: a list of values or a range is expected, no interval and no glob",
+            origin=f"{error} (command line)",
+        ) from error
+    except hydra_adapter.HydraException as error:
+        raise ConfigError(f"the overrides cannot be read: {str(error).splitlines()[0]}") from error
+    if len(found) == 1:
+        raise ConfigError("nothing is swept: each key has one value", fix="automodel finetune llm, or a list: seed=0,1")
+    if len(found) > _MOST:
+        raise ConfigError(f"{len(found):,} runs are more than {_MOST:,}: name fewer values")
+    points = []
+    for number, (swept, everything) in enumerate(found):
+        name = _name(number, swept)
+        places = (f"output_dir='{folder}'", f"run_name='{name}'", "checkpoint.resume=auto")
+        points.append(Point(tuple(swept), (*everything, *places), folder / name))
+    return points
+
+
+def _name(number: int, swept: Sequence[str]) -> str:
+    """`003 lr=1e-05 seed=1` as a name of a folder."""
+    words = [f"{text.partition('=')[0].rpartition('.')[2]}={text.partition('=')[2]}" for text in swept]
+    return re.sub(r"[^\w.,+=-]+", "_", f"{number:03}-{','.join(words)}")[:120]
+
+
+def _same_sweep(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
+    """A folder holds one sweep: with other values its finished runs would be those of another."""
+    try:
+        before = json.loads((folder / _FILE).read_bytes())
+    except (OSError, ValueError):
+        return
+    if before != {"conf": conf, "overrides": list(overrides)}:
+        said = " ".join([before.get("conf", "?"), *before.get("overrides", [])])
+        raise ConfigError(f"{folder} is another sweep: {said}", fix=f"--name {folder.name}-2")
+
+
+def _remember(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _FILE).write_text(json.dumps({"conf": conf, "overrides": list(overrides)}, indent=1) + "\n")
+
+
+def _state(point: Point) -> str:
+    from automodel_cli.runs.catalogue import Run
+
+    return Run(point.folder).state if (point.folder / "config.yaml").is_file() else "new"
+
+
+def _run_all(points: Sequence[Point], conf: str, trust: Trust) -> int:
+    """One after another. What fails does not keep the others from running; Ctrl-C and a notice end the sweep."""
+    worst = 0
+    for number, point in enumerate(points, 1):
+        state = _state(point)
+        skipped = {"finished": "finished already", "running": "runs already"}.get(state)
+        click.echo(click.style(f"[{number}/{len(points)}] {point.folder}  {skipped or ''}".rstrip(), bold=True))
+        if skipped:
+            continue
+        words = ["finetune", "llm", "-c", conf, *trust.arguments(), *point.overrides]
+        code = _child([sys.executable, *safe_path(), "-m", "automodel_cli", *words])
+        if code in stop.EXIT_CODES.values():
+            return code
+        worst = max(worst, code)
+    return worst
+
+
+def _child(command: Sequence[str]) -> int:
+    """Its exit code. A signal to the terminal's group reaches it by itself, and it is given the time to save."""
+    with subprocess.Popen(command) as child:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue
+
+
+def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
+    """The best run first; those without the metric last."""
+    from automodel_cli.runs.catalogue import Run
+
+    runs = [(Run(point.folder), point) for point in points if point.folder.is_dir()]
+    measured = [(run.last(metric), run, point) for run, point in runs]
+    measured.sort(key=lambda entry: (entry[0] is None, -(entry[0] or 0) if maximize else (entry[0] or 0)))
+    names = list(dict.fromkeys(("loss", "val_loss", metric)))
+    table = tables.table("run", *(text.partition("=")[0] for text in points[0].swept), "state", "step", *names)
+    for _, run, point in measured:
+        values = (text.partition("=")[2] for text in point.swept)
+        numbers = (tables.number(run.last(name)) for name in names)
+        table.add_row(run.name, *values, tables.state(run), str(run.step), *numbers)
+    tables.console().print(table)
+    if measured:
+        click.echo(f"all on one page:  automodel report {points[0].folder.parent}")
+
+
+def _check_cluster(on_slurm: bool, at_once: int | None, cluster: dict[str, Any]) -> None:
+    given = [name for name in ("nodes", "gpus_per_node") if cluster[name] is not None]
+    if on_slurm and len(given) < 2:
+        raise ConfigError("--slurm needs the size of one run", fix="--slurm --nodes 1 --gpus-per-node 8")
+    if not on_slurm and (given or at_once):
+        option = given[0].replace("_", "-") if given else "at-once"
+        raise ConfigError(f"--{option} is for a cluster", fix="--slurm")
+
+
+def _submit(
+    folder: Path,
+    conf: str,
+    overrides: tuple[str, ...],
+    checked: Sequence[tuple[Point, Composed, ConfigRoot]],
+    at_once: int | None,
+    cluster: dict[str, Any],
+    *,
+    dry_run: bool,
+) -> int:
+    """One array task for each run that has not finished."""
+    open_ones = [entry for entry in checked if _state(entry[0]) not in ("finished", "running")]
+    jobs = [job_of(c, conf, p.overrides, p.folder.resolve(), fitted(c, r, cluster)) for p, c, r in open_ones]
+    if not jobs:
+        click.echo("all runs have finished")
+        return 0
+    script = slurm.array_script(folder.name, jobs, at_once=at_once)
+    if dry_run:
+        click.echo(script, nl=False)
+        return 0
+    sbatch = slurm.find_sbatch()
+    _remember(folder, conf, overrides)
+    from automodel_cli.run.run_folder import run_folder
+
+    made = []
+    for (point, composed, recipe), job in zip(open_ones, jobs, strict=True):
+        is_new = not point.folder.exists()
+        point.folder.mkdir(parents=True, exist_ok=True)
+        run_folder(recipe, composed, make=True)
+        (point.folder / slurm.SCRIPT).write_text(job.script())
+        made += [point.folder] if is_new else []
+    path = folder / slurm.SCRIPT
+    path.write_text(script)
+    try:
+        number = slurm.send(sbatch, path)
+    except ConfigError:
+        for new in made:
+            shutil.rmtree(new)
+        raise
+    click.echo(f"submitted  job array {number}: {len(jobs)} runs of {jobs[0].size}")
+    click.echo(f"state      squeue -j {number}; automodel runs ls {folder}")
+    return 0

@@ -1,0 +1,81 @@
+"""`automodel sweep` as a user types it: one run for each combination, skipped where it has finished."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import automodel, curve, write_config
+
+SWEEP = ("sweep", "-c", "tiny.yaml", "train.max_steps=3", "data.task.num_validation=2")
+RUNS = {"000-lr=0.001": "0.001", "001-lr=0.01": "0.01"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    write_config(folder)
+    return folder
+
+
+def test_every_combination_is_one_run_in_hydras_order(home: Path) -> None:
+    said = automodel(home, *SWEEP, "optimizer.lr=1e-3,1e-2", "seed=range(0,2)", "optimizer=adamw,muon", "--dry-run")
+    lines = [shlex.split(line) for line in said.stdout.splitlines()]
+    found = [tuple(word for word in line if word.startswith(("optimizer", "seed="))) for line in lines]
+    assert found[:3] == [
+        ("optimizer.lr=0.001", "seed=0", "optimizer=adamw"),
+        ("optimizer.lr=0.001", "seed=0", "optimizer=muon"),
+        ("optimizer.lr=0.001", "seed=1", "optimizer=adamw"),
+    ]
+    assert len(set(found)) == 8 and not (home / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("optimizer.lr=1e-3",), "nothing is swept"),
+        (("optimizer.lr=interval(0,1)",), "no interval and no glob"),
+        (("run_name=a,b",), "run_name is set by the sweep itself"),
+        (("optimizer.lr=1e-3,x",), "optimizer.lr"),
+        (("seed=0,1", "--nodes", "2"), "--nodes is for a cluster"),
+        (("seed=0,1", "--slurm"), "--slurm needs the size of one run"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_first_run(home: Path, words: tuple[str, ...], text: str) -> None:
+    refused = automodel(home, *SWEEP, *words)
+    assert refused.returncode == 2 and text in refused.stderr
+    assert not (home / "runs").exists()
+
+
+def test_finished_runs_are_skipped_the_best_is_on_top_and_a_run_is_the_same_as_alone(home: Path) -> None:
+    done = automodel(home, *SWEEP, "optimizer.lr=1e-3,1e-2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    sweep = home / "runs/sweep-tiny"
+    losses = {name: curve(sweep / name, "val_loss")[-1] for name in RUNS}
+    table = [line for line in done.stdout.splitlines() if line.startswith(tuple(RUNS))]
+    assert [line.split()[0] for line in table] == sorted(losses, key=losses.__getitem__)
+    assert all(line.split()[1:4] == [RUNS[line.split()[0]], "finished", "3"] for line in table)
+    shutil.rmtree(sweep / "001-lr=0.01")
+    kept = (sweep / "000-lr=0.001/metrics.jsonl").stat().st_mtime_ns
+    again = automodel(home, *SWEEP, "optimizer.lr=1e-3,1e-2")
+    assert "000-lr=0.001  finished already" in again.stdout and again.returncode == 0
+    assert (sweep / "000-lr=0.001/metrics.jsonl").stat().st_mtime_ns == kept
+    assert curve(sweep / "001-lr=0.01", "val_loss")[-1] == losses["001-lr=0.01"]
+    other = automodel(home, *SWEEP, "optimizer.lr=1e-3,2e-2")
+    assert other.returncode == 2 and "is another sweep: tiny.yaml train.max_steps=3" in other.stderr
+    listed = automodel(home, "runs", "ls", "--json").stdout.splitlines()
+    assert {json.loads(line)["folder"] for line in listed} == {f"runs/sweep-tiny/{name}" for name in RUNS}
+
+
+def test_on_slurm_it_is_one_array_of_the_runs_that_are_left(home: Path) -> None:
+    said = automodel(home, *SWEEP, "seed=0,1", "--name", "s", "--slurm", "--nodes", "1", "--gpus-per-node", "0",
+                     "--at-once", "1", "--dry-run")  # fmt: skip
+    lines = said.stdout.splitlines()
+    assert lines[0] == "#!/usr/bin/env bash" and "#SBATCH --array=0-1%1" in lines, said.stderr
+    assert [line.strip() for line in lines if "/runs/s/" in line] == [
+        f"{home}/runs/s/000-seed=0", f"{home}/runs/s/001-seed=1"
+    ]  # fmt: skip
