@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import attention_choice
 from automodel_cli.models import attention_kernels as kernels
 from automodel_cli.models import attention_segments as segments
 from automodel_cli.models.attention_ring import Setting, ring_attention
@@ -90,11 +91,9 @@ def packed_attention(
     # Under autocast, rotary leaves q and k in fp32 next to a bf16 v. torch's own attention casts them too.
     query_BHTD, key_BKTD = query_BHTD.to(value_BKTV.dtype), key_BKTD.to(value_BKTV.dtype)
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
-    in_one_call = softcap is None and kernels.flash_cuda_can_run(query_BHTD, value_BKTV)
-    if not in_one_call and query_BHTD.device.type != "cpu":
-        _say_that_it_is_dense(kernels.why_not_flash_cuda(query_BHTD, value_BKTV, softcap))
+    in_one_call, flash_cpu = _flash(query_BHTD, value_BKTV, softcap)
     kernel: segments.Kernel
-    if query_BHTD.device.type == "cpu" and softcap is None:
+    if flash_cpu:
         kernel = functools.partial(kernels.flash_cpu, sink_H=s_aux, scale=scale)
     else:
         kernel = functools.partial(kernels.dense, sink_H=s_aux, scale=scale, softcap=softcap)
@@ -104,7 +103,7 @@ def packed_attention(
         return _whole_rows(kernel, query_BHTD, key_BKTD, value_BKTV, sliding_window), None
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
     if context is not None and context.group.ring:
-        flash = in_one_call or (query_BHTD.device.type == "cpu" and softcap is None)
+        flash = in_one_call or flash_cpu
         out_NHV = ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, Setting(scale, sliding_window, softcap, flash))
         return out_NHV.unflatten(0, (rows, length)), None
     if context is not None:
@@ -125,6 +124,28 @@ def packed_attention(
         k_MHD, v_MHV = kernels.per_query_head(k_MKD, heads), kernels.per_query_head(v_MKV, heads)
         out_NHV = segments.run(kernel, q_NHD, k_MHD, v_MHV, groups, back_N, sliding_window)
     return out_NHV.unflatten(0, (rows, length)), None
+
+
+def _flash(query: Tensor, value: Tensor, softcap: float | None) -> tuple[bool, bool]:
+    """Whether CUDA's kernel takes these tensors, or the CPU's. Raises ConfigError where a flash kernel was asked for by
+    name and none does."""
+    choice = attention_choice.chosen()
+    on_cpu = query.device.type == "cpu"
+    why_not = f"soft caps (here {softcap:g})" if softcap is not None else ""
+    if not on_cpu:
+        why_not = kernels.why_not_flash_cuda(query, value, softcap)
+    if choice.kernel == "dense" or not why_not:
+        takes = choice.kernel != "dense"
+        return takes and not on_cpu, takes and on_cpu
+    if choice.forced:
+        raise ConfigError(
+            f"attention_kernel={choice.kernel}: no flash kernel takes {why_not}",
+            keys=("attention_kernel",),
+            fix="model.attention_kernel=auto",
+        )
+    if not on_cpu:
+        _say_that_it_is_dense(why_not)
+    return False, False
 
 
 @functools.cache

@@ -209,10 +209,6 @@ class _SinkFlashCPU(torch.autograd.Function):
         return dq, dk, dv, grad_sink, None, None
 
 
-def flash_cuda_can_run(query: Tensor, value: Tensor) -> bool:
-    return query.device.type == "cuda" and not why_not_flash_cuda(query, value, None)
-
-
 def why_not_flash_cuda(query: Tensor, value: Tensor, softcap: float | None) -> str:
     """What keeps CUDA's flash kernel from these tensors, for a sentence; empty where nothing does."""
     if softcap is not None:

@@ -134,6 +134,11 @@ class ModelConfig:
     attention: "packed" isolates the documents of a packed row, exactly, on any device. Any other name is handed to the
         library ("eager", "sdpa", "flash_attention_2", ...), which must then isolate them itself; the packing probe
         decides.
+    attention_kernel: what computes packed attention. "auto": on CUDA in bfloat16 or float16 FlashAttention-3 (compute
+        capability 9) or 4 (9, 10) where their package is installed and agrees with the definition, else torch's
+        FlashAttention-2; on a CPU torch's flash kernel; where no flash kernel takes the tensors (soft caps, float32 on
+        CUDA) the dense definition, with a warning. "flash" (torch's own), "fa3" and "fa4" insist, and refuse what they
+        cannot compute; "dense" is the definition, tokens x tokens.
     trust_remote_code: let the library run Python code that lies beside the weights. The command line must allow it too:
         `--trust remote-code`.
     tokenizer: None takes the one beside the weights; else a hub id, a folder, or a tokenizer node.
@@ -156,6 +161,7 @@ class ModelConfig:
         default="packed",
         metadata=trust.runs(trust.REMOTE_CODE, "loads a kernel from the hub, which is code", lambda name: "/" in name),
     )
+    attention_kernel: Literal["auto", "flash", "fa3", "fa4", "dense"] = "auto"
     tokenizer: Any = None
     lora: LoRAConfig | None = None
     """Low-rank adapters; null trains all parameters."""
@@ -176,8 +182,18 @@ class ModelConfig:
                 keys=("head_chunk_size",),
                 fix="model.head_chunk_size=null",
             )
+        if self.attention_kernel != "auto" and (self.attention != "packed" or self._engine_attends):
+            raise ConfigError(
+                f"attention_kernel={self.attention_kernel} is for packed attention, which does not run here",
+                keys=("attention_kernel", "attention"),
+                fix="model.attention_kernel=auto",
+            )
         if not self.attention:
             raise ConfigError("attention is empty", keys=("attention",), fix="model.attention=packed")
+
+    @property
+    def _engine_attends(self) -> bool:
+        return self.transformer_engine is not None and self.transformer_engine.attention
 
     def _check_transformer_engine(self) -> None:
         engine = self.transformer_engine

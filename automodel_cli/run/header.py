@@ -13,12 +13,21 @@ from automodel_cli import __version__
 from automodel_cli.config import bundled
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.launch import startup
+from automodel_cli.models import attention_choice
+from automodel_cli.models.attention import PACKED
 from automodel_cli.report.software_versions import environment
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.runs.page import SCHEDULE
 
 if TYPE_CHECKING:
     from automodel_cli.run.session import Session
+
+
+def _of_cuda(recipe: Recipe) -> list[tuple[str, str]]:
+    """What was settled for this GPU."""
+    packed = recipe.model.attention == PACKED
+    attention = [("attention", str(attention_choice.chosen()))] if packed else []
+    return [*attention, ("allocator", startup.allocator())]
 
 
 def header_rows(session: Session) -> list[tuple[str, str]]:
@@ -38,7 +47,7 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
         ),
         ("layout", f"{ranks}   {_layout(recipe, session.mesh)}"),
         *([("recompute", session.recomputed)] if session.recomputed else []),
-        *([("allocator", startup.allocator())] if session.mesh.device.type == "cuda" else []),
+        *(_of_cuda(recipe) if session.mesh.device.type == "cuda" else []),
         ("data", "\n".join(session.data.report.lines())),
         ("steps", f"{steps}   {num_rows} {recipe.row_name} a step{begin}"),
     ]

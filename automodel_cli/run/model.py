@@ -14,7 +14,7 @@ from automodel_cli.data.batch import one_document
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.sharded import weights_changed
-from automodel_cli.models import compat
+from automodel_cli.models import attention_choice, compat
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.build import build_part
 from automodel_cli.models.load import load_weights
@@ -89,6 +89,8 @@ def empty_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     Raises ConfigError."""
     config = recipe.model
     _check_compile(recipe, mesh)
+    if config.attention == PACKED:
+        attention_choice.choose(config.attention_kernel, mesh.device)
     if recipe.parallelizer.assumes_unpacked:
         compat.assume_unpacked()
     probe_packing(
