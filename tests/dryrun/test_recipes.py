@@ -43,6 +43,7 @@ DEFAULT = [
 SLOW = [
     Case("llama3_2_1b", 1, 0, waits=1, kernels=5453),
     Case("dpo_llama3_8b_pp2", 8, 4, waits=1, kernels=4586),
+    Case("grpo_moonlight_16b_pp2ep4", 8, 4, waits=27, kernels=9932),
 ]
 
 
