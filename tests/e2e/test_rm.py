@@ -69,6 +69,8 @@ def test_as_a_reward_it_scores_a_held_out_pair_as_its_training_did(folder, losse
 
     reward = RewardModel(folder=str(folder / "runs" / "whole" / "export"))
     pairs = list(PreferenceTasks(ChatTasks(num_train=200, num_validation=16)).rows("validation"))
+    empty = Judged(name="x", completion="", row={}, messages=pairs[0]["prompt"])
+    assert reward.score(empty) != 0 and reward.on_error == "skip", "0 would be better than most answers"
     for side in ("chosen", "rejected"):
         scores = [reward.score(Judged(name="x", completion=p[side], row=p, messages=p["prompt"])) for p in pairs]
         measured = metrics(folder / "runs" / "whole")[-1][f"val_score_{side}"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.base import Judged, OnError, Reward
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -20,7 +20,10 @@ class RewardModel(Reward):
     `folder`: what `AutoModelForSequenceClassification` loads, with one label, and its tokenizer, which renders and
     tokenises the conversation as rows were for its training. It is read once, by the process that asks first, onto that
     process's device. `dtype`: what it computes in. `chat_template` as in the data section; the tokenizer's by default.
+    A sample that has no score is left out by default (`on_error`): a score of 0 is no bad one here.
     """
+
+    on_error: OnError = "skip"
 
     folder: str
     dtype: Dtype = "float32"
@@ -44,10 +47,11 @@ class RewardModel(Reward):
 @functools.cache
 def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[str, Any]]], float]:
     """From messages to their score."""
+    import numpy as np
     import torch
     from transformers import AutoTokenizer
 
-    from automodel_cli.data.encoded import Encoded
+    from automodel_cli.data.encoded import Encoded, as_ids
     from automodel_cli.data.formats import FORMATS
     from automodel_cli.data.rows import RowError
     from automodel_cli.data.template_choice import resolve_chat_template
@@ -64,6 +68,10 @@ def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[
 
     def judge(messages: list[dict[str, Any]]) -> float:
         (found,) = encoder.encode([{"messages": messages}])
+        if isinstance(found, RowError) and template is not None and not messages[-1]["content"].strip():
+            # no row of a dataset, but something that a model may say, and that must not go unpunished
+            ids: Any = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=False)
+            found = Encoded(as_ids(ids), np.ones(len(ids), np.uint8))
         if not isinstance(found, Encoded):
             reason = found.message if isinstance(found, RowError) else "it is no single document"
             raise ValueError(f"the conversation cannot be rendered: {reason}")
