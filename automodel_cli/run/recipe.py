@@ -22,6 +22,7 @@ from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.run.rules import (
     check_4bit_base,
     check_multi_token,
+    check_output_dir,
     check_packed_probe,
     check_run_name,
     check_transformer_engine,
@@ -88,6 +89,7 @@ class Recipe(ConfigRoot):
     def __post_init__(self) -> None:
         """The rules between sections; each section has checked itself."""
         check_run_name(self.run_name)
+        check_output_dir(self.output_dir)
         self.data.check_kind(preferences=self.preferences)
         self.parallelizer.check_mesh(self.mesh)
         check_packed_probe(self.parallelizer, self.model, self.data)

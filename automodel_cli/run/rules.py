@@ -25,6 +25,16 @@ def check_run_name(name: str | None) -> None:
     )
 
 
+def check_output_dir(folder: str) -> None:
+    """A URL would become a folder `s3:` of this disk. Checkpoints are published by a rename, which buckets lack."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", folder):
+        raise ConfigError(
+            f"output_dir={folder} is a URL, and runs are written to a file system: copy a run to a bucket when it ends",
+            keys=("output_dir",),
+            fix="output_dir=runs",
+        )
+
+
 def check_packed_probe(parallelizer: Strategy, model: ModelConfig, data: DataConfig) -> None:
     """Switching off the library's search for packed rows needs rows that are none, and attention that searches."""
     if not parallelizer.assumes_unpacked:

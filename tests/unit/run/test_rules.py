@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import masking_utils, modeling_flash_attention_utils
 
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
@@ -117,3 +119,10 @@ def test_multi_token_prediction_refuses_adapters_and_files_that_do_not_have_it()
         MTPConfig(loss_weight=0)
     with pytest.raises(ConfigError, match="at least 1"):
         MTPConfig(depths=0)
+
+
+def test_a_url_is_no_folder_for_runs() -> None:
+    with pytest.raises(ConfigError, match="output_dir=s3://bucket/runs is a URL") as error:
+        check(compose("quickstart", ["output_dir=s3://bucket/runs"]))
+    assert "fix   output_dir=runs" in str(error.value)
+    check(compose("quickstart", ["output_dir=runs:old/2026"]))
