@@ -183,7 +183,7 @@ by measurement and run document by document through the family's own module; so 
 packed attention cannot compute (sparse attention with an indexer, compressed attention, biases by position, dropout,
 attention of a class's own), which cannot share rows between ranks. Of a multimodal repository the language model is
 built alone; the export is the whole repository with other text weights. What else a checkpoint holds and the
-model does not build (layers for multi-token prediction, say) is carried to the export as it is; it is not trained.
+model does not build (layers for multi-token prediction, say) is carried to the export; `model.mtp` trains these.
 """
     order = {name: index for index, name in enumerate(FIRST)}
     rows = sorted(rows, key=lambda r: (order.get(r.family, len(order)), r.family))

@@ -115,7 +115,7 @@ class ModelPart(nn.Module):
         """
         assert hidden_BTD is None, "a whole model reads input_ids, not hidden states"
         inputs, whole_labels = self.local_inputs(model_inputs), labels
-        hidden_BTD = self.hidden(inputs)
+        hidden_BTD, *depths = self.with_depths(model_inputs, inputs, request)
         context: Context | None = inputs.get("context")
         if context is not None:
             labels = context.local(labels, IGNORE_INDEX)
@@ -126,35 +126,33 @@ class ModelPart(nn.Module):
             assert self.value_head is not None, "who asks for values builds the part with a value head"
             output = output._replace(values_BT=self.value_head(hidden_BTD))
         if request.further:
-            output = output._replace(further_logprobs_BTM=self._further(hidden_BTD, whole_labels, model_inputs, inputs))
+            further_BTM = self._further_logprobs(depths, whole_labels, model_inputs["cu_seq_lens_q"], context)
+            output = output._replace(further_logprobs_BTM=further_BTM)
         return output if context is None else output.map(context.whole)
 
-    def _further(
-        self, hidden_BTD: Tensor, labels_BT: Tensor, model_inputs: dict[str, Any], local_inputs: dict[str, Any]
-    ) -> Tensor:
-        """`HeadOutput.further_logprobs_BTM` of this rank's tokens."""
-        depths = self.further_hidden(hidden_BTD, model_inputs, local_inputs)
-        return self.further_logprobs(list(depths), labels_BT, model_inputs, local_inputs)
-
-    def further_hidden(
-        self, hidden_BTD: Tensor, model_inputs: dict[str, Any], local_inputs: dict[str, Any]
-    ) -> Iterator[Tensor]:
-        """Hidden states `[B, T, D]` of each depth, of this rank's tokens. `model_inputs` are of whole rows."""
+    def with_depths(
+        self, model_inputs: dict[str, Any], local_inputs: dict[str, Any], request: HeadRequest
+    ) -> list[Tensor]:
+        """Hidden states `[B, T, D]` of this rank's tokens: the model's, and where further labels are asked for those of
+        each depth."""
+        hidden_BTD = self.hidden(local_inputs)
+        if not request.further:
+            return [hidden_BTD]
         assert self.multi_token is not None, "who asks for further labels builds the part with `model.mtp`"
         context: Context | None = local_inputs.get("context")
         ids = tokens_further(model_inputs["input_ids"], model_inputs["cu_seq_lens_q"])
         local_ids = ids if context is None else (context.local(ids_BT, 0) for ids_BT in ids)
         embed: Any = self.model.get_input_embeddings()
-        return self.multi_token.hidden(embed, hidden_BTD, local_ids, accepted_by(self.model, local_inputs))
+        inputs = accepted_by(self.model, local_inputs)
+        return [hidden_BTD, *self.multi_token.hidden(embed, hidden_BTD, local_ids, inputs)]
 
-    def further_logprobs(
-        self, depths: list[Tensor], labels_BT: Tensor, model_inputs: dict[str, Any], local_inputs: dict[str, Any]
+    def _further_logprobs(
+        self, depths: list[Tensor], labels_BT: Tensor, cu_seqlens: Tensor, context: Context | None
     ) -> Tensor:
-        """What the head makes of them: log-probs of the labels 1, 2, ... tokens further on, `[B, T, M]`."""
-        context: Context | None = local_inputs.get("context")
+        """What the head makes of each depth: log-probs of the labels 1, 2, ... tokens further on, `[B, T, M]`."""
         found = []
         for by, hidden_BTD in enumerate(depths, start=1):
-            labels = further(labels_BT, by, model_inputs["cu_seq_lens_q"], IGNORE_INDEX)
+            labels = further(labels_BT, by, cu_seqlens, IGNORE_INDEX)
             labels = labels if context is None else context.local(labels, IGNORE_INDEX)
             found.append(self.head(hidden_BTD, labels).logprobs_BT)
         return torch.stack(found, -1)

@@ -20,8 +20,9 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.cut.anatomy import tied_embedding
 from automodel_cli.pipelining.cut.probe import check_split
-from automodel_cli.pipelining.cut.stage_part import StagePart, cut_stage
+from automodel_cli.pipelining.cut.stage_part import StagePart, cut_stage, num_streams
 from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
 from automodel_cli.pipelining.listing import PipelineInfo
 from automodel_cli.pipelining.megatron_core.runtime import EagerConnections, EagerRuntime
@@ -73,6 +74,7 @@ class PipelineStages:
         self._plan: StagePlan | None = None
         self._eager: EagerConnections | None = None
         self._loss_fn: LossFn | None = None
+        self._table_stages: set[int] = set()
         self._runtimes: dict[tuple[int, bool], AnyRuntime] = {}
         self._info = PipelineInfo(False, None, False, False, None, None)
 
@@ -113,9 +115,19 @@ class PipelineStages:
         rank = self._axes.group.rank()
         parts: list[nn.Module] = []
         for s in plan.of_rank(rank):
-            cut = cut_stage(part, anatomy, layers=plan.layers[s], is_first=s == 0, is_last=s == plan.num_stages - 1)
+            cut = cut_stage(
+                part,
+                anatomy,
+                layers=plan.layers[s],
+                is_first=s == 0,
+                is_last=s == plan.num_stages - 1,
+                holds_depths=s == plan.depths,
+                follows_depths=plan.follows_depths(s),
+            )
             parts.append(self._parallelize(cut, parallelize_fn, plan))
         self._plan, self._loss_fn, self._runtimes = plan, loss_fn, {}
+        self._table_stages = {0, *([plan.num_stages - 1] if tied_embedding(part.model) else [])}
+        self._table_stages |= set() if plan.depths is None else {plan.depths}
         stages = self._make_stages(part, parts, plan, math.prod(anatomy.streams))
         self._eager = EagerConnections(stages, self._config) if self._config.runtime == "eager" else None
         first, last = plan.owner[0] == rank, plan.owner[-1] == rank
@@ -183,6 +195,9 @@ class PipelineStages:
                 boundary_dtype=self._dtype or compute_dtype,
                 compute_dtype=compute_dtype,
                 defer_nested_sync=self._defer_nested,
+                num_further=num_streams(whole, True) - 1,
+                further_arrives=plan.follows_depths(index),
+                further_leaves=plan.follows_depths(index + 1),
             )
             for index, part in zip(plan.of_rank(self._axes.group.rank()), parts, strict=True)
         ]
@@ -222,7 +237,7 @@ class PipelineStages:
             results = self._run(runtime, batches, loss, request)
             contributions.sum_over_groups(plain, self._axes.sum_groups())
             if tied:
-                contributions.sum_tied(tied, self._tied_peer(), self._axes.group)
+                contributions.sum_tied(tied, self._table_ranks(), self._axes.group)
         total = torch.zeros((), device=self.device)
         return torch.stack([results[i].detach() for i in range(len(batches))]).sum() if info.has_last_stage else total
 
@@ -240,6 +255,8 @@ class PipelineStages:
     ) -> dict[int, Tensor]:
         keywords = [{**batch.head_inputs(request), **batch.model_inputs()} for batch in batches]
         shapes = [self._boundary_shape(*batch.shape) for batch in batches]
+        for stage in self._built().stages or ():
+            stage.further = request.further
         return runtime.run(shapes, keywords, lambda output, index: on_last(output, batches[index]))
 
     def _runtime(self, num_microbatches: int, train: bool) -> AnyRuntime:
@@ -349,17 +366,17 @@ class PipelineStages:
         return [p for part in self.parts for p in part.parameters() if p.requires_grad and not isinstance(p, DTensor)]
 
     def _tied_copies(self) -> list[nn.Parameter]:
-        """This rank's copies of a table that embeds on the first stage and projects on the last."""
+        """This rank's copies of the table that embeds on the first stage and is used on others."""
         copies: list[nn.Parameter] = []
         for part in self.parts:
             assert isinstance(part, StagePart)
             copies += [p for name, p in part.named_parameters() if name in part.shared and p.requires_grad]
         return copies
 
-    def _tied_peer(self) -> int | None:
-        assert self._plan is not None
-        ends = {self._plan.owner[0], self._plan.owner[-1]} - {self._axes.group.rank()}
-        return ends.pop() if ends else None
+    def _table_ranks(self) -> list[int]:
+        """Ranks in the group that have such copies."""
+        owner = self._planned().owner
+        return sorted({owner[stage] for stage in self._table_stages})
 
 
 def _as_part(model: Any) -> ModelPart:

@@ -41,11 +41,13 @@ class Activations:
     after: float
     boundary: float
     recomputed: float
+    further: float = 0.0
+    """Of all layers for multi-token prediction."""
 
-    def of_stage(self, layers: range, *, is_first: bool, is_last: bool) -> float:
+    def of_stage(self, layers: range, *, is_first: bool, is_last: bool, holds_depths: bool) -> float:
         """What one microbatch keeps alive on a stage, with what it received and sent."""
         ends = (self.before if is_first else self.boundary) + (self.after if is_last else self.boundary)
-        return ends + sum(self.layers[i] for i in layers)
+        return ends + sum(self.layers[i] for i in layers) + (self.further if holds_depths else 0.0)
 
     def sharded_over_tokens(self, tp: int) -> Activations:
         """With sequence parallelism: between a part's first and last layer every rank of tp keeps its share. (Tensor
@@ -105,8 +107,8 @@ def trace_activations(
     # Of multi-token prediction: a layer like the last, what stands before it (embeddings, two norms, both of them side
     # by side, the projection), and what its head reads.
     further = depths * (kept[-1] + 7 * boundary)
-    after = watch.kept[len(layers)] + boundary + further
-    return Activations(watch.kept[-1], tuple(kept), after, boundary, recomputed)
+    after = watch.kept[len(layers)] + boundary
+    return Activations(watch.kept[-1], tuple(kept), after, boundary, recomputed, further)
 
 
 @dataclass

@@ -69,6 +69,8 @@ class StageRow:
     is_last: bool
     num_parameters: int
     activations: float
+    num_depths: int = 0
+    """Layers for multi-token prediction."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _make_plan(request: Request) -> Plan:
         request,
         sum(p.numel() for p in whole) + num_packed(part),
         sum(p.numel() for p in whole if p.requires_grad),
-        *estimate.of_stages((range(len(units.layers)),), (0,), lambda amounts: tuple(amounts)),
+        *estimate.of_stages((range(len(units.layers)),), (0,), lambda amounts: tuple(amounts), (1,)),
         live=(1.0,),
     )
     if anatomy is None:
@@ -204,20 +206,34 @@ class _Estimate:
     head: float
 
     def of_plan(self, plan: StagePlan, program: Program) -> tuple[tuple[StageRow, ...], tuple[Memory, ...]]:
-        return self.of_stages(plan.layers, plan.owner, lambda amounts: peak_activations(program, amounts))
+        roles = [plan.role_of_depths(stage) for stage in range(plan.num_stages)]
+        return self.of_stages(plan.layers, plan.owner, lambda amounts: peak_activations(program, amounts), roles)
 
     def of_stages(
         self,
         layers: Sequence[range],
         owner: Sequence[int],
         peaks: Callable[[Sequence[float]], tuple[float, ...]],
+        depths: Sequence[int],
     ) -> tuple[tuple[StageRow, ...], tuple[Memory, ...]]:
-        """Rows of the stages, and the memory of each rank; `peaks` adds up what is alive of one microbatch a stage."""
+        """Rows of the stages, and the memory of each rank; `peaks` adds up what is alive of one microbatch a
+        stage. `depths[s]` is `StagePlan.role_of_depths` of a stage."""
         request, last = self.request, len(layers) - 1
-        held = [self.units.of_stage(r, is_first=s == 0, is_last=s == last) for s, r in enumerate(layers)]
-        amounts = [self.activations.of_stage(r, is_first=s == 0, is_last=s == last) for s, r in enumerate(layers)]
+        ends = [{"is_first": s == 0, "is_last": s == last} for s in range(len(layers))]
+        held = [self.units.of_stage(r, **ends[s], depths=depths[s]) for s, r in enumerate(layers)]
+        amounts = [self.activations.of_stage(r, **ends[s], holds_depths=depths[s] == 1) for s, r in enumerate(layers)]
+        num_depths = self.units.num_depths
         rows = tuple(
-            StageRow(s, owner[s], r, s == 0, s == last, sum(unit.num_parameters for unit in held[s]), amounts[s])
+            StageRow(
+                s,
+                owner[s],
+                r,
+                s == 0,
+                s == last,
+                sum(unit.num_parameters for unit in held[s]),
+                amounts[s],
+                num_depths if depths[s] == 1 else 0,
+            )
             for s, r in enumerate(layers)
         )
         accounting = Accounting(

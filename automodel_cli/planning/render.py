@@ -97,6 +97,8 @@ def _holds(row: StageRow) -> str:
     if row.layers:
         first, last = row.layers.start, row.layers.stop - 1
         held.append(f"layer {first}" if first == last else f"layers {first}-{last}")
+    if row.num_depths:
+        held.append(f"{row.num_depths} MTP layer{'s' * (row.num_depths > 1)}")
     held += ["head"] if row.is_last else []
     return ", ".join(held) or "nothing: passes on"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from automodel_cli.config.errors import ConfigError
@@ -42,7 +41,7 @@ class Cutter:
     def timeline(self, plan: StagePlan) -> Timeline:
         """Time 1 is a microbatch's forward through a rank's share of the model; stages cost what their weights are."""
         program = plan.program(self.num_microbatches)
-        return simulate(program, stage_costs(self.units, plan.layers, self.pp_size, self.backward))
+        return simulate(program, stage_costs(self.units, plan, self.backward))
 
     def balanced(self, config: PipelineConfig) -> Timeline | None:
         """With the stages balanced by cost; None where the user chose them, or has them so already."""
@@ -78,16 +77,13 @@ class Cutter:
         return sorted(rows, key=lambda pair: pair[0].timeline.makespan if pair[0].timeline else float("inf"))
 
 
-def stage_costs(units: Units, layers: Sequence[range], pp_size: int, backward: tuple[float, float]) -> Costs:
+def stage_costs(units: Units, plan: StagePlan, backward: tuple[float, float]) -> Costs:
     """Forward time of each stage in proportion to the weights that a token meets there; 1 is the mean of a rank."""
-    last = len(layers) - 1
     weights = [
-        sum(units.layers[i].cost for i in held)
-        + (units.before.cost if s == 0 else 0.0)
-        + (units.after.cost if s == last else 0.0)
-        for s, held in enumerate(layers)
+        units.cost_of_stage(held, is_first=s == 0, is_last=s == plan.num_stages - 1, depths=plan.role_of_depths(s))
+        for s, held in enumerate(plan.layers)
     ]
-    one = sum(weights) / pp_size
+    one = sum(weights) / plan.pp_size
     forward = tuple(weight / one for weight in weights)
     backward_input, backward_weight = (tuple(share * f for f in forward) for share in backward)
     return Costs(forward, backward_input, backward_weight)

@@ -36,15 +36,40 @@ class Units:
     before: Unit
     layers: tuple[Unit, ...]
     after: Unit
+    norm: Unit
+    further: Unit
+    num_depths: int = 0
 
-    def of_stage(self, layers: range, *, is_first: bool, is_last: bool) -> list[Unit]:
-        """What a stage holds. A tied table is on both ends, unless one stage is both."""
+    def of_stage(self, layers: range, *, is_first: bool, is_last: bool, depths: int = 0) -> list[Unit]:
+        """What a stage holds. A tied table is on both ends, unless one stage is both.
+
+        `depths` is 1 for the stage with the layers for multi-token prediction, which embed, and 2 for one that follows
+        it: the last norm is before those layers.
+        """
         held = [self.layers[i] for i in layers]
-        held = [self.before, *held] if is_first else held
-        if not (is_last and self.after.params):
-            return held
-        own = {id(item.param) for item in self.before.params} if is_first else set()
-        return [*held, Unit(tuple(item for item in self.after.params if id(item.param) not in own), self.after.cost)]
+        if depths == 1 and self.further.params:
+            held += [self.further, self.norm]
+        if is_last and self.after.params:
+            held.append(self.after)
+        if is_first or (depths == 1 and self.further.params):
+            held.insert(0, self.before)
+        seen = {id(item.param) for item in self.norm.params} if depths == 2 else set[int]()
+        return [_without(unit, seen) for unit in held]
+
+    def cost_of_stage(self, layers: range, *, is_first: bool, is_last: bool, depths: int = 0) -> float:
+        """Weights that a token meets on a stage; the head once more for every depth."""
+        ends = (self.before.cost if is_first else 0.0) + (self.after.cost * (1 + self.num_depths) if is_last else 0.0)
+        return ends + sum(self.layers[i].cost for i in layers) + (self.further.cost if depths == 1 else 0.0)
+
+
+def _without(unit: Unit, seen: set[int]) -> Unit:
+    """A unit without the parameters that were seen before; its own are from now on."""
+    params = tuple(item for item in unit.params if id(item.param) not in seen)
+    seen |= {id(item.param) for item in params}
+    return Unit(params, unit.cost, unit.num_packed)
+
+
+_NOTHING = Unit((), 0.0)
 
 
 def read_units(part: ModelPart, anatomy: Anatomy | None) -> Units:
@@ -58,7 +83,13 @@ def read_units(part: ModelPart, anatomy: Anatomy | None) -> Units:
     else:
         layers = list(part.model.get_submodule(anatomy.layers).children())
         before, after = (_unit([part.model.get_submodule(n) for n in ns]) for ns in (anatomy.before, anatomy.after))
-    return Units(before, tuple(_unit([layer]) for layer in layers), after)
+    if anatomy is None or part.multi_token is None:
+        num_depths = len(part.multi_token or ())
+        return Units(before, tuple(_unit([layer]) for layer in layers), after, _NOTHING, _NOTHING, num_depths)
+    head = part.model.get_output_embeddings()
+    norms = [module for name in anatomy.after if (module := part.model.get_submodule(name)) is not head]
+    further = _unit([part.multi_token])
+    return Units(before, tuple(_unit([layer]) for layer in layers), after, _unit(norms), further, len(part.multi_token))
 
 
 def _unit(modules: Sequence[nn.Module]) -> Unit:

@@ -95,7 +95,7 @@ class Recipe(ConfigRoot):
         check_packed_probe(self.parallelizer, self.model, self.data)
         check_transformer_engine(self.parallelizer, self.model, self.mesh)
         check_4bit_base(self.parallelizer, self.model, self.mesh)
-        check_multi_token(self.parallelizer, self.model, self.mesh, self.kind)
+        check_multi_token(self.parallelizer, self.model, self.kind)
         pp_size = self.mesh.pp_size or 1
         if pp_size > 1 and self.pipeline is None:
             raise ConfigError(

@@ -105,7 +105,7 @@ def check_4bit_base(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig
         )
 
 
-def check_multi_token(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig, kind: str) -> None:
+def check_multi_token(parallelizer: Strategy, model: ModelConfig, kind: str) -> None:
     """What training of layers for multi-token prediction cannot be combined with."""
     if model.mtp is None:
         return
@@ -121,13 +121,6 @@ def check_multi_token(parallelizer: Strategy, model: ModelConfig, mesh: MeshConf
             f"model.mtp: layers for multi-token prediction are not measured under {parallelizer.name}",
             keys=("model.mtp", "parallelizer"),
             fix="parallelizer=fsdp2",
-        )
-    num_stages = mesh.pp_size or 1
-    if num_stages > 1:
-        raise ConfigError(
-            f"mesh.pp_size={num_stages} with model.mtp: stages do not hold layers for multi-token prediction yet",
-            keys=("mesh.pp_size", "model.mtp"),
-            fix="model.mtp=null",
         )
     if parallelizer.axis_options().sequence_parallel:
         raise ConfigError(

@@ -19,7 +19,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.cut.layout_string import parse_layout, validate_layout
+from automodel_cli.pipelining.cut.layout_string import StageLayout, parse_layout, validate_layout
 from automodel_cli.pipelining.cut.split import stage_count
 from automodel_cli.pipelining.schedule.schedules import find_schedule
 from automodel_cli.pipelining.spelling import as_yaml
@@ -59,7 +59,7 @@ def check_sizes(model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig |
     if written is None:
         return
     if pipeline is not None and (mesh.pp_size or 1) > 1:
-        _check_layers(written, mesh.pp_size or 1, pipeline)
+        _check_layers(written, mesh.pp_size or 1, pipeline, model)
     if (mesh.ep_size or 1) > 1:
         _check_experts(written, mesh.ep_size or 1)
 
@@ -83,7 +83,7 @@ def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, dict) else fields
 
 
-def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig) -> None:
+def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig, model: ModelConfig) -> None:
     found = written.number(_LAYERS)
     if found is None or pipeline.csv is not None or pipeline.module_fqns_per_model_part is not None:
         return
@@ -92,7 +92,8 @@ def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig) -> N
     keys = ("mesh.pp_size", written.key_of(name))
     if pipeline.layout is not None:
         try:
-            validate_layout(parse_layout(pipeline.layout), pp_size, num_layers)
+            layout = parse_layout(pipeline.layout)
+            validate_layout(layout, pp_size, num_layers, _num_depths(model, layout))
         except ConfigError as error:
             raise ConfigError(error.message, keys=("pipeline.layout", *keys), fix=error.fix) from None
         return
@@ -112,6 +113,18 @@ def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig) -> N
             keys=keys,
             fix=fix,
         )
+
+
+def _num_depths(model: ModelConfig, layout: StageLayout) -> int:
+    """Layers for multi-token prediction, of which a checkpoint has as many as the layout places or is refused later."""
+    if model.mtp is not None:
+        return model.mtp.depths or max(1, layout.count("m"))
+    if layout.count("m"):
+        raise ConfigError(
+            f"it places {layout.count('m')} layers for multi-token prediction (m), which only model.mtp builds",
+            fix="model.mtp={}",
+        )
+    return 0
 
 
 def _check_experts(written: Written, ep_size: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import DDPConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models.build import build_part
@@ -26,16 +27,20 @@ from automodel_cli.parity.compare import Recorder
 from automodel_cli.parity.gradients import gradient_errors, missing, worst_of
 from automodel_cli.parity.rows import Row
 from automodel_cli.pipelining import build
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.cut.probe import check_split
+from automodel_cli.pipelining.cut.stage_plan import plan_stages
+from automodel_cli.pipelining.torch_runtime import contributions
 from automodel_cli.training.step import train_step
 from tests import multi_token
 from tests.dist.harness import launch
 from tests.dist.test_composed import row
 from tests.multi_token import ByHand
 
-TOLERANCE = 1e-6
-# The definition is in float64. In float32 one process is off by 7e-7, and the tables' gradients, whose sums tensor
-# parallelism makes in parts, by 1.5e-6.
-OF_PARTIAL_SUMS = 3e-6
+TOLERANCE = 1e-6  # of the losses
+# Of single gradients: the definition is in float64, and one process in float32 is off by 7e-7; the sums that tensor
+# parallelism makes in parts by 1.5e-6. Mistakes cost 1e-3 and more.
+OF_GRADIENTS = 2e-6
 WEIGHT = 0.3
 
 
@@ -47,12 +52,15 @@ class Outcome:
     name: str
 
     @property
-    def worst(self) -> float:
-        return max(self.loss, self.mtp_loss, self.gradient)
+    def is_right(self) -> bool:
+        return max(self.loss, self.mtp_loss) < TOLERANCE and self.gradient < OF_GRADIENTS
 
 
-def run(rank: int, world: int, folder: str, want: ByHand, rows: Sequence[Row]) -> list[Outcome]:
-    """A step of every row, whose worst errors over ranks rank 0 returns."""
+def run(rank: int, world: int, folder: str, want: ByHand, rows: Sequence[Row], sums: bool = True) -> list[Outcome]:
+    """A step of every row, whose worst errors over ranks rank 0 returns. `sums` False is a mistake: the stages' copies
+    of the embedding keep the gradients of their own use of it."""
+    if not sums:
+        contributions.sum_tied = lambda *_: None
     return [_run(folder, want, r) for r in rows]
 
 
@@ -84,12 +92,8 @@ def check(folder: Path, made: multi_token.Made, rows: Sequence[Row], ranks: int 
     outcomes = launch(run, ranks, str(folder), want, rows, timeout=60 + 30 * len(rows))
     for r, outcome in zip(rows, outcomes, strict=True):
         print(r, outcome)
-    wrong = [f"{r}: {o}" for r, o in zip(rows, outcomes, strict=True) if not o.worst < _tolerance(r)]
+    wrong = [f"{r}: {o}" for r, o in zip(rows, outcomes, strict=True) if not o.is_right]
     assert not wrong, "\n".join(wrong)
-
-
-def _tolerance(r: Row) -> float:
-    return OF_PARTIAL_SUMS if (r.mesh.tp_size or 1) > 1 else TOLERANCE
 
 
 def test_same_numbers_as_the_definition(tmp_path: Path):
@@ -101,3 +105,57 @@ def test_same_numbers_as_the_definition(tmp_path: Path):
         replace(row(dp=2), parallelizer=DDPConfig()),
     ]
     check(tmp_path, multi_token.write(tmp_path, depths=2), rows)
+
+
+def cut(layout: str | None, schedule: str, pp: int, **more) -> Row:
+    return replace(row(pp=pp, **more), pipeline=PipelineConfig(schedule=schedule, layout=layout))
+
+
+def test_same_numbers_where_they_are_with_the_head_of_a_pipeline(tmp_path: Path):
+    rows = [
+        cut(None, "1f1b", 2, recompute=True),
+        cut("Et|tt|t|mmL", "interleaved_1f1b", 2),
+        replace(row(pp=2), pipeline=PipelineConfig(schedule="1f1b", runtime="eager")),
+    ]
+    check(tmp_path / "two", multi_token.write(tmp_path / "two", depths=2), rows)
+    check(tmp_path / "one", multi_token.write(tmp_path / "one"), [cut(None, "zbv", 2)])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_same_numbers_where_they_are_a_stage_of_their_own(tmp_path: Path, tied: bool):
+    """Three ranks have the table of a tied model: it embeds on two and is the head on the third."""
+    made = multi_token.write(tmp_path, "qwen3", depths=2, tie_word_embeddings=tied)
+    check(tmp_path, made, [cut("Ett|ttmm|L", "1f1b", 3), cut("Et|t|t|t|mm|L", "interleaved_1f1b", 3)], ranks=3)
+
+
+def test_copies_of_the_embedding_that_keep_their_own_gradient_show(tmp_path: Path):
+    made = multi_token.write(tmp_path, "qwen3")
+    want = multi_token.by_hand(made, step_batches(packed=True), WEIGHT)
+    (outcome,) = launch(run, 2, str(tmp_path), want, [cut(None, "1f1b", 2)], False, timeout=90)
+    assert outcome.gradient > 1e-3 and outcome.name == "model.embed_tokens.weight"
+
+
+@pytest.mark.slow
+def test_same_numbers_on_four_ranks(tmp_path: Path):
+    rows = [
+        cut(None, "1f1b", 2, dp=2, ep=2, recompute=True),
+        cut(None, "interleaved_1f1b", 2, cp=2),
+        cut(None, "1f1b", 2, tp=2),
+        cut("Et|tt|tm|L", "1f1b", 4),
+        row(dp=2, cp=2, ep=2),
+        row(dp=4, hsdp=2),
+    ]
+    check(tmp_path, multi_token.write(tmp_path), rows, ranks=4)
+
+
+def test_a_split_backward_is_refused_where_the_embedding_is_used_twice(tmp_path: Path):
+    multi_token.write(tmp_path, depths=2)
+    part = build_part(ModelConfig(pretrained=str(tmp_path), mtp=MTPConfig()))
+    with pytest.raises(ConfigError, match="uses it 2 times"):
+        plan_stages(PipelineConfig(schedule="zbv"), part, check_split(part.model), 2)
+    with pytest.raises(ConfigError, match="has one shape between all stages"):
+        plan_stages(
+            PipelineConfig(schedule="1f1b", layout="Ett|ttmm|L", runtime="eager"), part, check_split(part.model), 3
+        )
+    with pytest.raises(ConfigError, match="it places 0 multi-token-prediction layers, but the model has 2"):
+        plan_stages(PipelineConfig(layout="Ett|ttL"), part, check_split(part.model), 2)

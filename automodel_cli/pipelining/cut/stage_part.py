@@ -110,10 +110,15 @@ class StagePart(ModelPart):
     is_last: bool
     streams: tuple[int, ...] = ()
     """See `Anatomy`. Between stages they lie side by side, `[B, T, streams * D]`."""
+    holds_depths: bool = False
+    """Whether it has the layers for multi-token prediction, and then the last norm before them."""
+    follows_depths: bool = False
+    """Whether an earlier stage has them, and sends their hidden states beside the model's."""
     shared: frozenset[str] = frozenset()
-    """Name of the table that the first stage (which embeds with it) and the last one (whose head it is) both hold."""
+    """Name of the table that the first stage (which embeds with it) holds, and others: the last one (whose head it is),
+    and one with layers for multi-token prediction (which embed with it)."""
     held_elsewhere: frozenset[str] = frozenset()
-    """The same on the last stage: the gradient norm counts a shared table on the first one."""
+    """The same on all but the first stage: the gradient norm counts a shared table there."""
 
     def forward(  # type: ignore[override]
         self,
@@ -125,7 +130,7 @@ class StagePart(ModelPart):
         token_ids: Tensor | None = None,
         **model_inputs: Any,
     ) -> HeadOutput | Tensor:
-        if not (self.is_first or self.is_last or self.layers):
+        if not (self.is_first or self.is_last or self.layers or self.holds_depths):
             assert hidden_BTD is not None, "a stage without layers passes on what it receives"
             return hidden_BTD.clone()  # the backward needs an output that is neither the input leaf nor a view of it
         if hidden_BTD is not None and self.streams:
@@ -142,11 +147,37 @@ class StagePart(ModelPart):
             )
             self.boundary.hidden_BTD = None
             return result
-        self.hidden(self.local_inputs(model_inputs))
+        inputs = self.local_inputs(model_inputs)
+        if self.holds_depths:
+            every = self.with_depths(model_inputs, inputs, request)
+            self.boundary.hidden_BTD = None
+            return torch.cat(every, -1)
+        self.hidden(inputs)
         return self.boundary.take().flatten(2)
 
+    def with_depths(
+        self, model_inputs: dict[str, Any], local_inputs: dict[str, Any], request: HeadRequest
+    ) -> list[Tensor]:
+        if not self.follows_depths:
+            return super().with_depths(model_inputs, local_inputs, request)
+        return list(self.hidden(local_inputs).chunk(num_streams(self, request.further), -1))
 
-def cut_stage(part: ModelPart, anatomy: Anatomy, *, layers: range, is_first: bool, is_last: bool) -> StagePart:
+
+def num_streams(part: ModelPart, further: bool) -> int:
+    """How many hidden states side by side leave a stage with layers for multi-token prediction."""
+    return 1 + (len(part.depth_names.depths) if further and part.depth_names is not None else 0)
+
+
+def cut_stage(
+    part: ModelPart,
+    anatomy: Anatomy,
+    *,
+    layers: range,
+    is_first: bool,
+    is_last: bool,
+    holds_depths: bool = False,
+    follows_depths: bool = False,
+) -> StagePart:
     """Stage `layers` of `part`, which is left as it is: the stage shares the tensors that it keeps, meta or not."""
     tensors = (*part.parameters(), *part.buffers())
     stage = copy.deepcopy(part, {id(t): t for t in tensors})
@@ -154,33 +185,59 @@ def cut_stage(part: ModelPart, anatomy: Anatomy, *, layers: range, is_first: boo
     assert isinstance(stage, StagePart)
     stage.boundary, stage.layers, stage.is_first, stage.is_last = Boundary(), layers, is_first, is_last
     stage.streams = anatomy.streams
+    stage.holds_depths, stage.follows_depths = holds_depths, follows_depths
+    if not holds_depths:
+        stage.multi_token = None
     _fill_slots(stage, anatomy)
     model = stage.model
     dtype = next(part.parameters()).dtype
-    tied = tied_embedding(model)
+    table, is_tied = _table(model)
+    keeps_table = is_first or holds_depths or (is_last and is_tied)
+    if keeps_table and not is_first:
+        _copy_table(model, table)
     if not is_first:
         for name in anatomy.before:
-            if not (is_last and name == tied):  # a tied last stage keeps the table: it is the head's weight
+            if not (keeps_table and name == table):  # the head's weight, or what depths embed with
                 _replace(model, name, _discard_output(model.get_submodule(name), stage.boundary, dtype))
     if not is_last:
         stage.value_head = None
-        for name in anatomy.after:
-            _replace(model, name, PassThrough())
         model.all_tied_weights_keys = {}  # else the library's tie step would tie the head to a stand-in
-    if tied is not None and is_first != is_last:
-        stage.shared = frozenset({f"model.{tied}.weight"})
-        if is_last:
-            stage.held_elsewhere = stage.shared
-            _copy_table(model, tied)
+    head = model.get_output_embeddings()
+    for name in anatomy.after:
+        kept = is_last if not (holds_depths or follows_depths) or model.get_submodule(name) is head else holds_depths
+        if not kept:
+            _replace(model, name, PassThrough())
+    if keeps_table and _is_shared(part, is_first=is_first, is_last=is_last, holds_depths=holds_depths):
+        stage.shared = frozenset({f"model.{table}.weight"})
+        stage.held_elsewhere = frozenset() if is_first else stage.shared
     return stage
 
 
+def _is_shared(part: ModelPart, *, is_first: bool, is_last: bool, holds_depths: bool) -> bool:
+    """Whether another stage has the table too, of a stage that has it."""
+    if not is_first:
+        return True
+    tied_elsewhere = tied_embedding(part.model) is not None and not is_last
+    return tied_elsewhere or (part.multi_token is not None and not holds_depths)
+
+
+def _table(model: PreTrainedModel) -> tuple[str, bool]:
+    """Name of the input embedding ("" where the library names none), and whether its table is the head's too."""
+    tied = tied_embedding(model)
+    if tied is not None:
+        return tied, True
+    embedding = model.get_input_embeddings()
+    return next((name for name, module in model.named_modules() if module is embedding), ""), False
+
+
 def _copy_table(model: PreTrainedModel, embedding: str) -> None:
-    """Give the last stage a table of its own: under a V placement the first stage, on the same rank, has the other."""
+    """Give the stage a table of its own: under a V placement the first stage, on the same rank, has the other."""
     table, head = model.get_submodule(embedding), model.get_output_embeddings()
     weight = table.weight
     assert isinstance(weight, nn.Parameter)
-    table.weight = head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    table.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    if head is not None and head.weight is weight:
+        head.weight = table.weight
 
 
 def _fill_slots(stage: StagePart, anatomy: Anatomy) -> None:
@@ -193,15 +250,20 @@ def _fill_slots(stage: StagePart, anatomy: Anatomy) -> None:
                 "enter"
                 if i == first - 1 and not stage.is_first
                 else "leave"
-                if i == end and not stage.is_last
+                if i == end and not _ends_decoder(stage)
                 else None
             )
             slots[i] = StandIn(layer, stage.boundary, role, anatomy.arity)
     # At the ends of the list no stand-in precedes or follows the stage's layers.
-    enters, leaves = first == 0 and not stage.is_first, end == len(slots) and not stage.is_last
+    enters, leaves = first == 0 and not stage.is_first, end == len(slots) and not _ends_decoder(stage)
     for i in stage.layers:
         if (enters and i == first) or (leaves and i == end - 1):
             _attach(slots[i], stage.boundary, enters and i == first, leaves and i == end - 1)
+
+
+def _ends_decoder(stage: StagePart) -> bool:
+    """Whether what follows the layers is run here."""
+    return stage.is_last or stage.holds_depths
 
 
 def _attach(layer: nn.Module, boundary: Boundary, enters: bool, leaves: bool) -> None:

@@ -10,7 +10,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.nf4 import NF4Linear
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.cut.anatomy import Anatomy
+from automodel_cli.pipelining.cut.anatomy import Anatomy, tied_embedding
 from automodel_cli.pipelining.cut.layout_string import parse_layout, validate_layout
 from automodel_cli.pipelining.cut.split import balanced_sizes, even_sizes, layer_ranges, ranges_from_names, stage_count
 from automodel_cli.pipelining.schedule.owners import stage_owners
@@ -20,12 +20,22 @@ from automodel_cli.pipelining.schedule.programs import build_program
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The stages of a running pipeline. `layers[s]` are the decoder layers of stage s, `owner[s]` its rank."""
+    """The stages of a running pipeline. `layers[s]` are the decoder layers of stage s, `owner[s]` its rank; `depths` is
+    the stage with the layers for multi-token prediction, of a model that has them."""
 
     layers: tuple[range, ...]
     owner: tuple[int, ...]
     config: PipelineConfig
     csv_program: Program | None = None
+    depths: int | None = None
+
+    def follows_depths(self, stage: int) -> bool:
+        """Whether the hidden states of depths come to this stage beside the model's."""
+        return self.depths is not None and stage > self.depths
+
+    def role_of_depths(self, stage: int) -> int:
+        """1 for the stage with those layers, 2 for one that follows it, else 0."""
+        return 1 if stage == self.depths else 2 if self.follows_depths(stage) else 0
 
     @property
     def pp_size(self) -> int:
@@ -90,15 +100,62 @@ def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: Anatomy, pp_si
             fix=f"mesh.pp_size={csv_program.pp_size}",
         )
     layers = _layers(config, part, anatomy, pp_size, csv_program)
+    depths = _stage_of_depths(config, part, anatomy, len(layers))
+    plan = _owned(config, layers, depths, pp_size, csv_program)
+    if depths is not None:
+        _check_uses_of_table(plan, part)
+    return plan
+
+
+def _owned(
+    config: PipelineConfig, layers: list[range], depths: int | None, pp_size: int, csv_program: Program | None
+) -> StagePlan:
     if csv_program is not None:
         if csv_program.num_stages != len(layers):
             raise ConfigError(
                 f"{config.csv} runs {csv_program.num_stages} stages; the model is cut into {len(layers)}",
                 keys=("csv",),
             )
-        return StagePlan(tuple(layers), csv_program.owner, config, csv_program)
+        return StagePlan(tuple(layers), csv_program.owner, config, csv_program, depths)
     assert config.named_schedule is not None
-    return StagePlan(tuple(layers), stage_owners(pp_size, len(layers), config.named_schedule.style), config)
+    owners = stage_owners(pp_size, len(layers), config.named_schedule.style)
+    return StagePlan(tuple(layers), owners, config, depths=depths)
+
+
+def _stage_of_depths(config: PipelineConfig, part: ModelPart, anatomy: Anatomy, num_stages: int) -> int | None:
+    """Where a layout places `m`; else with the head."""
+    if part.multi_token is None:
+        return None
+    if config.layout is None:
+        return num_stages - 1
+    stage = next(s for s, letters in enumerate(parse_layout(config.layout).letters) if "m" in letters)
+    if stage < num_stages - 1 and config.runtime == "eager":
+        raise ConfigError(
+            "runtime=eager has one shape between all stages, but a stage with m before the last one sends more",
+            keys=("runtime", "layout"),
+            fix="runtime=torch",
+        )
+    if stage < num_stages - 1 and anatomy.streams:
+        raise ConfigError(
+            "the layers hand on several residual streams, of which a stage with m before the last one sends their sum",
+            keys=("layout",),
+            fix="layout=null",
+        )
+    return stage
+
+
+def _check_uses_of_table(plan: StagePlan, part: ModelPart) -> None:
+    """torch finds the weight gradients of a split backward where weights meet the path of the inputs, and counts one
+    that meets it twice in a row too often."""
+    is_head = plan.depths == plan.num_stages - 1 and tied_embedding(part.model) is not None
+    uses = len(part.multi_token or ()) + is_head
+    if plan.splits_backward and uses > 1:
+        raise ConfigError(
+            f"{plan.config.csv or plan.config.schedule} splits the backward, which is not exact for the embedding: the "
+            f"stage with the layers for multi-token prediction uses it {uses} times",
+            keys=("schedule", "csv"),
+            fix="schedule=1f1b csv=null",
+        )
 
 
 def _layers(
@@ -118,14 +175,14 @@ def _layers(
         )
     if config.layout is not None:
         layout = parse_layout(config.layout)
-        if layout.count("m"):
+        if layout.count("m") and part.multi_token is None:
             raise ConfigError(
                 f"layout: it places {layout.count('m')} multi-token-prediction layers (m), but "
-                f"{type(part.model).__name__} builds none",
+                f"{type(part.model).__name__} builds none without model.mtp",
                 keys=("layout",),
                 fix="layout=null, or a layout without m",
             )
-        validate_layout(layout, pp_size, num_layers)
+        validate_layout(layout, pp_size, num_layers, len(part.multi_token or ()))
         counts = [letters.count("t") for letters in layout.letters]
         if kind == "single":
             _check_count(len(counts), pp_size, kind)

@@ -62,14 +62,22 @@ class Stage(PipelineStage):
         boundary_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         defer_nested_sync: bool,
+        num_further: int = 0,
+        further_arrives: bool = False,
+        further_leaves: bool = False,
     ):
         """`boundary_dtype` travels between ranks, `compute_dtype` is what the part computes its residual stream in.
+
+        `num_further` hidden states of multi-token prediction arrive or leave beside the model's, in the runs that
+        `further` is set for.
 
         `defer_nested_sync`: where FSDP wraps modules inside the part but not the part itself, reduce their gradients
         once per step.
         """
         self.shapes: list[tuple[int, int]] = [(1, 1)]
         self.hidden_size, self.boundary_dtype, self.compute_dtype = hidden_size, boundary_dtype, compute_dtype
+        self.further = False
+        self._more_in, self._more_out = num_further * further_arrives, num_further * further_leaves
         self.fsdp_roots = fsdp_roots(part) if defer_nested_sync or isinstance(part, FSDPModule) else []
         self._alone = alone(part)
         self.reduction = Reduction()
@@ -100,18 +108,22 @@ class Stage(PipelineStage):
         if train:
             self._prepare_backward_infra(len(shapes))
 
-    def meta(self, microbatch: int) -> Tensor:
+    def meta(self, microbatch: int, *, leaving: bool) -> Tensor:
         """The hidden states of one microbatch as they travel, on the meta device."""
-        return torch.empty(
-            *self.shapes[microbatch], self.hidden_size, dtype=self.boundary_dtype, device="meta", requires_grad=True
-        )
+        shape = self._shape(microbatch, leaving=leaving)
+        return torch.empty(*shape, dtype=self.boundary_dtype, device="meta", requires_grad=True)
+
+    def _shape(self, microbatch: int, *, leaving: bool) -> tuple[int, int, int]:
+        """Of what arrives at this stage, or leaves it."""
+        more = self._more_out if leaving else self._more_in
+        return *self.shapes[microbatch], self.hidden_size * (1 + (more if self.further else 0))
 
     # Receive buffers: described when a step begins, allocated when the receive is posted, dropped after use.
 
     def _infos(self, name: str, source: int, microbatch: int, gradient: bool) -> tuple[Any, ...]:
         if not HAS_STAGE_META:
             return (torch_stage._RecvInfo(name, source, None),)  # type: ignore[call-arg]
-        meta: Any = torch_stage.extract_tensor_metas((self.meta(microbatch),))
+        meta: Any = torch_stage.extract_tensor_metas((self.meta(microbatch, leaving=gradient),))
         if gradient:
             meta = torch_stage._derive_grad_metas(meta)
         return (torch_stage._RecvInfo(name, source, None, tensor_meta=meta[0]),)
@@ -131,38 +143,37 @@ class Stage(PipelineStage):
                 () if self.is_last else self._infos(f"gradient {i} from stage {source}", source, i, True)
             )
 
-    def _allocate(self, infos: tuple[Any, ...], microbatch: int, requires_grad: bool) -> None:
+    def _allocate(self, infos: tuple[Any, ...], microbatch: int, requires_grad: bool, *, leaving: bool) -> None:
         for info in infos:
-            info.buffer = torch.empty(
-                *self.shapes[microbatch], self.hidden_size, dtype=self.boundary_dtype, device=self.device
-            )
+            shape = self._shape(microbatch, leaving=leaving)
+            info.buffer = torch.empty(shape, dtype=self.boundary_dtype, device=self.device)
             info.buffer.requires_grad_(
                 requires_grad and not HAS_STAGE_META
             )  # 2.13 sets it on the received tensor itself
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id, self.has_backward)
+        self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id, self.has_backward, leaving=False)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward:
-            self._allocate(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id, False)
+            self._allocate(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id, False, leaving=True)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        grads = tuple(self._zeros(mb_index) if grad is None else grad for grad in next_stage_bwd_outputs)
+        grads = tuple(self._zeros(mb_index, leaving=True) if grad is None else grad for grad in next_stage_bwd_outputs)
         super().set_local_bwd_input(grads, mb_index)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
             # torch fills in a missing gradient with zeros shaped like microbatch 0
             self.bwd_cache[bwd_chunk_id] = tuple(
-                self._zeros(bwd_chunk_id) if g is None else g for g in self.bwd_cache[bwd_chunk_id]
+                self._zeros(bwd_chunk_id, leaving=False) if g is None else g for g in self.bwd_cache[bwd_chunk_id]
             )
         return super().get_bwd_send_ops(bwd_chunk_id)
 
-    def _zeros(self, microbatch: int) -> Tensor:
-        return torch.zeros(*self.shapes[microbatch], self.hidden_size, dtype=self.boundary_dtype, device=self.device)
+    def _zeros(self, microbatch: int, *, leaving: bool) -> Tensor:
+        return torch.zeros(self._shape(microbatch, leaving=leaving), dtype=self.boundary_dtype, device=self.device)
 
     # Compute.
 

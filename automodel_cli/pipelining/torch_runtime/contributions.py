@@ -1,5 +1,5 @@
-"""Gradient sums that neither autograd nor FSDP does: over data-parallel ranks of plain parameters, and over the two
-copies of a tied table.
+"""Gradient sums that neither autograd nor FSDP does: over data-parallel ranks of plain parameters, and over the
+copies of a table that several stages hold.
 
 Both act on what one step adds, not on what has accumulated before it, so two accumulated steps are exact.
 """
@@ -62,27 +62,26 @@ def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def sum_tied(copies: Sequence[nn.Parameter], peer: int | None, group: dist.ProcessGroup) -> None:
-    """Make the gradients of a table's copies their sum.
+def sum_tied(copies: Sequence[nn.Parameter], ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Make the gradients of a table's copies their sum, the same bits on every rank.
 
-    `copies`: both of them where one rank owns the first and the last stage (`peer` None), else this rank's one; `peer`
-    is the rank in `group` that has the other. Ranks without a copy do not call this. Shards are summed as shards: both
-    copies are laid out alike.
+    `copies`: those of this rank; `ranks` in `group` have some, this one among them. Others do not call this. Shards are
+    summed as shards: all copies are laid out alike.
     """
     local = [_local(_gradient(param)) for param in copies]
-    if peer is None:
-        first, second = local
-        total = first + second
-        first.copy_(total)
-        second.copy_(total)
-        return
-    (mine,) = local
-    theirs = torch.empty_like(mine)
-    other = dist.get_global_rank(group, peer)
-    operations = [dist.P2POp(dist.isend, mine.contiguous(), other, group), dist.P2POp(dist.irecv, theirs, other, group)]
-    for work in dist.batch_isend_irecv(operations):
+    mine = sum(local[1:], local[0]).contiguous()
+    of_ranks = {rank: torch.empty_like(mine) for rank in ranks if rank != dist.get_rank(group)}
+    operations = []
+    for rank, theirs in of_ranks.items():
+        other = dist.get_global_rank(group, rank)
+        operations += [dist.P2POp(dist.isend, mine, other, group), dist.P2POp(dist.irecv, theirs, other, group)]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    mine.add_(theirs)
+    of_ranks[dist.get_rank(group)] = mine
+    first, *others = (of_ranks[rank] for rank in ranks)
+    total = sum(others, first)
+    for gradient in local:
+        gradient.copy_(total)
 
 
 def _gradient(param: nn.Parameter) -> Tensor:

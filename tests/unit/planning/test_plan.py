@@ -17,7 +17,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import CPUOffload, DDPConfig, FSDP2Config, MixedPrecision
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.models.build import build_part
-from automodel_cli.models.config import LoRAConfig, ModelConfig
+from automodel_cli.models.config import LoRAConfig, ModelConfig, MTPConfig
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.probe import check_split
 from automodel_cli.pipelining.cut.stage_part import cut_stage
@@ -65,6 +65,25 @@ def test_stage_parameters_are_those_of_the_cut_stages(family: str, tied: bool) -
         assert row.num_parameters == sum(p.numel() for p in stage.parameters())
     table = VOCAB * HIDDEN if tied else 0  # on the first stage and on the last
     assert sum(row.num_parameters for row in plan.stages) == whole + table
+
+
+@pytest.mark.parametrize("layout", ["Ett|tt|m|L", "Et|t|tt|mL", None])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_hold_the_layers_for_multi_token_prediction_and_what_they_embed_with(layout: str | None, tied: bool):
+    model = ModelConfig(config=tiny_fields("deepseek_v3", tie_word_embeddings=tied), mtp=MTPConfig())
+    pipeline = PipelineConfig(schedule="1f1b", layout=layout)
+    plan = make_plan(request(model=model, pipeline=pipeline, layout=Layout(pp=4 if layout else 2)))
+    part = build_part(model)
+    assert plan.num_parameters == sum(p.numel() for p in part.parameters())
+    anatomy = check_split(part.model)
+    place = next(row.index for row in plan.stages if row.num_depths)
+    assert place == (2 if layout == "Ett|tt|m|L" else len(plan.stages) - 1)
+    for row in plan.stages:
+        ends = {"is_first": row.is_first, "is_last": row.is_last}
+        depths = {"holds_depths": row.index == place, "follows_depths": row.index > place}
+        stage = cut_stage(part, anatomy, layers=row.layers, **ends, **depths)
+        assert row.num_parameters == sum(p.numel() for p in stage.parameters()), row
+    assert "1 MTP layer" in render(plan, memory_gib=80)
 
 
 def test_memory_of_ddp_is_whole_copies_of_everything() -> None:

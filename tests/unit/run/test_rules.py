@@ -99,12 +99,11 @@ REFUSED_MTP = {
 @pytest.mark.parametrize("case", REFUSED_MTP)
 def test_multi_token_prediction_refuses(case):
     parallelizer, kind, reason = REFUSED_MTP[case]
-    mesh = MeshConfig(tp_size=2)
     with pytest.raises(ConfigError, match=reason) as caught:
-        check_multi_token(parallelizer, _model(mtp=MTPConfig()), mesh, kind)
+        check_multi_token(parallelizer, _model(mtp=MTPConfig()), kind)
     assert caught.value.fix and caught.value.keys
-    check_multi_token(parallelizer, _model(), mesh, kind)
-    check_multi_token(FSDP2Config(), _model(mtp=MTPConfig()), mesh, "sft")
+    check_multi_token(parallelizer, _model(), kind)
+    check_multi_token(FSDP2Config(), _model(mtp=MTPConfig()), "sft")
 
 
 def test_multi_token_prediction_refuses_adapters_and_files_that_do_not_have_it():
