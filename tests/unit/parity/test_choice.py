@@ -96,7 +96,7 @@ def test_rows_by_words():
 
 
 def recipe(parallelizer=None, *, lora=None, pipeline=None, attention="packed", dtype="float32", **sizes: int):
-    model = SimpleNamespace(lora=lora, attention=attention, dtype=dtype, transformer_engine=None)
+    model = SimpleNamespace(lora=lora, attention=attention, dtype=dtype, transformer_engine=None, mtp=None)
     return SimpleNamespace(
         model=model,
         parallelizer=parallelizer or FSDP2Config(mp_policy=MixedPrecision(param_dtype=None)),
