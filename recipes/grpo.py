@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.config import TeacherConfig
-from automodel_cli.objectives.base import PolicyObjective
+from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rules import check_environment, check_indexer, check_prompt_data
@@ -50,7 +50,8 @@ class GRPORecipe(Recipe):
         for name, reward in self.rewards.items():
             check_on_error(reward.on_error, f"rewards.{name}.on_error")
         self._check_teacher()
-        if not self.rewards and self.teacher is None:
+        self._check_selection()
+        if not self.rewards and (self.teacher is None or selection_of(self.objective) is not None):
             raise ConfigError(
                 "no reward says what a good response is",
                 keys=("rewards",),
@@ -85,6 +86,27 @@ class GRPORecipe(Recipe):
                 keys=("rollout.top_k", "rollout.top_p", "objective"),
                 fix="rollout.top_k=0 rollout.top_p=1.0",
             )
+
+    def _check_selection(self) -> None:
+        selecting, rollout = selection_of(self.objective), self.rollout
+        if selecting is None:
+            return
+        name = type(self.objective).__name__
+        if selecting.samples_of_group > rollout.group_size:
+            raise ConfigError(
+                f"{name} takes up to {selecting.samples_of_group} samples of each group, and rollout.group_size="
+                f"{rollout.group_size}",
+                keys=("objective", "rollout.group_size"),
+                fix=f"rollout.group_size={selecting.samples_of_group}",
+            )
+        for key, default in (("baseline", "group"), ("leave_one_out", False), ("scale", "group")):
+            if getattr(rollout, key) != default:
+                raise ConfigError(
+                    f"rollout.{key}={getattr(rollout, key)}: {name} chooses samples by their rewards, and has no "
+                    "advantages",
+                    keys=(f"rollout.{key}", "objective"),
+                    fix=f"rollout.{key}={str(default).lower()}",
+                )
 
     def _check_rollout(self) -> None:
         rollout, per_update = self.rollout, self.train.global_batch_size

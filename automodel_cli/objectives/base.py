@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 
@@ -91,6 +91,26 @@ class PolicyObjective(Objective, Protocol):
     def corrects_staleness(self) -> bool:
         """Whether samples of older weights are weighed, so that `rollout.max_staleness` may be above 0."""
         ...
+
+
+class SelectingObjective(PolicyObjective, Protocol):
+    """A policy objective that trains on some samples of each group, with the log-probs of the model as it is (whatever
+    `rollout.temperature` samples were drawn at): one that has `select`."""
+
+    @property
+    def samples_of_group(self) -> int:
+        """The most that it takes of a group."""
+        ...
+
+    def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
+        """Numbers of the samples to train on; those of one tuple share a row. `rewards_N` float64, `groups_N` int64
+        (equal for the samples of one prompt), `valid_N` bool: the others are not to be taken."""
+        ...
+
+
+def selection_of(objective: PolicyObjective) -> SelectingObjective | None:
+    """The objective itself where it chooses samples."""
+    return cast(SelectingObjective, objective) if hasattr(objective, "select") else None
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Sample:
 @dataclass(frozen=True)
 class RowPlan:
     """How rows are made: `seq_len` tokens each, several samples in one if `packed`, else as long as the longest sample
-    (a multiple of `pad_multiple`). `fits` says whether a rank can run so many microbatches."""
+    or pair (a multiple of `pad_multiple`). `fits` says whether a rank can run so many microbatches."""
 
     seq_len: int
     packed: bool
@@ -109,21 +109,30 @@ class Update:
 
 
 def plan_updates(
-    samples: Sequence[Sample], trained: Sequence[int], num_updates: int, plan: RowPlan, *, dp_rank: int, dp_size: int
+    samples: Sequence[Sample],
+    trained: Sequence[Sequence[int]],
+    num_updates: int,
+    plan: RowPlan,
+    *,
+    dp_rank: int,
+    dp_size: int,
 ) -> list[Update]:
-    """The samples of these numbers in `num_updates` updates of about equal size, in their order; an update without any
-    sample is left out. Every rank gets equally many microbatches, some of them without labels where rows run short.
+    """The samples of these numbers in `num_updates` updates of about equal size, in their order; those that stand
+    together in `trained` share a row. An update without any sample is left out. Every rank gets equally many
+    microbatches, some of them without labels where rows run short.
     """
-    parts = [part.tolist() for part in np.array_split(np.array(trained, np.int64), num_updates)]
-    return [_update(samples, part, plan, dp_rank, dp_size) for part in parts if part]
+    parts = [part.tolist() for part in np.array_split(np.arange(len(trained)), num_updates)]
+    return [_update(samples, [trained[i] for i in part], plan, dp_rank, dp_size) for part in parts if part]
 
 
-def _update(samples: Sequence[Sample], chosen: Sequence[int], plan: RowPlan, dp_rank: int, dp_size: int) -> Update:
-    lengths = np.array([samples[number].length for number in chosen], np.int64)
+def _update(
+    samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: RowPlan, dp_rank: int, dp_size: int
+) -> Update:
+    lengths = np.array([sum(samples[number].length for number in numbers) for numbers in chosen], np.int64)
     bins = best_fit_decreasing(lengths, plan.seq_len) if plan.packed else np.arange(len(chosen))
     rows: list[list[int]] = [[] for _ in range(int(bins.max()) + 1)]
-    for number, row in zip(chosen, bins.tolist(), strict=True):
-        rows[row].append(number)
+    for numbers, row in zip(chosen, bins.tolist(), strict=True):
+        rows[row] += numbers
     longest = -(-int(lengths.max()) // plan.pad_multiple) * plan.pad_multiple
     num_tokens = plan.seq_len if plan.packed else longest
     unit = plan.microbatch_size * dp_size

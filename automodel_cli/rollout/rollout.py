@@ -54,7 +54,7 @@ class Rollout:
         names = sorted({name for sample in samples for name in sample.score.parts})
         equal = [s for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if not differs]
         return {
-            **self._of_advantages(),
+            **self._of_trained(),
             **({"reward_equal_groups": statistics.fmean(s.score.total for s in equal)} if equal else {}),
             "reward_std": statistics.pstdev(sample.score.total for sample in samples),
             **{f"reward_{name}": _mean_part(samples, name) for name in names},
@@ -67,6 +67,7 @@ class Rollout:
             "num_equal_groups": len({sample.place for sample in equal}),
             "num_sampled": self.num_sampled,
             "num_trained_samples": len(self.trained),
+            "num_unused_groups": len({s.place for s in samples} - {samples[n].place for n in self.trained}),
             "rollout_seconds": self.seconds,
             "reward_seconds": self.reward_seconds,
             "rollout_tokens_per_second": sum(lengths) / max(self.seconds, 1e-9),
@@ -74,12 +75,13 @@ class Rollout:
             "staleness": self.staleness,
         }
 
-    def _of_advantages(self) -> dict[str, float]:
+    def _of_trained(self) -> dict[str, float]:
         """Of the samples that are trained on; nothing where there are none."""
         found = self.advantages_N[self.trained].tolist()
         if not found:
             return {}
         return {
+            "reward_trained": statistics.fmean(self.samples[number].score.total for number in self.trained),
             "advantage_min": min(found),
             "advantage_max": max(found),
             "advantage_mean": statistics.fmean(found),

@@ -20,7 +20,7 @@ from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
-from automodel_cli.objectives.base import PolicyObjective
+from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.alarms import Alarms
@@ -230,10 +230,9 @@ class Rollouts(Callback):
             self.session.meter.print(text)
 
     def _advantages(self, samples: Sequence[Sample], rewards_N: Tensor) -> Any:
-        places_N = torch.tensor([sample.place for sample in samples])
         return group_advantages(
             rewards_N,
-            places_N,
+            _groups(samples),
             valid_N=self._valid(samples),
             leave_one_out=self.config.leave_one_out,
             normalise=self.config.normalise,
@@ -247,14 +246,17 @@ class Rollouts(Callback):
         differs_N = self._advantages(samples, _totals(samples)).differs_N
         by_token = self._token_advantages()
         by_group = by_token is None and "advantages_BT" in self.objective.columns
-        chosen_N = self._valid(samples) & (differs_N | (not by_group))
-        trained = chosen_N.nonzero()[:, 0].tolist()
-        num_updates = self.config.samples_per_step // self.recipe.train.global_batch_size
-        mesh = self.mesh
-        updates = plan_updates(samples, trained, num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
-        updates = self._measured(updates)
         rewards = [overlong.shaped(s.score.total, s.num_generated, s.truncated, limit) for s in samples]
         rewards_N = torch.tensor(rewards, dtype=torch.float64)
+        if (selecting := selection_of(self.objective)) is not None:
+            spoken_N = torch.tensor([sample.num_generated > 0 for sample in samples])
+            units = selecting.select(rewards_N, _groups(samples), self._valid(samples) & spoken_N)
+        else:
+            units = [(n,) for n in (self._valid(samples) & (differs_N | (not by_group))).nonzero()[:, 0].tolist()]
+        num_updates = self.config.samples_per_step // self.recipe.train.global_batch_size
+        mesh = self.mesh
+        updates = plan_updates(samples, units, num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+        updates = self._measured(updates)
         if by_token is not None:
             updates, advantages_N = by_token.into(updates, samples, rewards_N, mesh)
         else:
@@ -262,7 +264,7 @@ class Rollouts(Callback):
                 rewards_N -= kl.coef * mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl.kl_type)).cpu()
             advantages_N = self._advantages(samples, rewards_N).advantages_N
             updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
-        passes = self.config.passes
+        passes, trained = self.config.passes, [number for numbers in units for number in numbers]
         spent = (seconds, self._reward_seconds)
         return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *spent)
 
@@ -313,13 +315,15 @@ class Rollouts(Callback):
         if not {"ref_logprobs_BT", "teacher_ids_BTN"} & objective.columns and objective.reward_kl is None:
             return None
         lora, teacher = self.recipe.model.lora is not None, self._teacher
-        temperature = self.config.temperature
+        temperature = 1.0 if selection_of(objective) is not None else self.config.temperature
         return ReferenceModel(self.session, without_adapters=lora, temperature=temperature, teacher=teacher)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Inside, the trainer's log-probs are those of the distribution that is sampled from."""
-        with shaped(self.model, shaping_of(self.config.params())):
+        """Inside, the trainer's log-probs are those of the distribution that is sampled from; of the model as it is
+        where the objective chooses samples."""
+        plain = selection_of(self.objective) is not None
+        with shaped(self.model, Shaping() if plain else shaping_of(self.config.params())):
             yield
 
     # -- weights, and how good they are
@@ -353,7 +357,7 @@ class Rollouts(Callback):
         answers = self.engine.generate([prompt.tokens for _, _, prompt in requests[few]], params, seeds[few])
         samples = self._of_all_ranks(unscored_samples(requests[few], answers, session.tokenizer))
         mesh, stages = self.mesh, self.model.stages
-        every = range(len(samples))
+        every = [(number,) for number in range(len(samples))]
         (update,) = plan_updates(samples, every, 1, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
 
         def score(shaping: Shaping) -> list[Tensor]:
@@ -395,6 +399,10 @@ class Rollouts(Callback):
             elif warning is not None:  # stale samples always differ by what the weights have moved
                 reason = "the samples are drawn by older weights, as rollout.max_staleness allows; not said again"
                 self._tell_once("staleness", f"step {step}: {warning} ({reason})")
+
+
+def _groups(samples: Sequence[Sample]) -> Tensor:
+    return torch.tensor([sample.place for sample in samples])
 
 
 def _totals(samples: Sequence[Sample]) -> Tensor:

@@ -58,7 +58,7 @@ def row_plan(packed: bool) -> RowPlan:
 
 
 def updates_of(samples: Sequence[Sample], packed: bool, dp_rank: int = 0, dp_size: int = 1, number: int = 1):
-    trained = [i for i in range(len(samples)) if i != 3]  # one that is left out
+    trained = [(i,) for i in range(len(samples)) if i != 3]  # one that is left out
     return plan_updates(samples, trained, number, row_plan(packed), dp_rank=dp_rank, dp_size=dp_size)
 
 
@@ -185,7 +185,7 @@ def test_labels_are_the_response_with_its_logprobs_and_documents_restart():
 def test_dummy_microbatches_fill_up_what_a_schedule_needs():
     plan = replace(row_plan(True), fits=lambda count: count % 4 == 0)
     samples = given_samples()
-    (update,) = plan_updates(samples, range(len(samples)), 1, plan, dp_rank=0, dp_size=1)
+    (update,) = plan_updates(samples, [(i,) for i in range(len(samples))], 1, plan, dp_rank=0, dp_size=1)
     assert len(update.batches) == 4
     assert not (update.batches[-1].labels_BT != IGNORE_INDEX).any()
 

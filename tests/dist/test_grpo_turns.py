@@ -64,7 +64,7 @@ def drawn_samples(rank: int, world: int, folder: Path, family: str, which: Row) 
 
 def update_of(samples: Sequence[Sample], packed: bool, dp_rank: int = 0, dp_size: int = 1) -> Update:
     plan = RowPlan(SEQ_LEN, packed, pad_multiple=1, microbatch_size=2, pad_id=0, fits=lambda count: count % 2 == 0)
-    (update,) = plan_updates(samples, range(len(samples)), 1, plan, dp_rank=dp_rank, dp_size=dp_size)
+    (update,) = plan_updates(samples, [(i,) for i in range(len(samples))], 1, plan, dp_rank=dp_rank, dp_size=dp_size)
     return with_columns(update, samples)
 
 
@@ -136,7 +136,7 @@ def test_labels_are_what_the_model_drew_and_nothing_else():
     prompt = Prompt(0, [50, 51, 52], [], {}, "by hand")
     one = Sample(0, 0, prompt, tokens, logprobs, "", "stop", 0, Score(4.0, {}, {}), generated, said)
     plan = RowPlan(12, packed=True, pad_multiple=1, microbatch_size=1, pad_id=9)
-    (update,) = plan_updates([one], [0], 1, plan, dp_rank=0, dp_size=1)
+    (update,) = plan_updates([one], [(0,)], 1, plan, dp_rank=0, dp_size=1)
     (batch,) = update.with_values("advantages_BT", torch.tensor([0.5]), [one]).batches
     no = IGNORE_INDEX
     assert batch.input_ids_BT.tolist() == [[50, 51, 52, 60, 61, 70, 71, 72, 62, 9, 9, 9]]

@@ -1,0 +1,81 @@
+"""Rejection sampling: the best responses of each group are learnt like rows of a dataset. Torch-free to import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.objectives.base import Metric, RewardKL
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput
+
+
+@dataclass(frozen=True)
+class BestOfN:
+    """Loss = mean NLL of the label tokens of each group's `keep` best responses (RAFT, arXiv:2304.06767, algorithm 1).
+
+    Of responses with equal rewards those drawn first are taken. `threshold`: only responses with a larger reward count
+    (null: any), so that a group without a good response teaches nothing. Rewards are those after `rollout.overlong`.
+    Sampling is at `rollout.temperature`; the NLL is that of the model as it is, at temperature 1.
+
+    Metrics: `nll`, the mean over label tokens, and `num_selected_tokens`, their number.
+    """
+
+    keep: int = 1
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(f"keep={self.keep} must be at least 1", keys=("keep",), fix="objective.keep=1")
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """See `PolicyObjective`."""
+        return frozenset()
+
+    @property
+    def reward_kl(self) -> RewardKL | None:
+        """See `PolicyObjective`."""
+        return None
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """See `PolicyObjective`: a good response is worth imitating whoever has drawn it."""
+        return True
+
+    @property
+    def samples_of_group(self) -> int:
+        """See `SelectingObjective`."""
+        return self.keep
+
+    def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
+        """See `SelectingObjective`: each sample by itself."""
+        from automodel_cli.objectives.selection import ranked_groups
+
+        chosen = []
+        for numbers in ranked_groups(rewards_N, groups_N, valid_N):
+            good = [n for n in numbers if self.threshold is None or rewards_N[n].item() > self.threshold]
+            chosen += sorted(good[: self.keep])
+        return [(number,) for number in chosen]
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """See `MeasuredObjective`."""
+        return {"nll": Metric("num_selected_tokens", shown=True), "num_selected_tokens": Metric()}
+
+    def weight(self, batch: Batch) -> Tensor:
+        """Label tokens."""
+        return batch.num_label_tokens
+
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        return -output.logprobs_BT.sum()
+
+    def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
+        """See `MeasuredObjective`."""
+        return {"nll": self(output, batch), "num_selected_tokens": batch.num_label_tokens.float()}

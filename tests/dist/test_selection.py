@@ -1,0 +1,82 @@
+"""Updates on chosen samples: every layout and packing against the library's model in one process and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.objectives.best_of_n import BestOfN
+from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
+from automodel_cli.parity.gradients import full_gradients
+from automodel_cli.parity.reference import Original, Reference
+from automodel_cli.rollout.experience import RowPlan, Sample, Update, plan_updates
+from automodel_cli.training.step import train_step
+from tests import tiny
+from tests.dist.harness import launch
+from tests.dist.test_grpo import TOLERANCE, given_samples, row
+
+OBJECTIVES = {"best of n": BestOfN(threshold=1.0)}
+ROWS = [row(dp=2), row(dp=2, packed=False), row(pp=2), row(cp=2)]
+
+
+def update_of(objective: Any, samples: Sequence[Sample], packed: bool, dp_rank: int, dp_size: int) -> Update:
+    rewards_N = torch.tensor([sample.score.total for sample in samples], dtype=torch.float64)
+    places_N = torch.tensor([sample.place for sample in samples])
+    chosen = objective.select(rewards_N, places_N, torch.ones(len(samples), dtype=torch.bool))
+    plan = RowPlan(52, packed, pad_multiple=1, microbatch_size=1, pad_id=0, fits=lambda count: count % 2 == 0)
+    (update,) = plan_updates(samples, chosen, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
+    return update
+
+
+def loss_by_hand(name: str, model: Any, samples: Sequence[Sample]) -> torch.Tensor:
+    """Of the model in float64, one sample at a time; the rewards of place p are p and p + 1."""
+
+    def nlls(sample: Sample) -> torch.Tensor:
+        ids = torch.tensor([[*sample.prompt.tokens, *sample.tokens]])
+        logits_TV = model(input_ids=ids).logits[0, len(sample.prompt.tokens) - 1 : -1]
+        return cross_entropy(logits_TV, torch.tensor(sample.tokens), reduction="none")
+
+    best = [sample for sample in samples if sample.index == 1 and sample.place > 0]
+    return torch.cat([nlls(sample) for sample in best]).mean()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("selection")
+    model = tiny.build_hf("llama")
+    model.save_pretrained(folder / "llama")
+    model.double()
+    for name in OBJECTIVES:
+        model.zero_grad()
+        loss = loss_by_hand(name, model, given_samples())
+        loss.backward()
+        gradients = full_gradients([model])
+        norm = torch.stack([grad.double().square().sum() for grad in gradients.values()]).sum().sqrt()
+        torch.save({"loss": loss.item(), "grad_norm": norm.item(), "gradients": gradients}, folder / f"{name}.pt")
+    return folder
+
+
+def steps(rank: int, world: int, folder: Path, rows: Sequence[Any]) -> list[tuple[str, Errors]]:
+    found = []
+    for which in rows:
+        for name, objective in OBJECTIVES.items():
+            mesh = build_mesh(which.mesh.resolve(world), "cpu")
+            stages = build_stages(Original(folder / "llama"), which, mesh)
+            update = update_of(objective, given_samples(), which.packed, mesh.dp_rank, mesh.dp_size)
+            recorder = Recorder(*stages.parts)
+            result = train_step(stages, update.batches, objective, recorder, mesh, max_grad_norm=None)
+            found.append((name, judge(Reference(**torch.load(folder / f"{name}.pt")), result, recorder.gradients)))
+    return found
+
+
+def test_layouts_and_packing_give_the_loss_of_the_chosen_samples_by_hand(folder):
+    found = launch(steps, 2, folder, ROWS)
+    assert len(found) == len(ROWS) * len(OBJECTIVES)
+    for name, errors in found:
+        assert errors.within(TOLERANCE), f"{name}: {errors}"
