@@ -87,6 +87,11 @@ class GRPORecipe(Recipe):
                 fix="rollout.top_k=0 rollout.top_p=1.0",
             )
 
+    @property
+    def _sample_len(self) -> int:
+        """Tokens that a prompt and its response may have: half a row where pairs share one."""
+        return self.data.seq_len // (2 if "pairs_P2" in self.objective.columns else 1)
+
     def _check_selection(self) -> None:
         selecting, rollout = selection_of(self.objective), self.rollout
         if selecting is None:
@@ -98,6 +103,12 @@ class GRPORecipe(Recipe):
                 f"{rollout.group_size}",
                 keys=("objective", "rollout.group_size"),
                 fix=f"rollout.group_size={selecting.samples_of_group}",
+            )
+        if "pairs_P2" in self.objective.columns and rollout.environment is not None:
+            raise ConfigError(
+                f"an episode may fill a whole row, and {name} needs two samples in one",
+                keys=("rollout.environment", "objective"),
+                fix="rollout.environment=null, or objective=best_of_n",
             )
         for key, default in (("baseline", "group"), ("leave_one_out", False), ("scale", "group")):
             if getattr(rollout, key) != default:
@@ -139,12 +150,13 @@ class GRPORecipe(Recipe):
                 keys=("rollout.max_staleness", "objective"),
                 fix="objective.correction=truncate objective.correction_max=2.0",
             )
-        if rollout.max_new_tokens >= self.data.seq_len:
+        if rollout.max_new_tokens >= self._sample_len:
+            samples = self.data.seq_len // self._sample_len
             raise ConfigError(
-                f"data.seq_len={self.data.seq_len} has no room for a prompt and rollout.max_new_tokens="
-                f"{rollout.max_new_tokens}",
+                f"data.seq_len={self.data.seq_len} has no room for {'two prompts' if samples > 1 else 'a prompt'} and "
+                f"rollout.max_new_tokens={rollout.max_new_tokens}{' each' if samples > 1 else ''}",
                 keys=("data.seq_len", "rollout.max_new_tokens"),
-                fix=f"data.seq_len={2 * rollout.max_new_tokens}",
+                fix=f"data.seq_len={2 * samples * rollout.max_new_tokens}",
             )
 
     def _check_batch(self, dp_size: int) -> None:
@@ -170,7 +182,7 @@ class GRPORecipe(Recipe):
         """Prompts: the rows without their answers."""
         from automodel_cli.data.prompts import prepare_prompts
 
-        room = self.data.seq_len - self.rollout.max_new_tokens
+        room = self._sample_len - self.rollout.max_new_tokens
         return prepare_prompts(self.data, tokenizer, seed=self.seed, max_tokens=room)
 
     def rows_of_a_step(self) -> dict[str, int]:

@@ -107,6 +107,16 @@ class Update:
             columns.append(column_BT)
         return self.with_column(name, columns)
 
+    def with_pairs(self, pairs: Sequence[Sequence[int]]) -> Update:
+        """`pairs_P2`: the documents of the samples of each pair, which share a row."""
+        columns = []
+        for batch, spread in zip(self.batches, self.spread, strict=True):
+            documents_BT = batch.document_ids_BT
+            found = {number: documents_BT[row, first].item() for row, first, number in spread}
+            inside = [[found[number] for number in pair] for pair in pairs if pair[0] in found]
+            columns.append(torch.tensor(inside, dtype=torch.int64).view(-1, 2))
+        return self.with_column("pairs_P2", columns)
+
 
 def plan_updates(
     samples: Sequence[Sample],

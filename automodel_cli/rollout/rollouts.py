@@ -256,6 +256,8 @@ class Rollouts(Callback):
         num_updates = self.config.samples_per_step // self.recipe.train.global_batch_size
         mesh = self.mesh
         updates = plan_updates(samples, units, num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+        if "pairs_P2" in self.objective.columns:
+            updates = [update.with_pairs(units) for update in updates]
         updates = self._measured(updates)
         if by_token is not None:
             updates, advantages_N = by_token.into(updates, samples, rewards_N, mesh)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid
 
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.objectives.best_of_n import BestOfN
+from automodel_cli.objectives.online_dpo import OnlineDPO
 from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
 from automodel_cli.parity.gradients import full_gradients
 from automodel_cli.parity.reference import Original, Reference
@@ -21,8 +22,8 @@ from tests import tiny
 from tests.dist.harness import launch
 from tests.dist.test_grpo import TOLERANCE, given_samples, row
 
-OBJECTIVES = {"best of n": BestOfN(threshold=1.0)}
-ROWS = [row(dp=2), row(dp=2, packed=False), row(pp=2), row(cp=2)]
+OBJECTIVES = {"best of n": BestOfN(threshold=1.0), "online dpo": OnlineDPO(beta=0.3)}
+ROWS = [row(dp=2), row(dp=2, packed=False), row(pp=2)]
 
 
 def update_of(objective: Any, samples: Sequence[Sample], packed: bool, dp_rank: int, dp_size: int) -> Update:
@@ -31,7 +32,10 @@ def update_of(objective: Any, samples: Sequence[Sample], packed: bool, dp_rank: 
     chosen = objective.select(rewards_N, places_N, torch.ones(len(samples), dtype=torch.bool))
     plan = RowPlan(52, packed, pad_multiple=1, microbatch_size=1, pad_id=0, fits=lambda count: count % 2 == 0)
     (update,) = plan_updates(samples, chosen, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
-    return update
+    if "pairs_P2" not in objective.columns:
+        return update
+    ref = [0.9 * batch.extra["sampler_logprobs_BT"] for batch in update.batches]
+    return update.with_pairs(chosen).with_column("ref_logprobs_BT", ref)
 
 
 def loss_by_hand(name: str, model: Any, samples: Sequence[Sample]) -> torch.Tensor:
@@ -42,6 +46,14 @@ def loss_by_hand(name: str, model: Any, samples: Sequence[Sample]) -> torch.Tens
         logits_TV = model(input_ids=ids).logits[0, len(sample.prompt.tokens) - 1 : -1]
         return cross_entropy(logits_TV, torch.tensor(sample.tokens), reduction="none")
 
+    if name == "online dpo":
+
+        def above_reference(sample: Sample) -> torch.Tensor:
+            return -nlls(sample).sum() - 0.9 * sum(sample.logprobs)
+
+        pairs = [(samples[n + 1], samples[n]) for n in range(0, len(samples), 2)]
+        margins = torch.stack([above_reference(good) - above_reference(bad) for good, bad in pairs])
+        return -logsigmoid(0.3 * margins).mean()
     best = [sample for sample in samples if sample.index == 1 and sample.place > 0]
     return torch.cat([nlls(sample) for sample in best]).mean()
 

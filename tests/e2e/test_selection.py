@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, objective: str, *overrides: str) -> Path:
     done = automodel(folder, "grpo", "llm", "-c", "tiny.yaml", objective, *STEPS, *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "runs" / "tiny"
+    return folder / "runs" / overrides[0].removeprefix("run_name=")
 
 
 def test_the_best_of_each_group_are_trained_on_with_the_models_own_cross_entropy(folder):
@@ -45,3 +46,19 @@ def test_the_best_of_each_group_are_trained_on_with_the_models_own_cross_entropy
     assert sum(row["num_trained_samples"] for row in rows) == used > 0
     assert rows[0]["nll"] == pytest.approx(rows[0]["loss"], rel=1e-6)
     assert rows[0]["reward_trained"] > rows[0]["reward"]
+
+
+def test_the_best_and_the_worst_of_each_group_are_pairs_and_the_first_loss_is_log_2(folder):
+    run = train(folder, "objective={_target_: automodel_cli.objectives.online_dpo.OnlineDPO}", "run_name=pairs")
+    used = 0
+    for group in groups_of(run):
+        rewards, pair = [s["reward"] for s in group], [s["reward"] for s in group if s["trained"]]
+        different = max(rewards) > min(rewards)
+        assert sorted(pair) == ([min(rewards), max(rewards)] if different else [])
+        used += different
+    rows = [row for row in metrics(run) if "rewards_margin" in row]
+    assert sum(row["num_pairs"] for row in rows) == used > 0
+    assert rows[0]["loss"] == pytest.approx(
+        math.log(2), rel=1e-6
+    )  # policy and reference are one before the first update
+    assert rows[0]["num_pairs"] + rows[0]["num_unused_groups"] == rows[0]["num_groups"]

@@ -7,6 +7,7 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.best_of_n import BestOfN
+from automodel_cli.objectives.online_dpo import OnlineDPO
 
 REWARDS = torch.tensor([0.0, 2.0, 2.0, 1.0, 0.5, 0.5, 0.5, 0.5, 9.0, -1.0, 3.0, 3.0], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 7, 7, 3, 3, 3, 3, 5, 5, 5, 5])
@@ -25,6 +26,12 @@ VALID = torch.tensor([True] * 8 + [False, True, True, True])
 )
 def test_the_best_of_each_group_are_taken_one_by_one(keep, threshold, want):
     assert BestOfN(keep=keep, threshold=threshold).select(REWARDS, GROUPS, VALID) == [(number,) for number in want]
+
+
+def test_the_best_and_the_worst_of_a_group_are_a_pair_unless_they_are_equal():
+    """Of groups 7 and 5 the first of two best; 3 has no difference; the valid ones of 5 are -1, 3, 3."""
+    assert OnlineDPO().select(REWARDS, GROUPS, VALID) == [(1, 0), (10, 9)]
+    assert OnlineDPO().select(-REWARDS, GROUPS, VALID) == [(0, 1), (9, 10)]
 
 
 def test_nothing_kept_is_refused():

@@ -1,0 +1,47 @@
+"""Online DPO: the best and the worst response of each group are a pair. Torch-free to import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from automodel_cli.objectives.base import RewardKL
+from automodel_cli.objectives.dpo import DPO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OnlineDPO(DPO):
+    """The loss of `DPO` on pairs of the model's own samples (arXiv:2402.04792, algorithm 1): the response of a group
+    with the highest reward is chosen, the one with the lowest is rejected; of equal rewards the one drawn first.
+
+    Groups whose rewards are all equal give no pair (`num_unused_groups`). Rewards are those after `rollout.overlong`.
+    Sampling is at `rollout.temperature`; log-probs, those of the reference too, are at temperature 1. Both responses
+    with their prompts share a row, so prompts may fill half of `data.seq_len` less `rollout.max_new_tokens`. Metrics:
+    see `DPO`.
+    """
+
+    samples_of_group: ClassVar[int] = 2
+
+    @property
+    def reward_kl(self) -> RewardKL | None:
+        """See `PolicyObjective`."""
+        return None
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """See `PolicyObjective`: a pair is compared with the reference, whoever has drawn it."""
+        return True
+
+    def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
+        """See `SelectingObjective`: pairs, the chosen one first."""
+        from automodel_cli.objectives.selection import ranked_groups
+
+        pairs: list[tuple[int, ...]] = []
+        for numbers in ranked_groups(rewards_N, groups_N, valid_N):
+            lowest = min(rewards_N[n].item() for n in numbers)
+            if rewards_N[numbers[0]].item() > lowest:
+                pairs.append((numbers[0], next(n for n in numbers if rewards_N[n].item() == lowest)))
+        return pairs
