@@ -17,7 +17,6 @@ from automodel_cli.rollout.engine import Capabilities
 if TYPE_CHECKING:
     from automodel_cli.rollout.engine import Engine, Host
     from automodel_cli.rollout.http import Server
-    from automodel_cli.rollout.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ class HFConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """A server that speaks OpenAI's completions API, at `url` (`http://localhost:8000`).
+    """A server that speaks OpenAI's completions API, at `url` (`http://localhost:8000`); a list of addresses is several
+    servers of the same model, among which requests are shared (docs/rollout.md).
 
     `model` is its name there, null where the server has only one. `timeout` seconds for one request; a request that
     finds the server busy or gone is sent again `retries` times. `api_key_env` names the environment variable with the
@@ -80,10 +80,10 @@ class ServerConfig:
 
     capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=False, seeds=False)
 
-    url: str
+    url: str | list[str]
     model: str | None = None
     concurrency: int = 32
-    """Requests that are open at once."""
+    """Requests that are open at once, at each server."""
     timeout: float = 600.0
     retries: int = 4
     api_key_env: str | None = None
@@ -91,31 +91,50 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, concurrency=1, retries=0)
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"url={self.url!r} has no http:// or https://", keys=("url",), fix=f"url=http://{self.url}"
-            )
+        self._check_urls()
         if not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout} s must be above 0", keys=("timeout",), fix="timeout=600")
 
+    @property
+    def urls(self) -> list[str]:
+        """The address of each server."""
+        return [self.url] if isinstance(self.url, str) else list(self.url)
+
+    def _check_urls(self) -> None:
+        urls = self.urls
+        if not urls:
+            raise ConfigError("url=[] names no server", keys=("url",), fix="url=http://localhost:8000")
+        whole = [url if url.startswith(("http://", "https://")) else f"http://{url}" for url in urls]
+        wanted = list(dict.fromkeys(url.rstrip("/") for url in whole))
+        fix = f"url={wanted[0]}" if isinstance(self.url, str) else f"url=[{','.join(wanted)}]"
+        if whole != urls:
+            raise ConfigError(f"url={self.url!r} has no http:// or https://", keys=("url",), fix=fix)
+        if len(wanted) < len(urls):
+            raise ConfigError(f"url={self.url!r} names a server twice", keys=("url",), fix=fix)
+
     def build(self, host: Host) -> Engine:
-        """See `EngineConfig`. One process speaks to the server."""
+        """See `EngineConfig`. One process speaks to the servers."""
         return host.on_first_rank(lambda: self._connected(host))
 
     def _connected(self, host: Host) -> Engine:
         from automodel_cli.rollout.openai import OpenAIEngine
+        from automodel_cli.rollout.server_pool import ServerPool
 
-        return OpenAIEngine(
-            self.server(),
-            host.tokenizer,
-            model=self.model,
-            concurrency=self.concurrency,
-            trust_logprobs=self.trust_logprobs,
-            stop_token_ids=host.stop_token_ids,
-        )
+        engines = [
+            OpenAIEngine(
+                server,
+                host.tokenizer,
+                model=self.model,
+                concurrency=self.concurrency,
+                trust_logprobs=self.trust_logprobs,
+                stop_token_ids=host.stop_token_ids,
+            )
+            for server in self.servers()
+        ]
+        return engines[0] if len(engines) == 1 else ServerPool(engines, concurrency=self.concurrency)
 
-    def server(self) -> Server:
-        """Raises ConfigError when the environment has no such key."""
+    def servers(self) -> list[Server]:
+        """One for each address. Raises ConfigError when the environment has no such key."""
         from automodel_cli.rollout.http import Server
 
         key = None
@@ -127,7 +146,7 @@ class ServerConfig:
                     keys=("api_key_env",),
                     fix=f"export {self.api_key_env}=...",
                 )
-        return Server(self.url, timeout=self.timeout, retries=self.retries, api_key=key)
+        return [Server(url, timeout=self.timeout, retries=self.retries, api_key=key) for url in self.urls]
 
 
 @dataclass(frozen=True)
@@ -185,6 +204,22 @@ class VLLMConfig(ServerConfig):
             )
         if self.command is not None:
             words_of(self.command)
+        if len(self.urls) > 1:
+            self._check_several()
+
+    def _check_several(self) -> None:
+        if self.transport != "files":
+            raise ConfigError(
+                f"transport={self.transport} sends weights to one server, and url names {len(self.urls)}",
+                keys=("transport", "url"),
+                fix="transport=files",
+            )
+        if self.command is not None:
+            raise ConfigError(
+                f"command={self.command!r} starts one server, and url names {len(self.urls)}: start them yourself",
+                keys=("command", "url"),
+                fix="command=null",
+            )
 
     def build(self, host: Host) -> Engine:
         """See `EngineConfig`. What this machine lacks is said before a server is started and waited for."""
@@ -195,24 +230,28 @@ class VLLMConfig(ServerConfig):
         return super().build(host)
 
     def _connected(self, host: Host) -> Engine:
+        from automodel_cli.rollout.server_pool import VLLMPool
         from automodel_cli.rollout.transfer import FactoryTransfer, FileTransfer, nccl_init
         from automodel_cli.rollout.vllm import VLLMEngine
 
+        servers = self.servers()
         if self.command is not None:
-            host.start_server(words_of(self.command), self.server(), timeout=self.start_timeout)
-        if self.transport == "files":
-            folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
-            transfer: Transfer = FileTransfer(folder)
-        else:
-            transfer = FactoryTransfer(nccl_init(self.address, self.port))
-        return VLLMEngine(
-            self.server(),
-            host.tokenizer,
-            transfer,
-            model=self.model,
-            concurrency=self.concurrency,
-            stop_token_ids=host.stop_token_ids,
-        )
+            host.start_server(words_of(self.command), servers[0], timeout=self.start_timeout)
+        folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
+        files = FileTransfer(folder)
+        transfer = files if self.transport == "files" else FactoryTransfer(nccl_init(self.address, self.port))
+        engines = [
+            VLLMEngine(
+                server,
+                host.tokenizer,
+                transfer,
+                model=self.model,
+                concurrency=self.concurrency,
+                stop_token_ids=host.stop_token_ids,
+            )
+            for server in servers
+        ]
+        return engines[0] if len(engines) == 1 else VLLMPool(engines, files, concurrency=self.concurrency)
 
 
 def words_of(command: str | list[str]) -> list[str]:

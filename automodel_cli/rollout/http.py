@@ -22,6 +22,11 @@ class ServerError(RunError):
 
     status: int | None = None
 
+    @property
+    def is_busy_or_gone(self) -> bool:
+        """Whether the server could not answer, as against one that answered with a refusal."""
+        return self.status is None or self.status in _RETRIED
+
 
 @dataclass(frozen=True)
 class Server:

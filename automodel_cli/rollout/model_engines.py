@@ -84,6 +84,8 @@ class RankZeroEngine:
         dist.broadcast_object_list(about, src=0, device=torch.device("cpu"))
         self.capabilities: Capabilities = about[0]
         self.weight_version = 0
+        self.metrics: dict[str, float] = {}
+        """What the engine tells about itself besides its answers, where it has `metrics`; as of the last answers."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
@@ -115,15 +117,17 @@ class RankZeroEngine:
 
     def _for_all(self, drawing: Callable[[], list[Completion]] | None, version: int) -> list[Completion]:
         """What the first rank's `drawing` returns, on every rank. Collective."""
-        outcome: list[Any] = [None, None]
+        outcome: list[Any] = [None, None, {}]
         if drawing is not None:
             try:
                 outcome[0] = [dataclasses.replace(c, weight_version=version) for c in drawing()]
+                outcome[2] = getattr(self._engine, "metrics", {})
             except ConfigError as error:  # of the server: every rank must hear of it
                 outcome[1] = error
         dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
         if outcome[1] is not None:
             raise outcome[1]
+        self.metrics = outcome[2]
         return list(outcome[0])
 
     def update_weights(self, stream: WeightStream) -> None:

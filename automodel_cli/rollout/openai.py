@@ -23,7 +23,7 @@ from automodel_cli.rollout.engine import (
     WeightStream,
     resolve_seeds,
 )
-from automodel_cli.rollout.http import Server
+from automodel_cli.rollout.http import Server, ServerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,15 +69,23 @@ class OpenAIEngine:
         `logprobs` of a completion are empty where `capabilities.logprobs` is False. Raises ConfigError for top_k, which
         OpenAI's API does not have and a server without token ids cannot be trusted to know; RunError for the server.
         """
+        self.check_params(params)
+        seeds = resolve_seeds(prompts, params, seeds)
+        with ThreadPoolExecutor(min(self.concurrency, max(1, len(prompts)))) as threads:
+            return list(threads.map(lambda prompt, seed: self.complete(prompt, params, seed), prompts, seeds))
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ConfigError for what the server cannot be asked."""
         if params.top_k and not self._token_ids:
             raise ConfigError(
                 f"top_k={params.top_k} is not in OpenAI's API, and {self.server.url} might ignore it",
                 keys=("top_k",),
                 fix="top_k=0",
             )
-        seeds = resolve_seeds(prompts, params, seeds)
-        with ThreadPoolExecutor(min(self.concurrency, max(1, len(prompts)))) as threads:
-            return list(threads.map(lambda prompt, seed: self._complete(prompt, params, seed), prompts, seeds))
+
+    def has_given_weights(self) -> bool:
+        """Whether the server has the weights that it was given last. These are fixed."""
+        return True
 
     def update_weights(self, stream: WeightStream) -> None:
         """Refused: the API has no such call."""
@@ -85,7 +93,8 @@ class OpenAIEngine:
             f"{self.server.url} serves fixed weights: OpenAI's API cannot replace them", fix="rollout=sampler"
         )
 
-    def _complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
+    def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
+        """The answer to one request. Raises ServerError, and RunError for an answer that cannot be used."""
         version = self.weight_version
         choice, reason = self._finished(self._body(prompt, params, seed))
         tokens = choice.get("token_ids") if self._token_ids else self._tokens_of(choice.get("text") or "", reason)
@@ -104,7 +113,7 @@ class OpenAIEngine:
             reason = _FINISHED.get(choice.get("finish_reason") or "")
             if reason is not None:
                 return choice, reason
-        raise RunError(
+        raise ServerError(
             f"{self.server.url} ended a completion by {choice.get('finish_reason')!r} "
             f"({self.server.retries + 1} tries): it is neither whole (stop) nor at its limit (length)",
             keys=("rollout.engine.url",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,6 +19,7 @@ class Rollout:
     `trained`: numbers of the samples that are trained on. `differs_N`: of each sample, whether the rewards of its group
     are not all the same. `num_sampled`: samples drawn, those of dropped groups too. `version`: that of the weights
     which the step updates. `seconds` of the whole rollout, `reward_seconds` those of them in which rewards judged.
+    `of_engine`: what the engine tells about itself.
     """
 
     version: int
@@ -31,6 +32,7 @@ class Rollout:
     num_sampled: int
     seconds: float
     reward_seconds: float
+    of_engine: Mapping[str, float]
 
     def passes(self) -> Iterator[list[Batch]]:
         """This rank's microbatches of each optimizer update."""
@@ -73,6 +75,7 @@ class Rollout:
             "rollout_tokens_per_second": sum(lengths) / max(self.seconds, 1e-9),
             "weight_version": min(sample.weight_version for sample in samples),
             "staleness": self.staleness,
+            **self.of_engine,
         }
 
     def _of_trained(self) -> dict[str, float]:

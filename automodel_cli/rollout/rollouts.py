@@ -267,8 +267,8 @@ class Rollouts(Callback):
             advantages_N = self._advantages(samples, rewards_N).advantages_N
             updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
         passes, trained = self.config.passes, [number for numbers in units for number in numbers]
-        spent = (seconds, self._reward_seconds)
-        return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *spent)
+        told = (seconds, self._reward_seconds, getattr(self.engine, "metrics", {}))
+        return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *told)
 
     def _measured(self, updates: list[Update]) -> list[Update]:
         """With the log-probs before the first update. Those of an only update are its own: no pass is needed."""

@@ -11,7 +11,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -50,12 +50,17 @@ class FileTransfer:
 
     def send(self, server: Server, buckets: Iterator[Bucket], paused: Paused) -> None:
         """Writes one file a bucket while the server goes on; then the server reads the folder, and it is removed."""
+        with self.written(buckets) as folder:
+            read_files(server, folder, paused)
+
+    @contextmanager
+    def written(self, buckets: Iterator[Bucket]) -> Iterator[Path]:
+        """A folder with the weights, one file a bucket, that is there inside the context. Raises RunError where it
+        cannot be written."""
         folder = self._root / f"weights-{uuid.uuid4().hex[:12]}"
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
             self._write(folder, buckets)
-            with paused():
-                once(server, "/collective_rpc", body)
+            yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -74,6 +79,12 @@ class FileTransfer:
                 keys=("rollout.engine.weights_folder",),
                 fix="rollout.engine.weights_folder=/a/folder/with/room",
             ) from error
+
+
+def read_files(server: Server, folder: Path, paused: Paused) -> None:
+    """Have the server read the weights in `folder`, inside `paused`."""
+    with paused():
+        once(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
 
 
 class FactoryTransfer:

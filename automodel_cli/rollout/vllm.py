@@ -12,13 +12,14 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream
 from automodel_cli.rollout.http import Server, ServerError
 from automodel_cli.rollout.openai import OpenAIEngine
-from automodel_cli.rollout.transfer import Transfer
+from automodel_cli.rollout.transfer import Transfer, read_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +82,11 @@ class VLLMEngine(OpenAIEngine):
         self._transfer.send(self.server, iter(stream), self._paused)
         self.weight_version += 1
 
+    def read_weights(self, folder: Path) -> None:
+        """`update_weights` from the files of `FileTransfer.written`. Raises ServerError."""
+        read_files(self.server, folder, self._paused)
+        self.weight_version += 1
+
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """The server does not generate in here, and forgets afterwards what it had computed with the old weights."""
@@ -97,12 +103,15 @@ class VLLMEngine(OpenAIEngine):
             raise
         self.server.post("/resume")
 
-    def _check_weights(self) -> None:
+    def has_given_weights(self) -> bool:
         """A server that was restarted answers again, with the weights it was started with."""
         if self._given is None:
-            return
+            return True
         found = (self.server.get("/weight_info") or {}).get("weight_version")
-        if found != self._given:
+        return bool(found == self._given)
+
+    def _check_weights(self) -> None:
+        if not self.has_given_weights():
             raise RunError(
                 f"{self.server.url} no longer has the weights that this run gave it: the server was started anew, or "
                 "another run uses it. The samples of this step are dropped",

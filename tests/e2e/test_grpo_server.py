@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,23 @@ def test_a_run_gives_its_server_the_weights_of_every_step(tmp_path: Path) -> Non
     assert curve(run_dir, "token_mult_prob_error") == pytest.approx([1.0] * 3, abs=1e-5)
     assert curve(run_dir, "weight_version") == [0, 1, 2]
     assert not list((run_dir / "rollout_weights").iterdir()) and not answers(f"http://127.0.0.1:{port}")
+
+
+def test_two_servers_share_a_run(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    ports = [free_port(), free_port()]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    with ExitStack() as servers:
+        for port, url in zip(ports, urls, strict=True):
+            command, log = double_at(tmp_path, port), tmp_path / f"{port}.log"
+            servers.callback(ServerProcess(command, Server(url), log, timeout=60).close)
+        few = ["train.max_steps=2", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+        engine = ["rollout=vllm", FILES, f"rollout.engine.url=[{','.join(urls)}]"]
+        done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "runs" / "tiny"
+    assert curve(run_dir, "token_mult_prob_error") == pytest.approx([1.0] * 2, abs=1e-5)
+    assert curve(run_dir, "live_servers") == [2, 2]
 
 
 def test_a_run_that_fails_ends_the_server_it_started(tmp_path: Path) -> None:
