@@ -125,3 +125,36 @@ def test_a_url_is_no_folder_for_runs() -> None:
         check(compose("quickstart", ["output_dir=s3://bucket/runs"]))
     assert "fix   output_dir=runs" in str(error.value)
     check(compose("quickstart", ["output_dir=runs:old/2026"]))
+
+
+CHOSEN = {
+    "a group too small": (["objective=best_of_n", "objective.keep=9"], "takes up to 9 samples of each group"),
+    "a baseline": (
+        ["objective=best_of_n", "rollout.baseline=batch"],
+        "rollout.baseline=batch: BestOfN chooses samples",
+    ),
+    "no difference in scale": (
+        ["objective=online_dpo", "rollout.scale=mean", "rollout.normalise=true"],
+        "rollout.scale=mean: OnlineDPO",
+    ),
+    "no room for two": (["objective=online_dpo", "rollout.max_new_tokens=64"], "no room for two prompts and"),
+    "no reward": (
+        ["objective=online_dpo", "rewards=none", "teacher={pretrained: runs/quickstart/export}"],
+        "no reward says what a good response is",
+    ),
+    "an episode in half a row": (
+        [
+            "objective=online_dpo",
+            "rollout.environment={_target_: automodel_cli.rollout.calculator.Calculator, max_turns: 2}",
+        ],
+        "an episode may fill a whole row",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_objectives_that_choose_samples_refuse(case):
+    overrides, said = CHOSEN[case]
+    with pytest.raises(ConfigError) as refused:
+        check(compose("quickstart_grpo", overrides))
+    assert said in str(refused.value)
