@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,16 @@ _BEFORE = "before"
 
 @click.command(name="eval", short_help="Judge a run or a model on held-out questions.")
 @click.argument("target", metavar="RUN|MODEL", shell_complete=complete.runs)
-@click.option("-c", "--conf", required=True, metavar="EVAL", help="A .yaml file, or the name of a bundled evaluation.")
+@click.option("-c", "--conf", metavar="EVAL", help="A .yaml file, or the name of a bundled evaluation.")
+@click.option(
+    "--harness",
+    metavar="TASK,...",
+    help="Tasks of lm-evaluation-harness in place of EVAL, on the export; KEY=VALUE are its options.",
+)
+@click.option(
+    "--include", type=click.Path(path_type=Path, exists=True), help="A folder of --harness tasks of your own."
+)
+@click.option("--harness-python", metavar="PYTHON", help="The interpreter that has lm-eval.  [this one]")
 @click.option(
     "--against",
     multiple=True,
@@ -38,7 +48,10 @@ _BEFORE = "before"
 def evaluate(
     arguments: list[str],
     target: str,
-    conf: str,
+    conf: str | None,
+    harness: str | None,
+    include: Path | None,
+    harness_python: str | None,
     overrides: tuple[str, ...],
     trust: Trust,
     against: tuple[str, ...],
@@ -52,6 +65,13 @@ def evaluate(
     """
     if alone and against:
         raise ConfigError(f"--alone and --against {against[0]} exclude each other", fix=f"--against {against[0]}")
+    if (conf is None) == (harness is None):
+        raise ConfigError("one of -c EVAL and --harness TASKS says what is asked", fix="-c quickstart")
+    if harness is None and (include or harness_python):
+        raise ConfigError("--include and --harness-python belong to --harness", fix="--harness TASK,...")
+    if harness is not None:
+        return _by_harness(target, harness, include, harness_python, overrides, against, out)
+    assert conf is not None
     composed, config = _config(conf, overrides, trust)
     folder = _folder(target)
     recipe = _recipe(target, folder, config, trust)
@@ -68,6 +88,41 @@ def evaluate(
     run_dir = folder or Path.cwd()
     results = out or run_dir / "eval" / f"{composed.name}.json"
     return runner.evaluate(config, targets, run_dir, results, composed.to_yaml())
+
+
+def _by_harness(
+    target: str,
+    tasks: str,
+    include: Path | None,
+    python: str | None,
+    overrides: tuple[str, ...],
+    against: tuple[str, ...],
+    out: Path | None,
+) -> int:
+    from automodel_cli.evaluation import results
+    from automodel_cli.evaluation.harness import Harness, options_of
+
+    chosen = Harness(python or sys.executable, tuple(tasks.split(",")), include, options_of(overrides))
+    chosen.check()
+    folder = _folder(target)
+    models = {target: _exported(target), **{name: _exported(name) for name in against}}
+    found = {name: chosen.run(model) for name, model in models.items()}
+    run_dir = folder or Path.cwd()
+    told = f"harness: {tasks}\n" + "".join(f"{name}: {value}\n" for name, value in chosen.options.items())
+    results.tell(found, run_dir, out or run_dir / "eval" / "harness.json", told, num_resamples=2000)
+    return 0
+
+
+def _exported(name: str) -> str:
+    """The model that `transformers` loads: of a run its export."""
+    if name == _BEFORE:
+        raise ConfigError("--against before: lm-eval reads exported models", fix="--against MODEL")
+    folder = _folder(name)
+    if folder is None:
+        return name
+    if not (folder / "export").is_dir():
+        raise ConfigError(f"{name} has no export, which lm-eval would load", fix=f"automodel export {folder}")
+    return str(folder / "export")
 
 
 def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Composed, EvalConfig]:
@@ -117,7 +172,4 @@ def _other(name: str, recipe: Recipe, folder: Path | None, trust: Trust) -> Targ
     other: Any = _folder(name)
     if other is None:
         return runner.of_model(recipe, name)
-    exported = other / "export"
-    if not exported.is_dir():
-        raise ConfigError(f"--against {name}: that run has no export", fix=f"automodel export {other}")
-    return runner.of_model(recipe, str(exported))
+    return runner.of_model(recipe, _exported(name))

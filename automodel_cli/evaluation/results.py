@@ -1,0 +1,108 @@
+"""What an evaluation found, as lines with intervals and paired differences, and as a file. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.evaluation.outcome import REWARD, Outcome, interval, paired_difference
+from automodel_cli.runs.page import FILE, write_own_page
+from automodel_cli.runs.record import code_version
+
+Found = dict[str, dict[str, Outcome]]
+"""Outcomes by the model's label and the task's name."""
+
+
+def tell(found: Found, run_dir: Path, out: Path, config_yaml: str, num_resamples: int) -> None:
+    """Print the scores of every model, and of the first one against each other; write them to `out`, and renew the page
+    of the run where `out` is among its evaluations."""
+    scores = list(_scores(found, num_resamples))
+    _write(out, scores, found, config_yaml)
+    _print(scores, out)
+    if (run_dir / FILE).exists() and out.parent == run_dir / "eval":
+        write_own_page(run_dir)
+
+
+def _scores(found: Found, num_resamples: int) -> Iterator[dict[str, str]]:
+    """A line for each task, measure and model; then for each other model the paired difference to the first."""
+    first, *others = found
+    for name in found[first]:
+        for measure in found[first][name].measures:
+            if measure == REWARD and all(map(_says_nothing_more, (found[label][name] for label in found))):
+                continue
+            for label in found:
+                values = found[label][name].measures[measure]
+                mean = sum(values) / len(values)
+                low, high = interval(values, num_resamples)
+                text = _text(measure)
+                yield {
+                    "task": f"{name}: {measure}",
+                    "model": label,
+                    "score": text(mean),
+                    "interval": f"{text(low)} to {text(high)}",
+                    "note": f"{len(values)} questions",
+                }
+            for label in others:
+                yield _compared(num_resamples, name, measure, found[first][name], found[label][name], first, label)
+
+
+def _says_nothing_more(outcome: Outcome) -> bool:
+    """Whether the rewards of a task are 0 and 1, so that their mean is the share of right answers."""
+    shares = outcome.measures.get("accuracy", outcome.measures.get("pass@1"))
+    return shares == outcome.measures[REWARD]
+
+
+def _compared(
+    num_resamples: int, name: str, measure: str, ours: Outcome, theirs: Outcome, first: str, label: str
+) -> dict[str, str]:
+    a, b = ours.measures[measure], theirs.measures[measure]
+    if len(a) != len(b):
+        raise ConfigError(f"task {name} asked {len(a)} and {len(b)} questions: nothing to compare in pairs")
+    mean, (low, high) = paired_difference(a, b, num_resamples)
+    text = _text(measure, signed=True)
+    verdict = "better" if low > 0 else "worse" if high < 0 else "no difference is sure"
+    return {
+        "task": f"{name}: {measure}",
+        "model": f"{first} minus {label}",
+        "score": text(mean),
+        "interval": f"{text(low)} to {text(high)}",
+        "note": f"paired: {verdict}",
+    }
+
+
+def _text(measure: str, *, signed: bool = False) -> Callable[[float], str]:
+    sign = "+" if signed else ""
+    if measure == REWARD:
+        return lambda value: f"{value:{sign}.3f}"
+    return lambda value: f"{100 * value:{sign}.1f}%"
+
+
+def _write(out: Path, scores: list[dict[str, str]], found: Found, config_yaml: str) -> None:
+    """The results of one evaluation, whole or not at all. Values stand at full precision, a question each."""
+    content = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "code": code_version(),
+        "interval": "95% percentile bootstrap over questions",
+        "scores": scores,
+        "models": {
+            label: {name: {"measures": o.measures, "items": o.items} for name, o in tasks.items()}
+            for label, tasks in found.items()
+        },
+        "config": config_yaml,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, out)
+
+
+def _print(scores: list[dict[str, str]], out: Path) -> None:
+    columns = ("task", "model", "score", "interval", "note")
+    widths = {column: max(len(column), *(len(line[column]) for line in scores)) for column in columns}
+    for line in ({column: column for column in columns}, *scores):
+        print("  ".join(line[column].ljust(widths[column]) for column in columns).rstrip())
+    print(f"written to {out}")
