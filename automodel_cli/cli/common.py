@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -119,8 +119,15 @@ def say_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 5)
         click.echo(f"{label}  {need.key}={value} ({composed.origin(need.key)}) {need.what}: a run needs {need.option}")
 
 
-def run_folder(name: str) -> Path:
-    """The folder of a run, given as a path or as a name below runs/. Raises ConfigError."""
+def run_folder(name: str, *fetched: Literal["checkpoint", "export"]) -> Path:
+    """The folder of a run, given as a path, a name below runs/ or a URL. Raises ConfigError.
+
+    From a URL come its records, and of the rest what is named in `fetched`.
+    """
+    from automodel_cli.run.storage import fetch, is_url
+
+    if is_url(name):
+        return fetch(name, fetched)
     for path in (Path(name), Path("runs") / name):
         if (path / "config.yaml").is_file():
             return path.resolve()

@@ -97,7 +97,7 @@ def _on_every_node() -> int:
 
 def of_run(run: str, trust: Trust) -> Iterator[Diagnosis]:
     """The config and every file of a run. Nothing that the config names is executed."""
-    folder = common.run_folder(run)
+    folder = common.run_folder(run, "checkpoint")
     from automodel_cli.run.examine import examine
 
     common.load(folder / "config.yaml", (), trust, run_dir=folder, untrusted=[])

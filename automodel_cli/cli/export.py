@@ -19,7 +19,7 @@ def export(run: str, out: Path | None, trust: Trust) -> int:
 
     RUN is a folder or a name below runs/.
     """
-    folder = common.run_folder(run)
+    folder = common.run_folder(run, "checkpoint")
     _, recipe = common.load_recipe(folder / "config.yaml", (), trust, run_dir=folder)
     from automodel_cli.run.results import export_run
 

@@ -82,9 +82,10 @@ grpo = of_kind("grpo", "Train on the model's own samples and what rewards say of
 def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: Trust) -> int:
     """Continue a run in its folder, from its newest checkpoint.
 
-    RUN is a folder or a name below runs/. Overrides change its config from here on.
+    RUN is a folder, a name below runs/, or a URL, from which comes what is missing here. Overrides change its config
+    from here on.
     """
-    folder = common.run_folder(run)
+    folder = common.run_folder(run, "checkpoint")
     return _begin(arguments, folder / "config.yaml", overrides, trust, run_dir=folder)
 
 

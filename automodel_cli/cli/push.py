@@ -26,7 +26,7 @@ def push(run: str, repository: str, private: bool, licence: str | None, dry_run:
     """
     if not _ID.fullmatch(repository):
         raise ConfigError(f"{repository} is no repository: owner/name is expected", fix=f"your-name/{repository}")
-    folder = common.run_folder(run)
+    folder = common.run_folder(run, "export")
     from automodel_cli.runs.catalogue import Run
     from automodel_cli.runs.push import staged, upload
 

@@ -31,7 +31,7 @@ _SERVERS = ("transformers", "vllm")
 @click.argument("more", nargs=-1, metavar="[-- OPTIONS]")
 def serve(run: str, host: str, port: int, server: str | None, dry_run: bool, more: tuple[str, ...]) -> None:
     """Start a server on RUN/export and say how to ask it. What follows goes to the server as it is."""
-    export = common.export_that_talks(common.run_folder(run))
+    export = common.export_that_talks(common.run_folder(run, "export"))
     chosen = server or ("vllm" if shutil.which("vllm") else "transformers")
     command = _command(chosen, export, host, port, more)
     click.echo(f"serving {export} with {chosen}; ask it, once it is up, from another terminal:\n")

@@ -70,7 +70,7 @@ class Recipe(ConfigRoot):
     run_name: str | None = None
     """The name of the run's folder; null: that of the config file."""
     output_dir: str = "runs"
-    """The folder that run folders are made in."""
+    """The folder that run folders are made in; a URL (`s3://bucket/runs`) is kept a copy of them."""
     seed: int = 0
     """Decides initial weights, the order of rows, dropout and samples."""
 

@@ -10,6 +10,7 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.run.storage import check_url, is_url
 
 
 def check_run_name(name: str | None) -> None:
@@ -26,13 +27,9 @@ def check_run_name(name: str | None) -> None:
 
 
 def check_output_dir(folder: str) -> None:
-    """A URL would become a folder `s3:` of this disk. Checkpoints are published by a rename, which buckets lack."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", folder):
-        raise ConfigError(
-            f"output_dir={folder} is a URL, and runs are written to a file system: copy a run to a bucket when it ends",
-            keys=("output_dir",),
-            fix="output_dir=runs",
-        )
+    """A URL needs the package that writes to it. Whether it may be written to is tried when a run begins."""
+    if is_url(folder):
+        check_url(folder)
 
 
 def check_packed_probe(parallelizer: Strategy, model: ModelConfig, data: DataConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.remembered import remember
 from automodel_cli.run.config_root import ConfigRoot
+from automodel_cli.run.mirror import claim, unreachable
+from automodel_cli.run.storage import Remote, fetch, is_url, local_root
 from automodel_cli.runs.lock import hold
 
 if TYPE_CHECKING:
@@ -23,14 +26,16 @@ def run_folder(root: ConfigRoot, source: Composed, *, make: bool = True, held: E
     With `make` it exists afterwards and holds `config.yaml`, the config with its origins. With `held` no other run gets
     in until that is closed. Raises RunError.
     """
-    output_dir, name = Path(root.output_dir), root.run_name or source.name
-    earlier = runs_called(output_dir, name) if root.goes_on else []
+    url = root.output_dir.rstrip("/") if is_url(root.output_dir) else None
+    output_dir, name = local_root(url) if url else Path(root.output_dir), root.run_name or source.name
+    stored = _stored(url) if url and source.run_dir is None else []
+    earlier = runs_called(output_dir, name, stored) if root.goes_on else []
     if source.run_dir is not None:
         folder = source.run_dir
     elif earlier:
-        folder = earlier[-1]
+        folder = fetch(f"{url}/{earlier[-1].name}", ["checkpoint"]) if earlier[-1].name in stored else earlier[-1]
     else:
-        folder = new_run_folder(output_dir, name, make=make)
+        folder = new_run_folder(output_dir, name, make=make, taken=stored)
     try:
         if held is not None:
             held.callback(hold(folder))  # before the config of a run that is going on is replaced
@@ -39,29 +44,45 @@ def run_folder(root: ConfigRoot, source: Composed, *, make: bool = True, held: E
             remember(folder, source.trust)
     except OSError as error:
         raise _unwritable(folder, "cannot be written", error) from error
+    if held is not None and (copy := copy_of(root, folder)) is not None:
+        claim(folder, copy)
     return folder
 
 
-def runs_called(output_dir: Path, name: str) -> list[Path]:
-    """The folders of runs with this name, oldest first: `name`, `name-2`, `name-3`, ..."""
+def copy_of(root: ConfigRoot, folder: Path) -> str | None:
+    """The URL that the run in `folder` is copied to, where `output_dir` is one."""
+    return f"{root.output_dir.rstrip('/')}/{folder.name}" if is_url(root.output_dir) else None
+
+
+def _stored(url: str) -> list[str]:
+    """What has a name below `url` already. Raises RunError."""
+    try:
+        return Remote(url).folders()
+    except Exception as error:  # whatever the storage's library raises
+        raise unreachable(url, error) from error
+
+
+def runs_called(output_dir: Path, name: str, stored: Sequence[str] = ()) -> list[Path]:
+    """The folders of runs with this name, oldest first: `name`, `name-2`, `name-3`, ...; also those `stored` elsewhere
+    whose folder is not there."""
     pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
     found = {}
-    for path in output_dir.glob(f"{glob.escape(name)}*"):
-        match = pattern.fullmatch(path.name)
-        if match and path.is_dir():
+    here = [path for path in output_dir.glob(f"{glob.escape(name)}*") if path.is_dir()]
+    for path in [*here, *(output_dir / other for other in stored)]:
+        if match := pattern.fullmatch(path.name):
             found[int(match[1] or 1)] = path
     return [found[number] for number in sorted(found)]
 
 
-def new_run_folder(output_dir: Path, name: str, *, make: bool = True) -> Path:
+def new_run_folder(output_dir: Path, name: str, *, make: bool = True, taken: Sequence[str] = ()) -> Path:
     """Make `output_dir/name`, or the first free `name-N`: a run never writes into another's folder."""
     number = 1
     while True:
         path = output_dir / (name if number == 1 else f"{name}-{number}")
         try:
-            if make:
+            if make and path.name not in taken:
                 path.mkdir(parents=True)
-            elif path.exists():
+            elif path.name in taken or path.exists():
                 raise FileExistsError
             return path
         except FileExistsError:

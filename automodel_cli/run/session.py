@@ -29,10 +29,12 @@ from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
 from automodel_cli.run import out_of_memory
 from automodel_cli.run.header import describe, header_rows
+from automodel_cli.run.mirror import mirrored
 from automodel_cli.run.model import Model
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.recomputation import decided_together
-from automodel_cli.run.run_folder import run_folder
+from automodel_cli.run.run_folder import copy_of, run_folder
+from automodel_cli.run.storage import is_url
 from automodel_cli.runs.record import RunRecord, summary_of
 from automodel_cli.training import rng
 from automodel_cli.training.callback import Callbacks
@@ -324,9 +326,12 @@ def open_session(
     try:
         with ExitStack() as held:
             mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
-            run_dir = _shared_run_folder(recipe, source, held)
-            with _recorded(run_dir, source) as record:
+            run_dir = _shared_run_folder(recipe, source, held, mesh.device)
+            url = copy_of(recipe, run_dir)
+            copied = mirrored(run_dir, url if dist.get_rank() == 0 else None, recipe.checkpoint.keep)
+            with copied as notify, _recorded(run_dir, source) as record:
                 session = Session(recipe, source, data, tokenizer, mesh, run_dir, record, columns)
+                session.checkpointer.published = notify
                 succeeded = False
                 try:
                     session.callbacks.start(recipe.callbacks)
@@ -359,7 +364,7 @@ def _recorded(run_dir: Path, source: Composed) -> Iterator[RunRecord]:
         raise
 
 
-def _shared_run_folder(recipe: Recipe, source: Composed, held: ExitStack) -> Path:
+def _shared_run_folder(recipe: Recipe, source: Composed, held: ExitStack, device: torch.device) -> Path:
     """The folder of this run, the same on all ranks; no other run gets in until `held` is closed. Collective."""
     chosen: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -372,6 +377,12 @@ def _shared_run_folder(recipe: Recipe, source: Composed, held: ExitStack) -> Pat
     folder, failure = chosen
     if failure is not None:
         raise failure
+    if is_url(recipe.output_dir) and max_over_ranks(int(not (folder / "config.yaml").is_file()), device):
+        raise RunError(
+            f"not every host sees {folder}, where the ranks write before rank 0 copies it to {recipe.output_dir}",
+            keys=("output_dir",),
+            fix="start the command on all hosts in a folder that they share",
+        )
     worker.redirect_output(folder / "logs")
     return folder
 

@@ -69,6 +69,8 @@ class Checkpointer:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[Path] | None = None
         self._verified: Path | None = None
+        self.published: Callable[[], None] = lambda: None
+        """Called on rank 0 when a checkpoint is whole; by the thread of an asynchronous save."""
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint of this run, as rank 0 sees the folder."""
@@ -284,6 +286,7 @@ class Checkpointer:
             raise self._failed(final, error) from error
         self._dir.link_if_best(final, meta["metrics"].get("val_loss"))
         self._dir.prune(self._config.keep)
+        self.published()
         return final
 
     def _failed(self, final: Path, error: BaseException) -> RunError:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import masking_utils, modeling_flash_attention_utils
@@ -120,11 +124,16 @@ def test_multi_token_prediction_refuses_adapters_and_files_that_do_not_have_it()
         MTPConfig(depths=0)
 
 
-def test_a_url_is_no_folder_for_runs() -> None:
-    with pytest.raises(ConfigError, match="output_dir=s3://bucket/runs is a URL") as error:
-        check(compose("quickstart", ["output_dir=s3://bucket/runs"]))
+def test_a_url_for_runs_needs_what_writes_to_it() -> None:
+    with pytest.raises(ConfigError, match="output_dir=s4://bucket/runs: fsspec knows no s4://") as error:
+        check(compose("quickstart", ["output_dir=s4://bucket/runs"]))
     assert "fix   output_dir=runs" in str(error.value)
     check(compose("quickstart", ["output_dir=runs:old/2026"]))
+    check(compose("quickstart", ["output_dir=file:///tmp/runs"]))
+    if importlib.util.find_spec("s3fs") is None:
+        with pytest.raises(ConfigError, match="needs a package that is not installed: Install s3fs") as error:
+            check(compose("quickstart", ["output_dir=s3://bucket/runs"]))
+        assert "fix   pip install 'automodel-cli[s3]'" in str(error.value)
 
 
 CHOSEN = {
@@ -158,3 +167,9 @@ def test_objectives_that_choose_samples_refuse(case):
     with pytest.raises(ConfigError) as refused:
         check(compose("quickstart_grpo", overrides))
     assert said in str(refused.value)
+
+
+def test_no_storage_library_is_imported_for_a_path() -> None:
+    code = "import sys, automodel_cli.run.rules as r, automodel_cli.run.mirror; r.check_output_dir('runs'); "
+    done = subprocess.run([sys.executable, "-c", code + "assert 'fsspec' not in sys.modules"], check=False)
+    assert done.returncode == 0

@@ -1,0 +1,92 @@
+"""Runs whose `output_dir` is a URL: a folder behind `file://`, and an S3 server where moto and s3fs are installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tests.e2e.command import automodel, curve, start, write_config
+
+MORE = ["train.max_steps=16", "checkpoint.every=2", "logging.report=false", "data.task.num_train=40"]
+TRAIN = ["finetune", "llm", "-c", "tiny.yaml", *MORE]
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server with a bucket; it takes any credentials."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    fs.mkdir("bucket")
+    yield "s3://bucket/runs"
+    server.stop()
+
+
+def _wait_for_whole_checkpoint(process, url: str) -> None:
+    fs, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+    deadline = time.monotonic() + 120
+    while not fs.glob(f"{path}/checkpoints/step-*/meta.json"):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _killed_deleted_and_resumed(folder: Path, url: str) -> None:
+    """Its losses and its export are those of a run on this disk that nobody disturbed, to the last bit."""
+    write_config(folder)
+    done = automodel(folder, *TRAIN, "run_name=whole")
+    assert done.returncode == 0, done.stdout + done.stderr
+    killed = start(folder, *TRAIN, "run_name=killed", f"output_dir={url}")
+    _wait_for_whole_checkpoint(killed, f"{url}/killed")
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    assert not list(folder.glob("runs/*/killed/export")), "it was killed too late to show anything"
+    whole = folder / "elsewhere"
+    shutil.move(folder / "runs" / "whole", whole)
+    shutil.rmtree(folder / "runs")
+    done = automodel(folder, "resume", f"{url}/killed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"copied to {url}/killed" in done.stdout
+    (run,) = folder.glob("runs/*/killed")
+    assert curve(run) == curve(whole) and len(curve(run)) == 16
+    weights = (whole / "export" / "model.safetensors").read_bytes()
+    fs, path = fsspec.core.url_to_fs(f"{url}/killed", skip_instance_cache=True, use_listings_cache=False)
+    assert fs.cat_file(f"{path}/export/model.safetensors") == weights
+    assert fs.cat_file(f"{path}/metrics.jsonl") == (run / "metrics.jsonl").read_bytes()
+    assert b'"finished"' in fs.cat_file(f"{path}/run.json")
+    steps = sorted(name.split("/")[-2] for name in fs.glob(f"{path}/checkpoints/step-*/meta.json"))
+    assert steps[-3:] == ["step-000012", "step-000014", "step-000016"] and len(steps) <= 4  # three and the best
+
+
+def test_a_run_that_lost_its_disk_goes_on_from_its_url(tmp_path: Path) -> None:
+    _killed_deleted_and_resumed(tmp_path, f"file://{tmp_path}/bucket")
+
+
+def test_a_run_that_lost_its_disk_goes_on_from_s3(tmp_path: Path, s3: str) -> None:
+    _killed_deleted_and_resumed(tmp_path, s3)
+
+
+def test_a_bucket_that_lets_nobody_write_is_refused_before_training(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(tmp_path)
+    missing = automodel(tmp_path, *TRAIN, "output_dir=s3://nowhere/runs")
+    assert missing.returncode == 1 and "nothing can be written to s3://nowhere/runs/tiny" in missing.stderr
+    monkeypatch.setattr("moto.core.responses.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    denied = automodel(tmp_path, *TRAIN, f"output_dir={s3}")
+    assert denied.returncode == 1 and f"nothing can be written to {s3}" in denied.stderr, denied.stderr
+    for said in (missing, denied):
+        assert "step 1/16" not in said.stdout and "try   a bucket that exists and credentials" in said.stderr
