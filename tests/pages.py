@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,3 +38,12 @@ def commands(page: Path) -> list[str]:
     )
     single = [part.strip() for line in lines for part in re.split(r"&&|\|", re.sub(r" #.*| {3,}.*", "", line))]
     return [line for line in single if line.startswith("automodel ")]
+
+
+def undocumented_metrics(run: Path) -> set[str]:
+    """Keys of a run's metrics.jsonl that docs/metrics.md does not name."""
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named = {name for row in re.findall(r"^\| (`[^|]*) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    keys = {key.removeprefix("val_") if key.removeprefix("val_") in named else key for row in rows for key in row}
+    return {key for key in keys - named if not key.startswith("reward_")}

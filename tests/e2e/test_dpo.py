@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.command import TINY, automodel, curve, metrics
+from tests.pages import undocumented_metrics
 
 TASK = "_target_: automodel_cli.data.preference_tasks.PreferenceTasks, tasks: "
 PAIRS = TINY.replace("[sft, _self_]", "[dpo, override lr_scheduler: constant, _self_]").replace(
@@ -40,6 +41,10 @@ def train(folder: Path, name: str, *overrides: str, command: str = "dpo") -> lis
 @pytest.fixture(scope="module")
 def losses(folder: Path) -> list[float]:
     return train(folder, "precomputed", "reference=precomputed")
+
+
+def test_every_metric_is_documented(folder, losses):
+    assert all(undocumented_metrics(run) == set() for run in (folder / "runs").iterdir())
 
 
 def test_starts_at_ln_2_and_exports(folder, losses):

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.command import automodel, curve, metrics, start
+from tests.pages import undocumented_metrics
 
 STEPS, PROMPTS, GROUP = 6, 4, 4
 TINY = """
@@ -121,6 +122,10 @@ def test_groups_that_teach_nothing_are_left_out(whole: Path) -> None:
         if not differs:
             assert all(sample["advantage"] == 0 for sample in group)
     assert 0 < different < len(groups), "the test shows nothing"
+
+
+def test_every_metric_is_documented(whole: Path) -> None:
+    assert undocumented_metrics(whole / "runs" / "tiny") == set()
 
 
 def test_the_output_tells_rewards_and_shows_samples(whole: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.command import automodel, cold, curve, metrics, start, write_config
+from tests.pages import undocumented_metrics
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,7 @@ def test_run_folder_holds_what_is_promised(whole: Path) -> None:
     promised = {"step", "loss", "grad_norm", "lr", "num_label_tokens", "num_tokens"}
     promised |= {"tokens_per_second", "step_seconds", "memory_gib", "mfu"}
     assert all(promised <= set(row) for row in rows)
+    assert undocumented_metrics(run) == set()
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert any("val_loss" in row for row in metrics(run))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 
 import click
@@ -25,6 +26,7 @@ def wrong(line: str) -> list[str]:
     if isinstance(command, click.Group) and command is cli:
         return [line]
     options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    words = words[: words.index("--")] if "--" in words else words  # what follows is another program's
     bad = [word for word in words if word.startswith("-") and word.split("=")[0] not in options | {"--help"}]
     for before, word in zip(["", *words], words, strict=False):
         if before in ("-c", "--conf") and word.islower() and not word.endswith(".yaml") and word not in bundled.names():
@@ -51,3 +53,8 @@ def test_a_wrong_command_is_noticed():
 def test_every_page_is_in_the_navigation_of_the_site():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
     assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in PAGES if p.name != "README.md")
+
+
+def test_the_page_of_commands_is_what_the_command_line_says():
+    made = runpy.run_path(str(ROOT / "scripts" / "cli_page.py"))["page"]()
+    assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == made, "python scripts/cli_page.py > docs/cli.md"
