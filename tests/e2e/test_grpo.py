@@ -263,16 +263,6 @@ def test_wrong_configs_are_refused_with_a_fix(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no grpo recipe" in done.stderr
 
 
-@pytest.mark.slow
-def test_the_quickstart_learns(tmp_path: Path) -> None:
-    done = automodel(tmp_path, "finetune", "llm", "-c", "quickstart", timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = automodel(tmp_path, "grpo", "llm", "-c", "quickstart_grpo", timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    before, *_, after = curve(tmp_path / "runs" / "quickstart_grpo", "val_reward")
-    assert after >= before + 0.2
-
-
 def test_a_step_with_nothing_to_learn_changes_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
     write_config(tmp_path)
     output = run(tmp_path, "rewards.digit.pattern='.*'", "rewards.other.weight=0", "train.max_steps=2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -88,12 +87,3 @@ def test_reverse_kl_of_each_drawn_token_is_its_advantage(folder):
     assert done.returncode == 0, done.stdout + done.stderr
     first = next(row for row in metrics(folder / "runs" / "reverse") if "advantage_mean" in row)
     assert first["advantage_mean"] < 0 and abs(first["advantage_mean"]) < 5  # minus a KL
-
-
-@pytest.mark.slow
-def test_quickstart(tmp_path):
-    for command in (("finetune", "llm", "-c", "quickstart"), ("kd", "llm", "-c", "quickstart_kd")):
-        done = automodel(tmp_path, *command, timeout=900)
-        assert done.returncode == 0, done.stdout + done.stderr
-    shares = [float(share) for share in re.findall(r"accuracy \w+ training: ([\d.]+)%", done.stdout)]
-    assert len(shares) == 2 and shares[1] > 70, shares

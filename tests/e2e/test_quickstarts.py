@@ -1,0 +1,45 @@
+"""The quickstarts that go on from the first one's export, each as a user runs it, until it has learnt something."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import automodel
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the quickstart was run."""
+    folder = tmp_path_factory.mktemp("quickstarts")
+    done = automodel(folder, "finetune", "llm", "-c", "quickstart", timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def before_and_after(folder: Path, pattern: str, *command: str) -> tuple[float, float]:
+    done = automodel(folder, *command, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = (float(value) for value in re.findall(pattern, done.stdout))
+    return before, after
+
+
+def test_rewards(folder: Path) -> None:
+    before, after = before_and_after(folder, r"reward \w+ training: ([\d.]+)", "grpo", "llm", "-c", "quickstart_grpo")
+    assert after >= before + 0.2
+
+
+def test_a_critic(folder: Path) -> None:
+    """Its first 80 of 200 steps."""
+    few = ("grpo", "llm", "-c", "quickstart_ppo", "train.max_steps=80")
+    before, after = before_and_after(folder, r"reward \w+ training: ([\d.]+)", *few)
+    assert after > before + 0.1
+
+
+def test_a_teacher(folder: Path) -> None:
+    before, after = before_and_after(folder, r"accuracy \w+ training: ([\d.]+)%", "kd", "llm", "-c", "quickstart_kd")
+    assert before < 5 and after > 70
