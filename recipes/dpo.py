@@ -6,28 +6,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.objectives.base import PreferenceObjective, ReferenceSource
-from automodel_cli.run.recipe import Recipe
+from automodel_cli.objectives.base import ReferenceSource
+from recipes.preferences import PreferenceRecipe
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
     from automodel_cli.run.session import Columns, Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPORecipe(Recipe):
-    """The whole story: prepare, measure the reference, train, export.
+class DPORecipe(PreferenceRecipe):
+    """The story of `PreferenceRecipe`, measured against a reference.
 
     `reference`: where the reference's log-probs come from, see `automodel_cli/run/reference_logprobs.py`:
     `precomputed`, `adapters_off`, `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing
     for objectives without a reference (simpo, orpo).
     """
 
-    objective: PreferenceObjective
     reference: ReferenceSource = "auto"
 
     kind: ClassVar[str] = "dpo"
-    preferences: ClassVar[bool] = True
 
     @property
     def held_besides(self) -> str | None:
@@ -47,25 +44,6 @@ class DPORecipe(Recipe):
                 keys=("reference", "objective"),
                 fix="reference=auto",
             )
-
-    def run(self, source: Composed) -> int:
-        from automodel_cli.run.held_out import HeldOutLoss, print_accuracy
-        from automodel_cli.run.session import open_session
-
-        with open_session(self, source, columns=self.columns) as session:
-            session.callbacks.add(HeldOutLoss(session))
-            session.header()
-            if session.first_step == 0:
-                print_accuracy(session, "before", 0)
-            for step, batches in session.steps():
-                session.train(step, batches)
-            if session.stopped_by:
-                return session.exit_code()
-            print_accuracy(session, "after", session.num_steps)
-
-            from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
-
-            return finish(session)
 
     def columns(self, session: Session) -> Columns:
         """Log-probs of the reference, and for KTO the reference point of the step. Collective."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.objectives.base import PreferenceObjective, request_of
-from automodel_cli.run.recipe import Recipe
+from automodel_cli.objectives.base import request_of
+from recipes.preferences import PreferenceRecipe
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMRecipe(Recipe):
-    """The whole story: prepare pairs, train the model and its value head, export a sequence classifier."""
-
-    objective: PreferenceObjective
+class RMRecipe(PreferenceRecipe):
+    """The story of `PreferenceRecipe` for the model and its value head; the export is a sequence classifier."""
 
     kind: ClassVar[str] = "rm"
-    preferences: ClassVar[bool] = True
     as_classifier: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -36,24 +33,9 @@ class RMRecipe(Recipe):
     def run(self, source: Composed) -> int:
         from automodel_cli.models.classifier import require_classifier
         from automodel_cli.models.source import whole_config
-        from automodel_cli.run.held_out import HeldOutLoss, print_accuracy
-        from automodel_cli.run.session import open_session
 
         require_classifier(whole_config(self.model))
-        with open_session(self, source, columns=self.columns) as session:
-            session.callbacks.add(HeldOutLoss(session))
-            session.header()
-            if session.first_step == 0:
-                print_accuracy(session, "before", 0)
-            for step, batches in session.steps():
-                session.train(step, batches)
-            if session.stopped_by:
-                return session.exit_code()
-            print_accuracy(session, "after", session.num_steps)
-
-            from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
-
-            return finish(session)
+        return super().run(source)
 
     def columns(self, session: Session) -> Columns:
         """Nothing to add to the rows; what they must hold."""

@@ -36,6 +36,8 @@ from automodel_cli.training.optim import OptimizerNode
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from automodel_cli.run.session import Columns, Session
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ConfigRoot):
@@ -126,6 +128,11 @@ class Recipe(ConfigRoot):
 
     def check_model(self, hf_config: PretrainedConfig) -> None:
         """What only this kind of run asks of a model, measured before anything is built. Raises ConfigError."""
+
+    def columns(self, session: Session) -> Columns:
+        """What adds the columns that the objective reads besides the rows: here nothing. Asked once, while the model is
+        as loaded. Collective."""
+        return lambda batches: batches
 
     def missing_files(self) -> list[ConfigError]:
         from automodel_cli.run.missing_files import missing_files

@@ -71,7 +71,6 @@ class Session:
         mesh: Mesh,
         run_dir: Path,
         record: RunRecord,
-        columns: Callable[[Session], Columns] | None,
     ):
         recipe, self.recomputed = decided_together(recipe, mesh)
         self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
@@ -88,7 +87,7 @@ class Session:
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.model = Model.build(recipe, mesh)
-        self.columns: Columns = columns(self) if columns is not None else lambda batches: batches
+        self.columns = recipe.columns(self)
         self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps)
         rng.seed(recipe.seed, dist.get_rank())
@@ -307,14 +306,8 @@ class Session:
 
 
 @contextmanager
-def open_session(
-    recipe: Recipe, source: Composed, *, columns: Callable[[Session], Columns] | None = None
-) -> Iterator[Session]:
-    """Prepare the data, start the process group, build everything; take it down again whatever happens.
-
-    `columns` makes what adds the columns that the objective reads besides the rows. It is called once, while the model
-    is as loaded.
-    """
+def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
+    """Prepare the data, start the process group, build everything; take it down again whatever happens."""
     if recipe.train.deterministic:
         rng.make_deterministic()
     if recipe.train.cpu_threads is not None:
@@ -330,7 +323,7 @@ def open_session(
             url = copy_of(recipe, run_dir)
             copied = mirrored(run_dir, url if dist.get_rank() == 0 else None, recipe.checkpoint.keep)
             with copied as notify, _recorded(run_dir, source) as record:
-                session = Session(recipe, source, data, tokenizer, mesh, run_dir, record, columns)
+                session = Session(recipe, source, data, tokenizer, mesh, run_dir, record)
                 session.checkpointer.published = notify
                 succeeded = False
                 try:

@@ -25,7 +25,6 @@ def session(
     """
     from automodel_cli.run.held_out import HeldOutLoss
     from automodel_cli.run.session import open_session
-    from recipes.dpo import DPORecipe
     from recipes.grpo import GRPORecipe
 
     os.chdir(folder)
@@ -37,8 +36,7 @@ def session(
     composed = compose(path, overrides, run_dir=folder / "runs" / run if run else None)
     stop.install()
     recipe = check(composed, Trust(packages=trust))
-    columns = recipe.columns if isinstance(recipe, DPORecipe) else None
-    with open_session(recipe, composed, columns=columns) as opened:
+    with open_session(recipe, composed) as opened:
         if not isinstance(recipe, GRPORecipe):
             opened.callbacks.add(HeldOutLoss(opened))
         yield opened
