@@ -118,7 +118,7 @@ def rollouts(
         for name, error in row["errors"].items():
             click.echo(click.style(f"{name}: {error}", fg="red"))
         click.echo(click.style(str(row["prompt"][-1]["content"]), dim=True))
-        click.echo(samples.said(row) + "\n")
+        click.echo(samples.said(row["completion"], row.get("turns")) + "\n")
     if not as_json:
         click.echo(f"{len(found)} of {total:,} samples, {order} first")
 

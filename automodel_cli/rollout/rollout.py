@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -49,7 +50,7 @@ class Rollout:
             "response_length": sum(sample.num_generated for sample in self.samples) / count,
         }
 
-    @property
+    @cached_property
     def unshown(self) -> dict[str, float | int]:
         """What only metrics.jsonl gets."""
         samples, lengths = self.samples, [sample.num_generated for sample in self.samples]

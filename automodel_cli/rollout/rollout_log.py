@@ -12,6 +12,7 @@ from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.run.answers import Accuracy, Answer
+from automodel_cli.runs.rollouts import said
 from automodel_cli.training.metrics import keep_rows_until
 
 _WIDTH, _MOST = 118, 60
@@ -68,7 +69,7 @@ def sample_table(step: int, rollout: Rollout, count: int) -> str:
         sample = rollout.samples[number]
         table.add_row(
             _cut(str(sample.prompt.messages[-1]["content"])),
-            _cut(_conversation(sample)),
+            _cut(said(sample.text, sample.said)),
             f"{sample.score.total:.3g}",
             f"{rollout.advantages_N[number].item():+.2f}",
             f"{sample.finish_reason}, {sample.num_generated}",
@@ -90,14 +91,6 @@ def _telling(rollout: Rollout, count: int) -> list[int]:
         best, worst = max(numbers, key=lambda n: advantage[n]), min(numbers, key=lambda n: advantage[n])
         chosen += [best] if best == worst else [best, worst]
     return chosen[:count]
-
-
-def _conversation(sample: Sample) -> str:
-    """The completion; of several turns all of them, what the environment said in brackets."""
-    if not sample.said:
-        return sample.text
-    turns = [(message["role"], str(message["content"])) for message in sample.said]
-    return " ".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in turns)
 
 
 def _cut(text: str) -> str:

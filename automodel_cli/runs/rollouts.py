@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,16 +36,16 @@ class Wanted:
             and (self.most is None or row["reward"] <= self.most)
             and (not self.trained or row["trained"])
             and self.prompt.casefold() in "\n".join(str(m["content"]) for m in row["prompt"]).casefold()
-            and self.completion.casefold() in said(row).casefold()
+            and self.completion.casefold() in said(row["completion"], row.get("turns")).casefold()
         )
 
 
-def said(row: dict[str, Any]) -> str:
+def said(completion: str, turns: Sequence[dict[str, Any]] | None) -> str:
     """The completion; of several turns all of them, what the environment said in brackets."""
-    if not row.get("turns"):
-        return str(row["completion"])
-    turns = [(message["role"], str(message["content"])) for message in row["turns"]]
-    return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in turns)
+    if not turns:
+        return completion
+    told = [(message["role"], str(message["content"])) for message in turns]
+    return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in told)
 
 
 def select(folder: Path, wanted: Wanted, count: int, order: Order) -> tuple[list[dict[str, Any]], int]:

@@ -32,6 +32,8 @@ PRECISION = none(
     "ours computes in bfloat16 over float32 parameters unless model.dtype or parallelizer.mp_policy say so"
 )
 HUB = none("an upload; the export is in the run folder")
+ATTENTION = none("model.attention=packed isolates documents, with the best kernel there is")
+REMOTE_CODE = to("model.trust_remote_code", "the command line must allow it: --trust remote-code")
 
 ROWS: dict[str, Row] = {
     "learning_rate": to("optimizer.lr"),

@@ -97,7 +97,7 @@ TABLE = Table(
     | {
         "model_name_or_path": to("model.pretrained"),
         "model_revision": to("model.revision"),
-        "trust_remote_code": to("model.trust_remote_code", "the command line must allow it: --trust remote-code"),
+        "trust_remote_code": hf.REMOTE_CODE,
         "adapter_name_or_path": none("adapters begin anew; merge the old ones into model.pretrained first"),
         "stage": none("the recipe: sft, dpo or grpo (pt, rm and ppo have none)"),
         "finetuning_type": none("full or lora; there is no freeze and no oft"),
@@ -122,7 +122,7 @@ TABLE = Table(
         "val_size": none("0 rows are held out"),
         "mix_strategy": none("data.sources have weights"),
         "streaming": none("rows are prepared before the first step"),
-        "flash_attn": none("model.attention=packed isolates documents, with the best kernel there is"),
+        "flash_attn": hf.ATTENTION,
         "enable_liger_kernel": hf.SPEED,
         "use_unsloth*": hf.SPEED,
         "rope_scaling": none("model.config of the weights decides; give a folder with another config.json"),

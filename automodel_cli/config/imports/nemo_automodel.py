@@ -129,7 +129,7 @@ TABLE = Table(
         "model.torch_dtype": to(
             "model.dtype", bfloat16="bfloat16", float32="float32", float16="float16", **{"torch.bfloat16": "bfloat16"}
         ),
-        "model.attn_implementation": none("model.attention=packed isolates documents, with the best kernel there is"),
+        "model.attn_implementation": hf.ATTENTION,
         "model.backend.attn": none("model.transformer_engine.attention=true is their te"),
         "model.backend.*": none("kernels: model.transformer_engine, model.moe.experts, parallelizer.expert_dispatch"),
         "model.*": none("the library's own model, probed"),

@@ -146,10 +146,10 @@ TABLE = Table(
     | {
         "model_name_or_path": to("model.pretrained"),
         "model_revision": to("model.revision"),
-        "trust_remote_code": to("model.trust_remote_code", "the command line must allow it: --trust remote-code"),
+        "trust_remote_code": hf.REMOTE_CODE,
         "torch_dtype": to("model.dtype", bfloat16="bfloat16", float16="float16", float32="float32"),
         "dtype": to("model.dtype", bfloat16="bfloat16", float16="float16", float32="float32"),
-        "attn_implementation": none("model.attention=packed isolates documents, with the best kernel there is"),
+        "attn_implementation": hf.ATTENTION,
         "use_peft": none("without adapters all parameters are trained"),
         "use_rslora": to("model.lora.use_rslora"),
         "lora_*": none("without use_peft nothing there; model.lora has rank, alpha, dropout, target_modules"),

@@ -182,9 +182,7 @@ TABLE = Table(
         "data.*": none("no counterpart in data.path, .format, .columns"),
         _MODEL + "path": to("model.pretrained"),
         _MODEL + "enable_gradient_checkpointing": to("parallelizer.activation_checkpointing", true="full", false=False),
-        _MODEL + "trust_remote_code": to(
-            "model.trust_remote_code", "the command line must allow it: --trust remote-code"
-        ),
+        _MODEL + "trust_remote_code": hf.REMOTE_CODE,
         _MODEL + "use_remove_padding": none("rows are packed"),
         _MODEL + "*": none("the library's own model, probed"),
         **{f"{_ACTOR}optim.{key}": row for key, row in _OPTIM.items()},
@@ -216,7 +214,7 @@ TABLE = Table(
         "model.partial_pretrain": to("model.pretrained"),
         "model.path": to("model.pretrained"),
         "model.enable_gradient_checkpointing": to("parallelizer.activation_checkpointing", true="full", false=False),
-        "model.trust_remote_code": to("model.trust_remote_code", "the command line must allow it: --trust remote-code"),
+        "model.trust_remote_code": hf.REMOTE_CODE,
         "model.fsdp_config.model_dtype": to("model.dtype", fp32="float32", bf16="bfloat16"),
         "model.strategy": to("parallelizer", fsdp="fsdp2", fsdp2="fsdp2"),
         "model.lora_*": none("lora_rank is 0 there: all parameters are trained"),
