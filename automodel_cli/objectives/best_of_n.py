@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import Metric, RewardKL
@@ -27,6 +27,10 @@ class BestOfN:
     Metrics: `nll`, the mean over label tokens, and `num_selected_tokens`, their number.
     """
 
+    reward_kl: ClassVar[RewardKL | None] = None
+    corrects_staleness: ClassVar[bool] = True
+    """See `PolicyObjective`: a good response is worth imitating whoever has drawn it."""
+
     keep: int = 1
     threshold: float | None = None
 
@@ -38,16 +42,6 @@ class BestOfN:
     def columns(self) -> frozenset[str]:
         """See `PolicyObjective`."""
         return frozenset()
-
-    @property
-    def reward_kl(self) -> RewardKL | None:
-        """See `PolicyObjective`."""
-        return None
-
-    @property
-    def corrects_staleness(self) -> bool:
-        """See `PolicyObjective`: a good response is worth imitating whoever has drawn it."""
-        return True
 
     @property
     def samples_of_group(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import HeadRequest
@@ -38,6 +38,10 @@ class Distillation:
     teacher gives the tokens which are compared one by one.
     """
 
+    reward_kl: ClassVar[RewardKL | None] = None
+    corrects_staleness: ClassVar[bool] = True
+    """See `PolicyObjective`: any tokens will do to compare two distributions."""
+
     beta: float = 0.0
     top_k: int | None = 64
     kd_weight: float = 1.0
@@ -68,16 +72,6 @@ class Distillation:
     def columns(self) -> frozenset[str]:
         """See `PolicyObjective`."""
         return frozenset({"teacher_ids_BTN", "teacher_logprobs_BTN"})
-
-    @property
-    def reward_kl(self) -> RewardKL | None:
-        """See `PolicyObjective`."""
-        return None
-
-    @property
-    def corrects_staleness(self) -> bool:
-        """See `PolicyObjective`: any tokens will do to compare two distributions."""
-        return True
 
     @property
     def metrics(self) -> Mapping[str, Metric]:

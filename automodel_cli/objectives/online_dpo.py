@@ -23,17 +23,11 @@ class OnlineDPO(DPO):
     see `DPO`.
     """
 
+    reward_kl: ClassVar[RewardKL | None] = None
+    corrects_staleness: ClassVar[bool] = True
+    """See `PolicyObjective`: a pair is compared with the reference, whoever has drawn it."""
+
     samples_of_group: ClassVar[int] = 2
-
-    @property
-    def reward_kl(self) -> RewardKL | None:
-        """See `PolicyObjective`."""
-        return None
-
-    @property
-    def corrects_staleness(self) -> bool:
-        """See `PolicyObjective`: a pair is compared with the reference, whoever has drawn it."""
-        return True
 
     def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
         """See `SelectingObjective`: pairs, the chosen one first."""
