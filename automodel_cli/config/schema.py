@@ -121,16 +121,22 @@ def holds_named_nodes(hint: Any) -> bool:
 
 
 def lacks(made: type, names: Iterable[str]) -> list[str]:
-    """Which of `names` a class neither has nor takes as a keyword, or has only as its base's `@abstractmethod`."""
+    """Which of `names` a class neither has nor takes as a keyword, or has only as its base's `@abstractmethod`; and
+    what else a base left abstract."""
     offered = signature(made).parameters
     lacking = []
-    for name in sorted(names):
+    left = {name for base in made.__mro__ for name, found in vars(base).items() if _is_abstract(found)}
+    for name in sorted({*names, *left}):
         # not by hasattr: every class itself has a __call__
         found = next((base for base in made.__mro__ if name in vars(base)), None)
-        is_there = found is not None and not getattr(vars(found)[name], "__isabstractmethod__", False)
+        is_there = found is not None and not _is_abstract(vars(found)[name])
         if not is_there and name not in offered:
             lacking.append(name)
     return lacking
+
+
+def _is_abstract(member: object) -> bool:
+    return bool(getattr(member, "__isabstractmethod__", False))
 
 
 def keys(target: Callable[..., Any], prefix: str = "") -> Iterator[str]:

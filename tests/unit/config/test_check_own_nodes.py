@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from automodel_cli.data.format import Format
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
 from automodel_cli.rollout.environment import Environment, Turn
-from automodel_cli.rollout.rewards.base import Reward
+from automodel_cli.rollout.rewards.base import Reward, RewardOfMany
 
 @dataclass(frozen=True)
 class NoShard(ParallelizerConfig):
@@ -47,6 +47,9 @@ class NoCall:
 class NoRead(Format):
     fields = ("q",)
     makes = "conversations"
+
+class NoScores(RewardOfMany):
+    pass
 
 class Free:
     max_turns, weight, on_error = 0, 1.0, "zero"
@@ -92,6 +95,11 @@ def build(conf: str, *overrides: str) -> Any:
             "quickstart_grpo",
             "rewards.own={_target_: mine.NoScore}",
             "mine.NoScore, which lacks score of automodel_cli.",
+        ),
+        (
+            "quickstart_grpo",
+            "rewards.own={_target_: mine.NoScores}",
+            "mine.NoScores, which lacks scores of automodel_cli.",
         ),
         (
             "quickstart_grpo",
