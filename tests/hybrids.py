@@ -6,16 +6,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from automodel_cli.models import compat
+from automodel_cli.models import compat, state_layers
 from automodel_cli.models.build import part_of, train_every_token
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
-from tests.tiny import gradients, packed_batch, separate_documents, token_row
+from tests.tiny import gradient_error, gradients, packed_batch, separate_documents, token_row
 
 LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 # What a family's default config leaves out of its layers
@@ -111,6 +112,19 @@ def alone(model: PreTrainedModel, rows: Sequence[Sequence[Tensor]]) -> tuple[Ten
     found = gradients(model)
     model.zero_grad()
     return logprobs_BT.detach(), found
+
+
+def check_that_mixed_documents_show(
+    family: str, monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[Tensor]]
+) -> None:
+    """Sabotage: rows pass for documents, so that those of a row see each other; the comparison must notice."""
+    small, model = hybrid(family)
+    part = part_like(small, model)
+    monkeypatch.setattr(state_layers.Documents, "are_rows", True)
+    want_logprobs, want = alone(model, rows)
+    logprobs, got = run(part, rows)
+    assert (logprobs - want_logprobs).abs().max() > 1e-3
+    assert gradient_error(want, got) > 1e-3
 
 
 def weights_like(like: Tensor) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,26 @@ def start_cold(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def wait_for_step(process: Any, run: Path, step: int) -> None:
+    """Until the run's metrics.jsonl has that step; its output where it ends before."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (run / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(run)):
+            return
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[0])
+        time.sleep(0.005)
+    raise AssertionError(f"no step {step} within two minutes")
+
+
+def kill_after_step(process: Any, run: Path, step: int) -> None:
+    """kill -9, once the run's metrics.jsonl has that step and before its end."""
+    wait_for_step(process, run, step)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (run / "export").exists(), "it was killed too late to show anything"
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

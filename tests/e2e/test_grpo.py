@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.command import automodel, curve, metrics, start
+from tests.e2e.command import automodel, curve, kill_after_step, metrics, start
 from tests.pages import undocumented_metrics
 
 STEPS, PROMPTS, GROUP = 6, 4, 4
@@ -165,26 +162,12 @@ def test_one_update_on_policy_is_exactly_that(tmp_path: Path) -> None:
     assert row["num_label_tokens"] == count
 
 
-def wait_for_step(process: Any, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if (folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(folder)):
-            return
-        if process.poll() is not None:
-            raise AssertionError(process.communicate()[0])
-        time.sleep(0.005)
-    raise AssertionError(f"no step {step} within two minutes")
-
-
 def test_a_killed_run_goes_on_bitwise(whole: Path, tmp_path: Path) -> None:
     """Killed while it samples: every completed step that was saved stands, and the rest is what it would have been."""
     write_config(tmp_path)
     killed = start(tmp_path, "grpo", "llm", "-c", "tiny.yaml")
     folder, reference = tmp_path / "runs" / "tiny", whole / "runs" / "tiny"
-    wait_for_step(killed, folder, 3)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    assert not (folder / "export").exists(), "it was killed too late to show anything"
+    kill_after_step(killed, folder, 3)
     resumed = automodel(tmp_path, "resume", "runs/tiny")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     for key in ("loss", "grad_norm", "reward", "response_length", "val_reward"):

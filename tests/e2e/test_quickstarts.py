@@ -1,4 +1,4 @@
-"""The quickstarts that go on from the first one's export, each as a user runs it, until it has learnt something."""
+"""The quickstarts, each as a user runs it, until it has learnt something."""
 
 from __future__ import annotations
 
@@ -43,3 +43,15 @@ def test_a_critic(folder: Path) -> None:
 def test_a_teacher(folder: Path) -> None:
     before, after = before_and_after(folder, r"accuracy \w+ training: ([\d.]+)%", "kd", "llm", "-c", "quickstart_kd")
     assert before < 5 and after > 70
+
+
+def test_preferences(tmp_path: Path) -> None:
+    pattern = r"preference accuracy \w+ training: ([\d.]+)%"
+    _, after = before_and_after(tmp_path, pattern, "dpo", "llm", "-c", "quickstart_dpo")
+    assert after >= 90
+
+
+def test_a_reward_model(tmp_path: Path) -> None:
+    pattern = r"preference accuracy \w+ training: ([\d.]+)%"
+    _, after = before_and_after(tmp_path, pattern, "rm", "llm", "-c", "quickstart_rm")
+    assert after >= 75

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.command import automodel, cold, curve, metrics, start, write_config
+from tests.e2e.command import (
+    automodel,
+    cold,
+    curve,
+    kill_after_step,
+    metrics,
+    start,
+    wait_for_step,
+    write_config,
+)
 from tests.pages import undocumented_metrics
 
 
@@ -105,17 +112,6 @@ def test_torchrun_starts_the_same_run(whole: Path, tmp_path: Path) -> None:
     assert curve(tmp_path / "runs" / "tiny") == pytest.approx(curve(whole / "runs" / "tiny"), rel=1e-5)
 
 
-def _wait_for_step(process, run: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if (run / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(run)):
-            return
-        if process.poll() is not None:
-            raise AssertionError(process.communicate()[0])
-        time.sleep(0.005)
-    raise AssertionError(f"no step {step} within two minutes")
-
-
 def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
     """40 steps == some + kill -9 + the rest: every recorded loss and norm, to the last bit."""
     write_config(tmp_path)
@@ -124,10 +120,7 @@ def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     killed = start(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "run_name=killed", *more)
     run = tmp_path / "runs" / "killed"
-    _wait_for_step(killed, run, 10)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    assert not (run / "export").exists(), "it was killed too late to show anything"
+    kill_after_step(killed, run, 10)
     resumed = automodel(tmp_path, "resume", "runs/killed")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     for key in ("loss", "grad_norm", "lr", "val_loss"):
@@ -175,7 +168,7 @@ def test_a_stopped_run_saves_and_goes_on_with_other_ranks(whole: Path, tmp_path:
     write_config(tmp_path)
     stopped = start(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "train.max_steps=200", "checkpoint.every=null")
     run = tmp_path / "runs" / "tiny"
-    _wait_for_step(stopped, run, 3)
+    wait_for_step(stopped, run, 3)
     stopped.send_signal(signal.SIGTERM)
     output, _ = stopped.communicate(timeout=120)
     assert stopped.returncode == 75, output

@@ -14,7 +14,7 @@ from automodel_cli.models import mixing, state_layers
 from automodel_cli.models.build import part_of
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.support import probe_context, probe_packing
-from tests.hybrids import HYBRIDS, ROWS, alone, hybrid, part_like, run, weights_like
+from tests.hybrids import HYBRIDS, ROWS, alone, check_that_mixed_documents_show, hybrid, part_like, run, weights_like
 from tests.tiny import FAMILIES, gradient_error, gradients, packed_batch, tiny_config, token_row
 
 TOLERANCE = 2e-6  # relative to the largest gradient, in float32; a leak is 1e-3 and more
@@ -44,13 +44,7 @@ def test_a_state_of_as_many_heads_as_a_document_has_tokens_is_no_result_per_toke
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba", "lfm2", "falcon_h1"])
 def test_the_comparison_sees_a_state_that_leaks(family: str, monkeypatch: pytest.MonkeyPatch):
-    small, model = hybrid(family)
-    part = part_like(small, model)
-    monkeypatch.setattr(state_layers.Documents, "are_rows", True)
-    want_logprobs, want = alone(model, ROWS)
-    logprobs, got = run(part, ROWS)
-    assert (logprobs - want_logprobs).abs().max() > 1e-3
-    assert gradient_error(want, got) > 1e-3
+    check_that_mixed_documents_show(family, monkeypatch, ROWS)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_mamba"])

@@ -17,7 +17,17 @@ from automodel_cli.models.build import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.support import probe_context, probe_packing
 from automodel_cli.models.ways import Way, way_of
-from tests.hybrids import OWN_ATTENTION, ROWS, SPARSE, alone, hybrid, part_like, run, weights_like
+from tests.hybrids import (
+    OWN_ATTENTION,
+    ROWS,
+    SPARSE,
+    alone,
+    check_that_mixed_documents_show,
+    hybrid,
+    part_like,
+    run,
+    weights_like,
+)
 from tests.tiny import gradient_error, gradients, packed_batch, tiny_config, token_row
 
 TOLERANCE = 2e-6  # relative to the largest gradient, in float32; a leak is 1e-3 and more
@@ -38,13 +48,7 @@ def test_packed_equals_separate_documents(family: str):
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4", "bloom"])
 def test_the_comparison_sees_attention_across_documents(family: str, monkeypatch: pytest.MonkeyPatch):
-    small, model = hybrid(family)
-    part = part_like(small, model)
-    monkeypatch.setattr(state_layers.Documents, "are_rows", True)
-    want_logprobs, want = alone(model, ROWS)
-    logprobs, got = run(part, ROWS)
-    assert (logprobs - want_logprobs).abs().max() > 1e-3
-    assert gradient_error(want, got) > 1e-3
+    check_that_mixed_documents_show(family, monkeypatch, ROWS)
 
 
 def test_layers_hand_each_other_what_an_indexer_chose_within_a_document():
