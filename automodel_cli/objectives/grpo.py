@@ -40,9 +40,11 @@ class GRPO:
     to +-`kl_input_clamp`, the result to +-`kl_output_clamp` (None: no clamp). `kl_in`: in the `loss`, or `reward`: the
     recipe takes it off the rewards and the loss has none. `kl_importance` weighs it by policy / sampler probability.
 
-    Correction of the difference between sampler and trainer, w = e^(old - sampler) (for ratio=sequence of the whole
-    response): `none`; `plain`; `truncate` clamps w to [`correction_min` or 0, `correction_max`]; `icepop` sets w to 0
-    outside of them; `sequence_mask` drops responses whose mean ratio is outside.
+    Correction of the difference between sampler and trainer, w = e^(old - sampler): `none`; `plain`; `truncate` (TIS)
+    clamps w to [`correction_min` or 0, `correction_max`]; `icepop` (MIS) sets w to 0 outside of them; `sequence_mask`
+    drops responses whose geometric mean of w is outside, and weighs tokens by w. `correction_level`: each `token` has
+    its own w, or all tokens of a response (`sequence`) the product of them; null: as `ratio` has it. Sources:
+    docs/algorithms.md.
 
     `positive_nll` adds the NLL of responses with a reward above 0. The entropy is exact, of the distribution that each
     response token was drawn from, and a metric in any case. Metrics: see `objectives/policy.py`.
@@ -63,6 +65,7 @@ class GRPO:
     kl_output_clamp: float | None = 10.0
     correction: Literal["none", "plain", "truncate", "icepop", "sequence_mask"] = "none"
     """How the ratio between trainer and sampler weighs a token, as above."""
+    correction_level: Literal["token", "sequence"] | None = None
     correction_max: float | None = None
     correction_min: float | None = None
     positive_nll: float = 0.0
@@ -152,6 +155,13 @@ class GRPO:
     def _check_correction(self) -> None:
         low, high = self.correction_min, self.correction_max
         bounded = self.correction in ("truncate", "icepop", "sequence_mask")
+        if self.correction_level is not None and self.correction in ("none", "sequence_mask"):
+            self._refuse(
+                "only the weights of plain, truncate and icepop have a level",
+                "correction_level",
+                "correction",
+                fix="objective.correction_level=null",
+            )
         if not bounded and (low is not None or high is not None):
             self._refuse(
                 "has no bounds", "correction", "correction_min", "correction_max", fix="objective.correction=truncate"
@@ -178,6 +188,11 @@ class GRPO:
     def by_sequence(self) -> bool:
         """Whether a response has one ratio."""
         return self.ratio in ("sequence", "sequence_token")
+
+    @property
+    def corrects_by_sequence(self) -> bool:
+        """Whether the correction has one weight for a response."""
+        return self.by_sequence if self.correction_level is None else self.correction_level == "sequence"
 
     @property
     def loss_kl_coef(self) -> float:

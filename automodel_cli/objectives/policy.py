@@ -1,8 +1,9 @@
 """The arithmetic of `GRPO`: ratios, weights, KL and their sums over the label tokens of a batch.
 
 Metrics are means over label tokens unless said otherwise. `token_mult_prob_error` e^|sampler - old| (1 when the sampler
-and the trainer agree); `gen_kl_error`, `policy_kl_error` (k3 both ways) and `js_divergence_error` between the two;
-`sampling_importance_ratio` the correction's weight (ratio=sequence: mean over responses); `entropy`
+and the trainer agree), `logprob_gap_max` the largest |sampler - old|; `gen_kl_error`, `policy_kl_error` (k3 both ways)
+and `js_divergence_error` between the two;
+`sampling_importance_ratio` the correction's weight (one weight for a response: mean over responses); `entropy`
 exact, and `approx_entropy` its estimate from the drawn tokens alone;
 `probs_ratio`, `probs_ratio_clamped` with `_min` and `_max`; `clip_fraction` tokens whose ratio the clamp changes;
 `kl_penalty` the KL as the loss aggregates it, without its coefficient; `is_oob_ratio` what the correction's bounds
@@ -79,7 +80,8 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
     found = {name: Metric(_TOKENS, shown=name in shown) for name in by_tokens}
     for name in ("probs_ratio", "probs_ratio_clamped"):
         found |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
-    found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.by_sequence else _TOKENS)
+    found["logprob_gap_max"] = Metric(combine="max")
+    found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.corrects_by_sequence else _TOKENS)
     if objective.loss_kl_coef:
         found["kl_penalty"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES, shown=True)
     if objective.correction_max is not None:
@@ -162,8 +164,9 @@ class PolicyTerms:
         for name, value_BT in (("probs_ratio", q_BT), ("probs_ratio_clamped", clamped_BT)):
             found[f"{name}_min"] = value_BT.masked_fill(~mask_BT, float("inf")).min()
             found[f"{name}_max"] = value_BT.masked_fill(~mask_BT, float("-inf")).max()
+        found["logprob_gap_max"] = gap_BT.abs().max()
         weight_BT, outside = self._correction
-        by_sequence = objective.by_sequence
+        by_sequence = objective.corrects_by_sequence
         found["sampling_importance_ratio"] = self._by_sequence(weight_BT) if by_sequence else self._sum(weight_BT)
         if objective.loss_kl_coef:
             found["kl_penalty"] = self.aggregate(self._kl())
@@ -206,7 +209,8 @@ class PolicyTerms:
         """The weight at every token (0 where it is not finite), and the sum of what its bounds touch."""
         objective = self.objective
         gap_BT = self.old_BT - self.sampler_BT
-        log_BT = to_tokens(sum_by_document(gap_BT, self.batch), self.batch) if objective.by_sequence else gap_BT
+        by_sequence = objective.corrects_by_sequence
+        log_BT = to_tokens(sum_by_document(gap_BT, self.batch), self.batch) if by_sequence else gap_BT
         weight_BT = log_BT.exp()
         low, high = objective.correction_min or 0.0, objective.correction_max
         if high is None:
@@ -219,7 +223,8 @@ class PolicyTerms:
         outside = self._sum(out_BT.float())
         if objective.correction == "icepop":
             return _finite(weight_BT.masked_fill(out_BT, 0.0)), outside
-        return torch.where(weight_BT.isfinite(), weight_BT.clamp(low, high), 0.0).detach(), outside
+        # a product of many ratios may overflow and is clamped like the rest; an impossible token counts for nothing
+        return torch.where(log_BT.isfinite(), weight_BT.clamp(low, high), 0.0).detach(), outside
 
     def _kl(self) -> Tensor:
         objective = self.objective

@@ -81,6 +81,40 @@ def test_kl_in_the_reward_leaves_the_loss_alone():
     assert step_of(GRPO(kl_coef=0.1, kl_in="reward"), [0.0, -1.0, -2.0], advantages=0.0)[0] == 0
 
 
+RATIOS = [[0.5, 3.0, 1.0], [2.0, 2.0, 1.5]]  # trainer / sampler of two responses; their products are 1.5 and 6
+
+
+@pytest.mark.parametrize(
+    ("correction", "level", "bounds", "want"),
+    [
+        ("plain", "token", {}, RATIOS),
+        ("plain", "sequence", {}, [[1.5] * 3, [6.0] * 3]),
+        ("truncate", "token", {"correction_max": 2.0}, [[0.5, 2.0, 1.0], [2.0, 2.0, 1.5]]),
+        ("truncate", "sequence", {"correction_max": 2.0}, [[1.5] * 3, [2.0] * 3]),
+        ("icepop", "token", {"correction_min": 0.6, "correction_max": 2.0}, [[0.0, 0.0, 1.0], [2.0, 2.0, 1.5]]),
+        ("icepop", "sequence", {"correction_min": 0.0, "correction_max": 2.0}, [[1.5] * 3, [0.0] * 3]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_weight_for_each_token_or_for_the_response(correction, level, bounds, want):
+    """The gradient of each token is -A w / N: w = old / sampler, of the response the product over its tokens."""
+    objective = GRPO(correction=correction, correction_level=level, **bounds)
+    sampler = [[-1.0 - math.log(ratio) for ratio in of_row] for of_row in RATIOS]
+    mask = ONE_ROW.expand(2, 4)
+    _, grad, metrics = step_of(objective, [[-1.0] * 3] * 2, mask=mask, sampler_logprobs=sampler)
+    assert (-6 * grad).tolist() == [pytest.approx(row) for row in want]
+    flat = [weight for row in want for weight in row]
+    assert metrics["sampling_importance_ratio"] == pytest.approx(sum(flat) / 6)
+    assert metrics["logprob_gap_max"] == pytest.approx(math.log(3.0))
+
+
+def test_a_product_that_overflows_is_clamped_and_an_impossible_token_counts_for_nothing():
+    objective = GRPO(correction="truncate", correction_level="sequence", correction_max=2.0)
+    for sampler, want in ((-400.0, 2.0), ([-1.0, -math.inf, -1.0], 0.0)):
+        _, grad, _ = step_of(objective, [-1.0, -1.0, -1.0], sampler_logprobs=sampler)
+        assert (-3 * grad).tolist() == [pytest.approx([want] * 3)]
+
+
 @pytest.mark.parametrize(("low", "mean", "outside"), [(None, 3.1 / 3, 1 / 3), (0.5, 3.5 / 3, 2 / 3)])
 def test_truncated_weights(low, mean, outside):
     objective = GRPO(correction="truncate", correction_max=2.0, correction_min=low)
@@ -220,6 +254,7 @@ REFUSED = [
     ({"kl_importance": True}, "kl_importance"),
     ({"correction_max": 2.0}, "correction_max"),
     ({"correction": "truncate"}, "correction_max"),
+    ({"correction_level": "sequence"}, "correction_level"),
     ({"correction": "icepop", "correction_max": 2.0}, "correction_min"),
     ({"correction": "truncate", "correction_max": 1.0, "correction_min": 2.0}, "correction_min"),
     (
