@@ -83,8 +83,32 @@ def distillation() -> list[dict[str, Any]]:
     return cases
 
 
+def high_entropy() -> list[dict[str, Any]]:
+    """`GRPOTrainer.get_high_entropy_mask` of nine responses of these lengths."""
+    from trl import GRPOTrainer
+
+    torch.manual_seed(2)
+    lengths = [2, 5, 3, 4, 7, 5, 8, 6, 9]
+    mask_NT = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    trainer = Stub(accelerator=Stub(gather=lambda x: x, pad_across_processes=lambda x, **_: x))
+    cases = []
+    for share in (0.2, 0.5):
+        entropies_NT = torch.rand(mask_NT.shape) * 3
+        chosen_NT = GRPOTrainer.get_high_entropy_mask(trainer, entropies_NT, mask_NT, 1 - share)
+        pairs = list(zip(entropies_NT.tolist(), chosen_NT.tolist(), lengths, strict=True))
+        cases.append(
+            {
+                "share": share,
+                "entropies": [row[:length] for row, _, length in pairs],
+                "chosen": [row[:length] for _, row, length in pairs],
+            }
+        )
+    return cases
+
+
 if __name__ == "__main__":
     import trl
 
-    made = {"trl": trl.__version__, "reward": reward(), "distillation": distillation()}
+    kinds = {"reward": reward, "distillation": distillation, "high_entropy": high_entropy}
+    made = {"trl": trl.__version__, **{name: cases() for name, cases in kinds.items()}}
     print(json.dumps(made))

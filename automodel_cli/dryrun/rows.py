@@ -14,7 +14,10 @@ from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.dryrun.request import DEFAULT_DOCUMENT
 from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
 
-_TOKEN_COLUMNS = frozenset({"ref_logprobs_BT", "old_logprobs_BT", "sampler_logprobs_BT", "advantages_BT", "rewards_BT"})
+_TOKEN_COLUMNS = frozenset(
+    {"ref_logprobs_BT", "old_logprobs_BT", "sampler_logprobs_BT", "advantages_BT", "rewards_BT", "uncertain_BT"}
+    | {"old_values_BT", "returns_BT"}
+)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ its prompt; tokens whose label is ignored are not read):
 - `sampler_logprobs_BT` fp32 (GRPO): log-probs under the distribution that the tokens were drawn from
 - `old_logprobs_BT` fp32 (GRPO): log-probs under the trainer's weights at the time of the rollout; left out of the only
   update of a rollout, whose own log-probs they are
+- `uncertain_BT` fp32 (GRPO with `top_entropy`): 1 for the tokens that the policy loss is of, 0 for the others
 - `old_values_BT`, `returns_BT` fp32 (PPO): what the critic made of each label token at the time of the rollout, and
   what it should have made of it
 - `teacher_ids_BTN` int64, `teacher_logprobs_BTN` fp32 (Distillation): the tokens that a teacher thinks likeliest in

@@ -70,6 +70,9 @@ class GRPO:
     correction_min: float | None = None
     positive_nll: float = 0.0
     entropy_coef: float = 0.0
+    top_entropy: float | None = None
+    """The policy loss is of this share of an update's tokens only, of those whose entropy was highest before the first
+    update (arXiv:2506.01939: 0.2); what it is divided by stays. null: of all tokens."""
     sapo_positive: float = 1.0
     """How fast the gate of sapo closes with the ratio where the advantage is above 0."""
     sapo_negative: float = 1.05
@@ -84,6 +87,9 @@ class GRPO:
             raise ConfigError(f"positive_nll={self.positive_nll} must be at least 0", keys=("positive_nll",))
         if not self.entropy_coef >= 0:
             self._refuse("a bonus is at least 0", "entropy_coef", fix="objective.entropy_coef=0.001")
+
+        if self.top_entropy is not None and not 0 < self.top_entropy < 1:
+            self._refuse("a share of the tokens, between 0 and 1", "top_entropy", fix="objective.top_entropy=0.2")
 
     def _refuse(self, what: str, *keys: str, fix: str) -> None:
         said = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
@@ -205,6 +211,7 @@ class GRPO:
         found = {"advantages_BT", "sampler_logprobs_BT"}
         found |= {"old_logprobs_BT"} if self.uses_old_logprobs else set()
         found |= {"ref_logprobs_BT"} if self.loss_kl_coef else set()
+        found |= {"uncertain_BT"} if self.top_entropy is not None else set()
         return frozenset(found | ({"rewards_BT"} if self.positive_nll else set()))
 
     @property

@@ -7,7 +7,8 @@ and `js_divergence_error` between the two;
 exact, and `approx_entropy` its estimate from the drawn tokens alone;
 `probs_ratio`, `probs_ratio_clamped` with `_min` and `_max`; `clip_fraction` tokens whose ratio the clamp changes;
 `kl_penalty` the KL as the loss aggregates it, without its coefficient; `is_oob_ratio` what the correction's bounds
-touch (tokens; sequence_mask: responses); `num_valid_samples` responses with a label token.
+touch (tokens; sequence_mask: responses); `uncertain_fraction` tokens that `top_entropy` trains; `num_valid_samples`
+responses with a label token.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
         found["kl_penalty"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES, shown=True)
     if objective.correction_max is not None:
         found["is_oob_ratio"] = Metric(_SEQUENCES if objective.correction == "sequence_mask" else _TOKENS)
+    if objective.top_entropy is not None:
+        found["uncertain_fraction"] = Metric(_TOKENS)
     if objective.positive_nll:
         found["positive_nll_loss"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES)
     return {**found, _TOKENS: Metric(), _SEQUENCES: Metric()}
@@ -135,6 +138,8 @@ class PolicyTerms:
         losses_BT = self._policy_losses()
         if objective.correction != "none":
             losses_BT = losses_BT * self._correction[0]
+        if objective.top_entropy is not None:
+            losses_BT = losses_BT * self.batch.extra["uncertain_BT"]
         if objective.loss_kl_coef:
             losses_BT = losses_BT + objective.loss_kl_coef * self._kl()
         if objective.positive_nll:
@@ -172,6 +177,8 @@ class PolicyTerms:
             found["kl_penalty"] = self.aggregate(self._kl())
         if outside is not None:
             found["is_oob_ratio"] = outside
+        if objective.top_entropy is not None:
+            found["uncertain_fraction"] = self._sum(self.batch.extra["uncertain_BT"])
         if objective.positive_nll:
             found["positive_nll_loss"] = self.aggregate(self._positive_nll())
         return {**found, _TOKENS: mask_BT.sum().float(), _SEQUENCES: num_sequences(self.batch).float()}

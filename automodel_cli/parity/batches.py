@@ -55,6 +55,7 @@ def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
         "kl_baseline_1": torch.tensor([0.1]),
         "advantages_BT": torch.randn(count, generator=generator)[documents_BT],
         "rewards_BT": (documents_BT % 2).float(),
+        "uncertain_BT": (batch.position_ids_BT % 3 > 0).float(),
     }
     for name in ("old_values", "returns"):
         extra[f"{name}_BT"] = torch.randn(batch.shape, generator=generator)

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +21,13 @@ from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.objectives.base import PolicyObjective, selection_of
-from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.alarms import Alarms
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environment import Episode
 from automodel_cli.rollout.episodes import is_group_leader, play_episodes, scored_samples, unscored_samples
-from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
+from automodel_cli.rollout.experience import RowPlan, Sample, kl_sums, plan_updates
 from automodel_cli.rollout.prefetcher import Generated, RolloutPrefetcher, SampleRequest
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
@@ -36,18 +35,11 @@ from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
 from automodel_cli.rollout.sampling import shaping_of
+from automodel_cli.rollout.scorer import Scorer
 from automodel_cli.rollout.token_advantages import TokenAdvantages
 from automodel_cli.run.answers import Accuracy
-from automodel_cli.run.scoring import (
-    ReferenceModel,
-    draws_while_training,
-    logprobs_and_values_of,
-    logprobs_of,
-    shaped,
-)
-from automodel_cli.run.teacher import taught
+from automodel_cli.run.scoring import logprobs_of, shaped
 from automodel_cli.training.callback import Callback, Run
-from automodel_cli.training.stages import Stages
 
 if TYPE_CHECKING:
     from automodel_cli.run.session import Session
@@ -67,7 +59,7 @@ class Rollouts(Callback):
         teacher: TeacherConfig | None = None,
     ):
         self.session, self.recipe, self.config = session, session.recipe, config
-        self.objective, self._teacher = objective, teacher
+        self.objective = objective
         self.mesh, self.model = session.mesh, session.model
         check_columns(rewards, _rows(session))
         self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=teacher is None)
@@ -81,8 +73,7 @@ class Rollouts(Callback):
                 fix="rollout=sampler",
             )
         self._prefetcher = self._build_prefetcher()
-        self._reference = self._build_reference()
-        self._draws_while_training = draws_while_training(self.model)
+        self._scorer = Scorer(session, config, objective, teacher)
         self._plan = RowPlan(
             seq_len=self.recipe.data.seq_len,
             packed=self.recipe.data.packing != "none",
@@ -258,7 +249,7 @@ class Rollouts(Callback):
         updates = plan_updates(samples, units, num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
         if "pairs_P2" in self.objective.columns:
             updates = [update.with_pairs(units) for update in updates]
-        updates = self._measured(updates)
+        updates = self._scorer.scored(updates, samples)
         if by_token is not None:
             updates, advantages_N = by_token.into(updates, samples, rewards_N, mesh)
         else:
@@ -269,35 +260,6 @@ class Rollouts(Callback):
         passes, trained = self.config.passes, [number for numbers in units for number in numbers]
         told = (seconds, self._reward_seconds, getattr(self.engine, "metrics", {}))
         return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *told)
-
-    def _measured(self, updates: list[Update]) -> list[Update]:
-        """With the log-probs before the first update. Those of an only update are its own: no pass is needed."""
-        objective = self.objective
-        several = len(updates) * self.config.passes > 1 or self._draws_while_training
-        if "old_values_BT" in objective.columns:
-            with self.scoring():
-                updates = [self._with_values(update) for update in updates]
-        elif ("old_logprobs_BT" in objective.columns and several) or objective.reward_kl is not None:
-            with self.scoring():
-                updates = [self._with_logprobs(update, "old", self.model.stages) for update in updates]
-        if self._reference is None:
-            return updates
-        with self._reference as stages:
-            if isinstance(objective, Distillation):
-                return [self._with_teacher(update, objective, stages) for update in updates]
-            return [self._with_logprobs(update, "ref", stages) for update in updates]
-
-    def _with_teacher(self, update: Update, objective: Distillation, stages: Stages) -> Update:
-        return dataclasses.replace(update, batches=taught(stages, update.batches, objective.top_k, self.mesh.device))
-
-    def _with_logprobs(self, update: Update, name: str, stages: Stages) -> Update:
-        return update.with_column(f"{name}_logprobs_BT", logprobs_of(stages, update.batches, self.mesh.device))
-
-    def _with_values(self, update: Update) -> Update:
-        """Log-probs and values before the first update, of one pass."""
-        found = logprobs_and_values_of(self.model.stages, update.batches, self.mesh.device)
-        update = update.with_column("old_logprobs_BT", [logprobs_BT for logprobs_BT, _ in found])
-        return update.with_column("old_values_BT", [values_BT for _, values_BT in found])
 
     def _token_advantages(self) -> TokenAdvantages | None:
         """None where a sample is compared with its group."""
@@ -312,21 +274,9 @@ class Rollouts(Callback):
             return None
         return RolloutPrefetcher(self.engine, self.mesh.device)
 
-    def _build_reference(self) -> ReferenceModel | None:
-        objective = self.objective
-        if not {"ref_logprobs_BT", "teacher_ids_BTN"} & objective.columns and objective.reward_kl is None:
-            return None
-        lora, teacher = self.recipe.model.lora is not None, self._teacher
-        temperature = 1.0 if selection_of(objective) is not None else self.config.temperature
-        return ReferenceModel(self.session, without_adapters=lora, temperature=temperature, teacher=teacher)
-
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        """Inside, the trainer's log-probs are those of the distribution that is sampled from; of the model as it is
-        where the objective chooses samples."""
-        plain = selection_of(self.objective) is not None
-        with shaped(self.model, Shaping() if plain else shaping_of(self.config.params())):
-            yield
+    def scoring(self) -> AbstractContextManager[None]:
+        """Inside, the trainer's log-probs are those that the objective compares with the sampler's."""
+        return self._scorer.as_sampled()
 
     # -- weights, and how good they are
 

@@ -87,17 +87,15 @@ def logprobs_of(stages: Stages, batches: Sequence[Batch], device: torch.device) 
     return stages.forward([batch.to(device) for batch in batches], lambda output, _: output.logprobs_BT)
 
 
-def logprobs_and_values_of(
-    stages: Stages, batches: Sequence[Batch], device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """The same and what the value head makes of every token, both [B, T]. Collective."""
+def fields_of(
+    stages: Stages, batches: Sequence[Batch], device: torch.device, request: HeadRequest, *names: str
+) -> list[tuple[Tensor, ...]]:
+    """These fields of `HeadOutput`, all [B, T], of one pass over every batch. Collective."""
 
-    def both(output: HeadOutput, _: Batch) -> Tensor:
-        assert output.values_BT is not None, "this model has no value head"
-        return torch.stack([output.logprobs_BT, output.values_BT])
+    def asked(output: HeadOutput, _: Batch) -> Tensor:
+        return torch.stack([getattr(output, name) for name in names])
 
-    found = stages.forward([batch.to(device) for batch in batches], both, HeadRequest(values=True))
-    return [(of_batch[0], of_batch[1]) for of_batch in found]
+    return [found.unbind() for found in stages.forward([batch.to(device) for batch in batches], asked, request)]
 
 
 @contextmanager

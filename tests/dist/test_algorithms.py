@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from automodel_cli.rollout.experience import Sample, Update
 from automodel_cli.rollout.token_advantages import TokenAdvantages
+from automodel_cli.rollout.uncertain import with_uncertain
 from tests.dist.harness import launch, launch_all
 from tests.dist.test_grpo import given_samples, updates_of
 
@@ -33,6 +35,7 @@ OBJECTIVES = {
     "distillation": Distillation(beta=0.3, top_k=4, sft_weight=0.3),
     "several preference losses": DPO(ld_alpha=0.3, more_losses={"bco_pair": 0.5}, sft_weight=0.1),
     "gspo-token": GRPO(ratio="sequence_token", aggregation="sequence"),
+    "least certain tokens": GRPO(top_entropy=0.2, kl_coef=0.4),
     "sapo": GRPO(surrogate="sapo", aggregation="sequence"),
     "ppo": PPO(kl_coef=0.1, value_coef=0.5),
 }
@@ -55,6 +58,35 @@ def test_an_algorithm_has_the_numbers_of_one_process_on_ranks_and_in_stages(name
     rows = layouts(objective)
     for layout, errors in zip(rows, launch(run_rows, 2, original, list(rows.values())), strict=True):
         assert isinstance(errors, Errors) and errors.within(TOLERANCE), (layout, errors)
+
+
+TRL = json.loads((Path(__file__).parents[1] / "vectors" / "trl.json").read_text())["high_entropy"]
+
+
+def least_certain_on_ranks(rank: int, world: int) -> list[dict[int, list[float]]]:
+    """By case: which tokens of this rank's samples are trained on."""
+    mesh, samples, found = build_mesh(MeshConfig(dp_size=world).resolve(world), "cpu"), given_samples(), []
+    for case in TRL:
+        entropies_of = dict(zip((n for n in range(10) if n != 3), case["entropies"], strict=True))
+        (update,) = updates_of(samples, True, mesh.dp_rank, mesh.dp_size)
+        entropies = [torch.full(batch.shape, 9.0) for batch in update.batches]  # of tokens that nobody drew
+        places = [(b, *at) for b, spread in enumerate(update.spread) for at in spread]
+        for b, row, first, number in places:
+            entropies[b][row, first : first + len(entropies_of[number])] = torch.tensor(entropies_of[number])
+        columns = [b.extra["uncertain_BT"] for b in with_uncertain(update, entropies, samples, case["share"], mesh).batches]
+        found.append(
+            {n: columns[b][row, first : first + len(samples[n].tokens)].tolist() for b, row, first, n in places}
+        )
+        assert sum(column.sum().item() for column in columns) == sum(map(sum, found[-1].values()))
+    return found
+
+
+def test_the_least_certain_tokens_of_all_ranks_are_those_that_trl_trains_on():
+    on_ranks = launch_all(least_certain_on_ranks, 2)
+    for case, *parts in zip(TRL, *on_ranks, strict=True):
+        assert all(parts), "a rank without samples shows nothing"
+        found = {number: chosen for part in parts for number, chosen in part.items()}
+        assert [found[number] for number in sorted(found)] == case["chosen"]
 
 
 REWARDS = torch.linspace(-1, 2, 10, dtype=torch.float64)

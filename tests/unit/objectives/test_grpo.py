@@ -77,6 +77,15 @@ def test_kl_in_the_loss():
     assert metrics["kl_penalty"] == pytest.approx(0.362, abs=1e-3)
 
 
+def test_the_least_certain_tokens_have_the_policy_loss_and_every_token_the_kl():
+    now, chosen = [0.0, -1.0, -2.0], {"uncertain": [1.0, 0.0, 1.0], "old_logprobs": [0.0, -1.0, -2.0]}
+    loss, grad, metrics = step_of(GRPO(top_entropy=0.6), now, advantages=[1.0, -1.0, 2.0], **chosen)
+    assert loss == pytest.approx(-(1 + 2) / 3) and grad.tolist() == [pytest.approx([-1 / 3, 0, -2 / 3])]
+    assert metrics["uncertain_fraction"] == pytest.approx(2 / 3)
+    with_kl = step_of(GRPO(top_entropy=0.6, kl_coef=0.1), now, advantages=[1.0, -1.0, 2.0], **chosen)[0]
+    assert with_kl - loss == pytest.approx(step_of(GRPO(kl_coef=0.1), now, advantages=0.0)[0])
+
+
 def test_kl_in_the_reward_leaves_the_loss_alone():
     assert step_of(GRPO(kl_coef=0.1, kl_in="reward"), [0.0, -1.0, -2.0], advantages=0.0)[0] == 0
 
@@ -268,6 +277,7 @@ REFUSED = [
         "correction",
     ),
     ({"positive_nll": -1.0}, "positive_nll"),
+    ({"top_entropy": 1.0}, "top_entropy"),
 ]
 
 
