@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.evaluation.validation import check_tasks
 from automodel_cli.models.config import TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
@@ -43,6 +44,7 @@ class GRPORecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_tasks(self)
         check_prompt_data(self.data)
         self._check_rollout()
         check_environment(self.rollout, self.data, self.rewards)
@@ -190,12 +192,14 @@ class GRPORecipe(Recipe):
 
     def run(self, source: Composed) -> int:
         check_exported(self.model)
+        from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.rollout.rollouts import Rollouts
         from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
             rollouts = Rollouts(session, self.rollout, self.rewards, self.objective, self.teacher)
             session.callbacks.add(rollouts)
+            add_tasks(session)
             session.header()
             rollouts.print_validation("before")
             for step, prompts in session.steps():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from automodel_cli.evaluation.validation import check_tasks
 from automodel_cli.objectives.base import PreferenceObjective
 from automodel_cli.run.recipe import Recipe
 
@@ -20,12 +21,18 @@ class PreferenceRecipe(Recipe):
 
     preferences: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tasks(self)
+
     def run(self, source: Composed) -> int:
+        from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.run.held_out import HeldOutLoss, print_accuracy
         from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
             session.callbacks.add(HeldOutLoss(session))
+            add_tasks(session)
             session.header()
             if session.first_step == 0:
                 print_accuracy(session, "before", 0)

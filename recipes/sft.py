@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from automodel_cli.evaluation.validation import check_tasks
 from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -17,13 +18,19 @@ class SFTRecipe(Recipe):
 
     kind: ClassVar[str] = "sft"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tasks(self)
+
     def run(self, source: Composed) -> int:
+        from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.rollout.held_out_questions import HeldOutQuestions
         from automodel_cli.run.held_out import HeldOutLoss
         from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
             session.callbacks.add(HeldOutLoss(session))
+            add_tasks(session)
             session.header()
             questions = HeldOutQuestions()
             questions.ask(session, "before")

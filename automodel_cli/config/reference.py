@@ -40,6 +40,10 @@ _OPEN = {
     "rollout.engine": tuple(
         f"automodel_cli.rollout.engine_configs.{name}" for name in ("SamplerConfig", "HFConfig", "VLLMConfig")
     ),
+    "validation.tasks": (
+        "automodel_cli.evaluation.config.Generation",
+        "automodel_cli.evaluation.config.MultipleChoice",
+    ),
     "rollout.environment": ("automodel_cli.rollout.calculator.Calculator",),
     "rewards": tuple(
         f"automodel_cli.rollout.rewards.{name}"
@@ -53,6 +57,9 @@ _OPEN = {
 
 _GROUPS = ("objective", "optimizer", "lr_scheduler", "parallelizer", "pipeline")
 """Groups of conf/ whose files name nodes."""
+
+_BY_NAME = ("rewards", "validation.tasks")
+"""Keys that hold nodes by names of the user's."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +108,15 @@ def _below(path: str, hint: Any) -> Iterator[Node]:
     for target, options in _choices(path):
         inner[target] = options
     for target, options in inner.items():
-        place = f"{path}.NAME" if path == "rewards" else path
+        place = f"{path}.NAME" if path in _BY_NAME else path
         parameters = schema.signature(target).parameters
         texts = sentences(target)
         name = f"{target.__module__}.{target.__qualname__}"
         keys = tuple(_key(f"{place}.{k}", p, texts[k]) for k, p in parameters.items())
         summary = _paragraphs(inspect.getdoc(target) or "")[0]
         yield Node(place, name, options, summary, keys)
+        if path == "validation.tasks":
+            continue  # what is below are a `data` and `rewards` again
         for k, p in parameters.items():
             yield from _below(f"{place}.{k}", p.hint)
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.rollout.engine import Engine
 from automodel_cli.rollout.engine_host import EngineHost
+from automodel_cli.rollout.model_engines import check_decoding, check_lengths
 from automodel_cli.run.model import Model
 from automodel_cli.run.recipe import Recipe
+from automodel_cli.run.session import Session
 from automodel_cli.training.checkpoint import Checkpointer
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -29,6 +35,7 @@ class Candidate:
     tokenizer: Any
     run_dir: Path
     at_exit: ExitStack = field(default_factory=ExitStack)
+    _read: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -40,6 +47,12 @@ class Candidate:
             Checkpointer(run_dir, recipe.checkpoint).load(checkpoint, model.parts)
         return cls(label, recipe, mesh, model, tokenizer, run_dir)
 
+    @classmethod
+    def of_session(cls, session: Session) -> Candidate:
+        """The model of a run that goes on, with whatever weights it has when it is asked."""
+        s = session
+        return cls("", s.recipe, s.mesh, s.model, s.tokenizer, s.run_dir, s.at_exit)
+
     @property
     def is_main(self) -> bool:
         return dist.get_rank() == 0
@@ -47,7 +60,20 @@ class Candidate:
     @cached_property
     def sampler(self) -> Engine:
         """The sampler on these weights. Collective. Raises ConfigError for a family that it cannot decode."""
+        config, model = self.model.parts[0].source_config, self.recipe.model
+        try:
+            check_lengths(config, self.recipe.data.seq_len)
+            check_decoding(config, attention=model.attention, trust_remote_code=model.trust_remote_code)
+        except ConfigError as error:
+            raise ConfigError(f"{error.message}; tasks of multiple choice need no sampler", keys=error.keys) from error
         return EngineHost(self).sampler(num_slots=None, prefill_tokens=8192, refill_share=0.125)
+
+    def once(self, task: object, read: Callable[[], T]) -> T:
+        """What `read` returned when this was first called for the task: its questions, as this model's tokens."""
+        if id(task) not in self._read:
+            self._read[id(task)] = read()
+        found: T = self._read[id(task)]
+        return found
 
     def share(self, number: int) -> list[int]:
         """Which of `number` questions this rank asks: ranks that share rows ask the same."""

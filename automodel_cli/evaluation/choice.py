@@ -28,27 +28,32 @@ class _Question:
 
 def choose(task: MultipleChoice, candidate: Candidate) -> Outcome:
     """Measures `accuracy`. Collective."""
-    questions = [_question(line, where, candidate.tokenizer) for where, line in _lines(task)]
-    pairs = [(q, c) for q, question in enumerate(questions) for c in range(len(question.choices))]
+    asked = questions(task, candidate)
+    pairs = [(q, c) for q, question in enumerate(asked) for c in range(len(question.choices))]
     mine = candidate.share(len(pairs))
     longest = -(-len(pairs) // candidate.mesh.dp_size)
     padded = [*mine, *([0] * (longest - len(mine)))]  # forwards are collective: every rank scores equally many
     scores: dict[int, float] = {}
     for begin in range(0, longest, _AT_ONCE):
         numbers = padded[begin : begin + _AT_ONCE]
-        parts = [(questions[pairs[n][0]].prefix, questions[pairs[n][0]].continuations[pairs[n][1]]) for n in numbers]
+        parts = [(asked[pairs[n][0]].prefix, asked[pairs[n][0]].continuations[pairs[n][1]]) for n in numbers]
         found = candidate.model.score([prefix + continuation for prefix, continuation in parts])
         for number, (_, continuation), logprobs in zip(numbers, parts, found, strict=True):
             scores[number] = logprobs[-len(continuation) :].sum().item()
     everyone = dict(zip(pairs, candidate.gathered(scores), strict=True))
     right, items = [], []
-    for q, question in enumerate(questions):
+    for q, question in enumerate(asked):
         values = [everyone[q, c] / _size(task, question, c) for c in range(len(question.choices))]
         chosen = max(range(len(values)), key=values.__getitem__)
         right.append(float(chosen == question.answer))
         said = {"chosen": question.choices[chosen], "answer": question.choices[question.answer]}
         items.append({"question": question.text, **said, "scores": values})
     return Outcome({"accuracy": right}, items)
+
+
+def questions(task: MultipleChoice, candidate: Candidate) -> list[_Question]:
+    """What the task asks, read once. Raises DataError with the line that is no question."""
+    return candidate.once(task, lambda: [_question(line, where, candidate.tokenizer) for where, line in _lines(task)])
 
 
 def _size(task: MultipleChoice, question: _Question, choice: int) -> int:

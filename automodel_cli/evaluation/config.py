@@ -1,13 +1,14 @@
 """What an evaluation asks: the nodes of `automodel eval -c EVAL`. Torch-free.
 
-A task of your own is a node with `run(candidate)` (see `evaluation/candidate.py`) that returns an `Outcome`.
+A task of your own is a node with `run(candidate)` (see `evaluation/candidate.py`) that returns an `Outcome`. Tasks are
+part of a run's validations too (`validation.tasks`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
@@ -28,6 +29,14 @@ class TaskNode(Protocol):
         ...
 
 
+@runtime_checkable
+class Prepared(Protocol):
+    """A task that can say before a run trains what is wrong with its questions; one of your own need not."""
+
+    def prepare(self, candidate: Candidate) -> None:
+        """Collective."""
+
+
 def _at_least_one(**fields: int | None) -> None:
     for name, value in fields.items():
         if value is not None and value < 1:
@@ -36,27 +45,30 @@ def _at_least_one(**fields: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Questions that the model answers; rewards say which answers are right.
-
-    data: the rows to ask, with the column that the rewards read (`answer`); all of them, but of a task or of data with
-        a validation split that one only. null: those of the run, its validation rows.
-    rewards: a response is right where the weighted sum reaches `threshold`. Default: the very text of `answer`.
-    num_samples: responses to each question; 1 at `temperature` 0 is the greedy one.
-    pass_at: for each k the chance that one of k responses is right, estimated without bias from `num_samples`
-        (arXiv:2107.03374, equation 1).
-    limit: questions at most, the first ones.
-    """
+    """Questions that the model answers; rewards say which answers are right."""
 
     data: DataConfig | None = None
+    """The rows to ask, with the column that the rewards read (`answer`); all of them, but of a task or of data with a
+    validation split that one only. null: those of the run, its validation rows."""
     rewards: dict[str, RewardNode] = field(default_factory=lambda: {"exact": ExactAnswer()})
+    """What judges a response, by name. Default: right is the very text of `answer`."""
     threshold: float = 1.0
+    """A response is right where the weighted sum of the rewards reaches this."""
     num_samples: int = 1
+    """Responses to each question; 1 at `temperature` 0 is the greedy one."""
     temperature: float = 0.0
+    """Of the samples; 0 is greedy."""
     top_p: float = 1.0
+    """Samples come from the likeliest tokens that have this much of the probability together."""
     max_new_tokens: int = 64
+    """Tokens of a response at most."""
     pass_at: list[int] = field(default_factory=lambda: [1])
+    """For each k the chance that one of k responses is right, estimated without bias from `num_samples`
+    (arXiv:2107.03374, equation 1)."""
     limit: int | None = None
+    """Questions at most, the first ones."""
     seed: int = 0
+    """Of the samples: a sample depends on it, its question and the weights alone."""
 
     def __post_init__(self) -> None:
         _at_least_one(num_samples=self.num_samples, max_new_tokens=self.max_new_tokens, limit=self.limit)
@@ -75,6 +87,13 @@ class Generation:
                 fix="temperature=1.0",
             )
 
+    def prepare(self, candidate: Candidate) -> None:
+        """Read the questions, and see that this model can be sampled from. Raises ConfigError and DataError."""
+        from automodel_cli.evaluation.generation import questions
+
+        questions(self, candidate)
+        _ = candidate.sampler
+
     def run(self, candidate: Candidate) -> Outcome:
         from automodel_cli.evaluation.generation import ask
 
@@ -83,19 +102,24 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class MultipleChoice:
-    """Questions with choices; the model's is the likeliest continuation, by the log-probs of its tokens.
-
-    path: JSON lines with `question` (or `messages`), `choices` (texts) and `answer` (a number from 0, or the text of a
-        choice). Through the chat template where the tokenizer has one.
-    normalise: what the log-prob of a choice is divided by: nothing, its tokens or its characters.
-    """
+    """Questions with choices; the model's is the likeliest continuation, by the log-probs of its tokens."""
 
     path: str
+    """JSON lines with `question` (or `messages`), `choices` (texts) and `answer` (a number from 0, or the text of a
+    choice). Through the chat template where the tokenizer has one."""
     normalise: Literal["none", "tokens", "characters"] = "none"
+    """What the log-prob of a choice is divided by: nothing, its tokens or its characters."""
     limit: int | None = None
+    """Questions at most, the first ones."""
 
     def __post_init__(self) -> None:
         _at_least_one(limit=self.limit)
+
+    def prepare(self, candidate: Candidate) -> None:
+        """Read the questions. Raises DataError."""
+        from automodel_cli.evaluation.choice import questions
+
+        questions(self, candidate)
 
     def run(self, candidate: Candidate) -> Outcome:
         from automodel_cli.evaluation.choice import choose

@@ -21,7 +21,7 @@ _SHOWN = 4
 
 def ask(task: Generation, candidate: Candidate) -> Outcome:
     """Measures `pass@k` (`accuracy` of one response) and `reward`, the mean over a question's responses. Collective."""
-    prompts = _prompts(task, candidate)
+    prompts = questions(task, candidate)
     places = [(number, index) for number in candidate.share(len(prompts)) for index in range(task.num_samples)]
     requests = [(number, index, prompts[number]) for number, index in places]
     params = SamplingParams(max_new_tokens=task.max_new_tokens, temperature=task.temperature, top_p=task.top_p)
@@ -50,6 +50,11 @@ def ask(task: Generation, candidate: Candidate) -> Outcome:
 
 def _name(k: int, task: Generation) -> str:
     return "accuracy" if task.num_samples == 1 else f"pass@{k}"
+
+
+def questions(task: Generation, candidate: Candidate) -> list[Prompt]:
+    """What the task asks, read once. Raises ConfigError and DataError."""
+    return candidate.once(task, lambda: _prompts(task, candidate))
 
 
 def _prompts(task: Generation, candidate: Candidate) -> list[Prompt]:

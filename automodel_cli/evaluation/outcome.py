@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,25 @@ class Outcome:
 
     measures: dict[str, list[float]]
     items: list[dict[str, Any]] = field(default_factory=list)
+
+    def says_nothing_more(self, measure: str) -> bool:
+        """Whether it is the reward where that is 0 or 1, so that its mean is the share of right answers."""
+        shares = self.measures.get("accuracy", self.measures.get("pass@1"))
+        return measure == REWARD and shares == self.measures[measure]
+
+    def line(self, name: str) -> str:
+        """`NAME: accuracy 43.8% of 16 questions`."""
+        told = {m: sum(v) / len(v) for m, v in self.measures.items() if not self.says_nothing_more(m)}
+        words = (f"{m} {text_of(m)(mean)}" for m, mean in told.items())
+        return f"{name}: {', '.join(words)} of {len(next(iter(self.measures.values())))} questions"
+
+
+def text_of(measure: str, *, signed: bool = False) -> Callable[[float], str]:
+    """How a mean of this measure is written: a reward as it is, all else as a share."""
+    sign = "+" if signed else ""
+    if measure == REWARD:
+        return lambda value: f"{value:{sign}.3f}"
+    return lambda value: f"{100 * value:{sign}.1f}%"
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

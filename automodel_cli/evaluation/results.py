@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.evaluation.outcome import REWARD, Outcome, interval, paired_difference
+from automodel_cli.evaluation.outcome import Outcome, interval, paired_difference, text_of
 from automodel_cli.runs.page import FILE, write_own_page
 from automodel_cli.runs.record import code_version
 
@@ -32,13 +32,13 @@ def _scores(found: Found, num_resamples: int) -> Iterator[dict[str, str]]:
     first, *others = found
     for name in found[first]:
         for measure in found[first][name].measures:
-            if measure == REWARD and all(map(_says_nothing_more, (found[label][name] for label in found))):
+            if all(found[label][name].says_nothing_more(measure) for label in found):
                 continue
             for label in found:
                 values = found[label][name].measures[measure]
                 mean = sum(values) / len(values)
                 low, high = interval(values, num_resamples)
-                text = _text(measure)
+                text = text_of(measure)
                 yield {
                     "task": f"{name}: {measure}",
                     "model": label,
@@ -50,12 +50,6 @@ def _scores(found: Found, num_resamples: int) -> Iterator[dict[str, str]]:
                 yield _compared(num_resamples, name, measure, found[first][name], found[label][name], first, label)
 
 
-def _says_nothing_more(outcome: Outcome) -> bool:
-    """Whether the rewards of a task are 0 and 1, so that their mean is the share of right answers."""
-    shares = outcome.measures.get("accuracy", outcome.measures.get("pass@1"))
-    return shares == outcome.measures[REWARD]
-
-
 def _compared(
     num_resamples: int, name: str, measure: str, ours: Outcome, theirs: Outcome, first: str, label: str
 ) -> dict[str, str]:
@@ -63,7 +57,7 @@ def _compared(
     if len(a) != len(b):
         raise ConfigError(f"task {name} asked {len(a)} and {len(b)} questions: nothing to compare in pairs")
     mean, (low, high) = paired_difference(a, b, num_resamples)
-    text = _text(measure, signed=True)
+    text = text_of(measure, signed=True)
     verdict = "better" if low > 0 else "worse" if high < 0 else "no difference is sure"
     return {
         "task": f"{name}: {measure}",
@@ -72,13 +66,6 @@ def _compared(
         "interval": f"{text(low)} to {text(high)}",
         "note": f"paired: {verdict}",
     }
-
-
-def _text(measure: str, *, signed: bool = False) -> Callable[[float], str]:
-    sign = "+" if signed else ""
-    if measure == REWARD:
-        return lambda value: f"{value:{sign}.3f}"
-    return lambda value: f"{100 * value:{sign}.1f}%"
 
 
 def _write(out: Path, scores: list[dict[str, str]], found: Found, config_yaml: str) -> None:

@@ -3,6 +3,7 @@ loaded; light and dark; readable from 390 pixels on."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -166,6 +167,9 @@ _OF_REWARDS = {
 }
 """Curves of reinforcement learning, in the order in which they are read; the loss says little about it."""
 
+_OF_TASK = re.compile(r"val_((\w+)_(accuracy|pass_at_\d+|reward))")
+"""What a validation's tasks measure (`evaluation/validation.py`), with the name of the task."""
+
 
 def _learns_from_rewards(runs: Sequence[ShownRun]) -> bool:
     return any("reward" in row for run in runs for row in run.rows)
@@ -174,6 +178,8 @@ def _learns_from_rewards(runs: Sequence[ShownRun]) -> bool:
 def _curves(runs: Sequence[ShownRun]) -> str:
     """All that any of the runs has recorded, each under its name; of one run with its last value."""
     order = {**_OF_REWARDS, **_CURVES} if _learns_from_rewards(runs) else {**_CURVES, **_OF_REWARDS}
+    of_tasks = {m[1]: m for run in runs for row in run.rows for key in row if (m := _OF_TASK.fullmatch(key))}
+    order = {**order, **{key: f"{m[2]}: {m[3].replace('_at_', '@')}" for key, m in of_tasks.items()}}
     figures = []
     for key, heading in order.items():
         if svg := panel_svg([run.rows for run in runs], key, label=heading, smooth=key not in _EXACT):

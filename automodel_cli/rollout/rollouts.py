@@ -105,6 +105,8 @@ class Rollouts(Callback):
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """The mean reward of greedy responses to the held-out prompts. Collective."""
         validation = self.session.data.validation
+        if validation is None:
+            return {}
         limit = self.recipe.validation.num_batches
         prompts = validation.prompts
         if limit is not None:

@@ -22,6 +22,8 @@ class HeldOutLoss(Callback):
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Collective."""
         session = self._session
+        if session.data.validation is None:
+            return {}
         batches = eval_batches(
             session.data.validation,
             microbatch_size=session.recipe.train.microbatch_size,

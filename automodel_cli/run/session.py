@@ -209,13 +209,17 @@ class Session:
             raise error.located(step, self.data.train.describe) from error
 
     def validate(self, step: int) -> None:
-        """Measure and record what says how good the model is on the validation rows, if there are any."""
-        if self.data.validation is None:
+        """Measure and record what says how good the model is: on the validation rows and tasks, if there are any."""
+        if not self._validates:
             return
         with self.meter.pause(), self.watch.long("a validation"):
             self._metrics = self.callbacks.validation(step)
         self.last_validation = step, self._metrics
         self.meter.validation(step, **self._metrics)
+
+    @property
+    def _validates(self) -> bool:
+        return self.data.validation is not None or bool(self.recipe.validation.tasks)
 
     def _validate_what_is_owed(self) -> None:
         """The validation of the step at which the run was stopped: a notice to stop does not wait for it."""
@@ -269,7 +273,7 @@ class Session:
         self.loader.load_state_dict(resumed.extra["loader"])
         self._callback_states = resumed.extra.get("callbacks", {})
         owed = self.recipe.validation.due(resumed.step, self.num_steps) and resumed.extra["validated"] != resumed.step
-        self._owed_to = path if owed and self.data.validation is not None else None
+        self._owed_to = path if owed and self._validates else None
         return resumed.step
 
     def _agree_to_stop(self) -> int:

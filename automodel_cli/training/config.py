@@ -6,8 +6,9 @@ Torch-free; every field acts, or its value is refused here.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.training.trackers import TrackerName, TrackerNode, tracker_nodes
@@ -102,6 +103,15 @@ class TrainConfig:
         return max(1, min(limits))
 
 
+class ValidationTask(Protocol):
+    """A task of `automodel eval` (`evaluation/config.py`)."""
+
+    @abstractmethod
+    def run(self, candidate: Any) -> Any:
+        """Ask the model as it is trained, and judge what it says. Collective."""
+        ...
+
+
 @dataclass(frozen=True)
 class ValidationConfig:
     """When the validation loss is measured, and on how much.
@@ -114,6 +124,8 @@ class ValidationConfig:
     num_batches: int | None = None
     at_start: bool = False
     at_end: bool = True
+    tasks: dict[str, ValidationTask] = field(default_factory=dict)
+    """What is asked besides the loss, by name: the tasks of an evaluation, also where there are no validation rows."""
 
     def __post_init__(self) -> None:
         _positive("validation", every=self.every, num_batches=self.num_batches)

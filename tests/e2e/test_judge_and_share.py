@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_cli.cli.main import run
-from tests.e2e.command import automodel, cold, environment, write_config
+from tests.e2e.command import automodel, cold, environment, metrics, write_config
 
 CHOICES = [
     {"question": "Give the larger of 64 and 29.", "choices": ["64", "29"], "answer": 0},
@@ -38,6 +39,7 @@ tasks:
   samples:
     _target_: automodel_cli.evaluation.config.Generation
     data: {path: held_out.jsonl, seq_len: 64}
+    rewards: {letter: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: "[A-Z].*"}}
     num_samples: 3
     temperature: 1.0
     pass_at: [1, 3]
@@ -49,7 +51,10 @@ tasks:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
-    write_config(folder)
+    config = write_config(folder)
+    config.write_text(
+        config.read_text() + yaml.dump({"validation": {"every": 6, "tasks": yaml.safe_load(EVAL)["tasks"]}})
+    )
     (folder / "eval.yaml").write_text(EVAL)
     (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHOICES))
     rows = [
@@ -112,6 +117,60 @@ def test_before_is_what_the_run_began_with_and_the_report_shows_the_scores(home:
     assert results(home, "before")["choices"] != results(home)["choices"]
     page = (home / "runs/tiny/report.html").read_text()
     assert "<h2>Evaluations</h2>" in page and "<td>samples: pass@3</td>" in page
+
+
+def means(found: dict[str, Any]) -> dict[str, float]:
+    """What a validation calls the scores of an evaluation."""
+    return {
+        f"val_{task}_{measure.replace('@', '_at_')}": sum(values) / len(values)
+        for task, outcome in found.items()
+        for measure, values in outcome["measures"].items()
+    }
+
+
+def test_tasks_of_a_validation_find_what_an_evaluation_finds_afterwards(home: Path) -> None:
+    after, before = means(results(home)), means(results(home, "before"))
+    rows = [row for row in metrics(home / "runs/tiny") if "val_loss" in row]
+    assert [row["step"] for row in rows] == [6, 12]
+    assert {key: value for key, value in rows[-1].items() if key not in ("step", "val_loss")} == pytest.approx(after)
+    assert after["val_samples_reward"] not in (0, 1, before["val_samples_reward"]), "else it could be anything"
+    assert 'aria-label="choices: accuracy"' in (home / "runs/tiny/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("validation.tasks.answers.max_new_tokens=64",), "leaves no room for a prompt in 64 tokens"),
+        (("validation.tasks.samples.data.seq_len=65",), "is more than data.seq_len=64"),
+        (("parallelizer=megatron_fsdp", "~parallelizer.mp_policy"), "validation.tasks.answers draws samples"),
+        (("validation.tasks.choices.path=no.jsonl",), "no.jsonl cannot be read"),
+    ],
+)
+def test_tasks_that_a_run_could_not_ask_are_refused_before_it_trains(
+    home: Path, words: tuple[str, ...], text: str
+) -> None:
+    refused = automodel(home, "tiny.yaml", *words, "run_name=refused")
+    assert refused.returncode in (2, 3) and text in refused.stderr
+    assert "step 1/" not in refused.stdout
+
+
+@pytest.mark.slow
+def test_tasks_of_a_pipeline_find_what_one_process_finds_on_its_export(home: Path) -> None:
+    words = ("train.max_steps=12", "optimizer.lr=0.01", "mesh.pp_size=2", "pipeline=1f1b", "run_name=two")
+    done = automodel(home, "tiny.yaml", *words, "data.task.num_validation=5")
+    assert done.returncode == 0, done.stderr
+    (home / "own.yaml").write_text(
+        EVAL.replace(
+            "max_new_tokens: 12",
+            "max_new_tokens: 12\n    data: &own"
+            " {task: {_target_: automodel_cli.data.tasks.ChatTasks, num_validation: 5}, seq_len: 64}",
+        )
+    )
+    done = automodel(home, "eval", "runs/two/export", "-c", "own.yaml", "--out", "two.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((home / "two.json").read_text())["models"]["runs/two/export"]
+    last = metrics(home / "runs/two")[-1]
+    assert last["step"] == 12 and {key: last[key] for key in means(found)} == pytest.approx(means(found))
 
 
 @pytest.mark.slow

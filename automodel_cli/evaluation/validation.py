@@ -1,0 +1,91 @@
+"""Tasks of an evaluation as part of a run's validations: the model as it is trained, under its own layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.evaluation.config import Generation, Prepared
+from automodel_cli.training.callback import Callback, Run
+
+if TYPE_CHECKING:
+    from automodel_cli.evaluation.candidate import Candidate
+    from automodel_cli.evaluation.outcome import Outcome
+    from automodel_cli.run.recipe import Recipe
+    from automodel_cli.run.session import Session
+
+
+def check_tasks(recipe: Recipe) -> None:
+    """What a run can say of `validation.tasks` before anything is built. Raises ConfigError."""
+    for name, task in recipe.validation.tasks.items():
+        key = f"validation.tasks.{name}"
+        if recipe.as_classifier:
+            raise ConfigError(
+                f"{key}: a classifier gives scores, and answers no questions",
+                keys=("validation.tasks",),
+                fix="leave validation.tasks out",
+            )
+        if not re.fullmatch(r"[A-Za-z]\w*", name):
+            raise ConfigError(
+                f"{key}: the name of a task becomes part of the names of its metrics, so it is made of letters, digits "
+                "and _",
+                keys=("validation.tasks",),
+                fix=f"{re.sub(r'[^A-Za-z0-9_]', '_', name)} in place of {name}",
+            )
+        if isinstance(task, Generation):
+            _check_generation(recipe, task, key)
+
+
+def _check_generation(recipe: Recipe, task: Generation, key: str) -> None:
+    longest = recipe.data.seq_len
+    if "sampler" not in recipe.parallelizer.supports:
+        raise ConfigError(
+            f"{key} draws samples from the weights as they are trained, which {recipe.parallelizer.name} shards in a "
+            "way that the sampler cannot read",
+            keys=(key, "parallelizer"),
+            fix="parallelizer=fsdp2",
+        )
+    if task.data is not None and task.data.seq_len > longest:
+        raise ConfigError(
+            f"{key}.data.seq_len={task.data.seq_len} is more than data.seq_len={longest} of the training rows",
+            keys=(f"{key}.data.seq_len", "data.seq_len"),
+            fix=f"{key}.data.seq_len={longest}",
+        )
+    room = task.data.seq_len if task.data is not None else longest
+    if task.max_new_tokens >= room:
+        raise ConfigError(
+            f"{key}.max_new_tokens={task.max_new_tokens} leaves no room for a prompt in {room} tokens",
+            keys=(f"{key}.max_new_tokens",),
+            fix=f"{key}.max_new_tokens={max(1, room // 2)}",
+        )
+
+
+def add_tasks(session: Session) -> None:
+    """Let the validations of this run ask its tasks. Collective: their questions are read at once."""
+    if session.recipe.validation.tasks:
+        session.callbacks.add(ValidationTasks(session))
+
+
+class ValidationTasks(Callback):
+    """The mean of each measure of each task: `val_TASK_accuracy`, `val_TASK_pass_at_4`, `val_TASK_reward`."""
+
+    def __init__(self, session: Session):
+        from automodel_cli.evaluation.candidate import Candidate
+
+        self._tasks = session.recipe.validation.tasks
+        self._candidate: Candidate = Candidate.of_session(session)
+        for task in self._tasks.values():
+            if isinstance(task, Prepared):
+                task.prepare(self._candidate)
+
+    def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Collective."""
+        found: dict[str, float] = {}
+        for name, task in self._tasks.items():
+            outcome: Outcome = task.run(self._candidate)
+            means = {measure: sum(v) / len(v) for measure, v in outcome.measures.items()}
+            found |= {f"val_{name}_{re.sub(r'[^A-Za-z0-9_]', '_at_', m)}": mean for m, mean in means.items()}
+            run.print(f"step {step}: {outcome.line(name)}")
+        return found
