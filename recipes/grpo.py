@@ -106,7 +106,7 @@ class GRPORecipe(Recipe):
                 keys=("objective", "rollout.group_size"),
                 fix=f"rollout.group_size={selecting.samples_of_group}",
             )
-        if "pairs_P2" in self.objective.columns and rollout.environment is not None:
+        if "pairs_P2" in self.objective.columns and rollout.played:
             raise ConfigError(
                 f"an episode may fill a whole row, and {name} needs two samples in one",
                 keys=("rollout.environment", "objective"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 _TRUNCATED = 0.5  # share of responses that were cut off
 _EQUAL = 0.9  # share of groups that teach nothing
+_FAILED = 0.25  # share of episodes whose environment failed
 _COLLAPSED = 0.1  # of the first steps' entropy
 _STEPS = 5  # in a row, before something is said; and whose mean is the first entropy
 
@@ -55,6 +56,14 @@ class Alarms:
             f"a reward failed on every sample ({failed:g} of {judged:g}): see the warnings above, and `errors` in "
             "rollouts.jsonl"
             if failed >= judged
+            else "",
+        )
+        lost = values.get("environment_failed", 0.0)
+        yield (
+            "environment",
+            f"more than {_FAILED:.0%} of the episodes (now {lost:.0%}) failed in their environment, and count as its "
+            "on_error says: see the warnings above, and environment_* in metrics.jsonl"
+            if lost > _FAILED
             else "",
         )
         yield "entropy", self._collapse(values.get("entropy"))

@@ -65,13 +65,15 @@ class Completion:
 
     `tokens` includes the end-of-sequence token when `finish_reason` is "stop". `logprobs[i]` is the log-probability of
     `tokens[i]` under the distribution it was drawn from: after temperature, top-k and top-p; the plain softmax when
-    greedy. `weight_version` counts the weight updates that the engine had seen.
+    greedy. `weight_version` counts the weight updates that the engine had seen. `prompt_tokens`: what the engine says
+    that it read, None where it does not say.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    prompt_tokens: list[int] | None = None
 
 
 @dataclass(frozen=True)

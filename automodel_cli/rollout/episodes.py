@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.data.template_choice import resolve_chat_template
+from automodel_cli.rollout.conversation import Episode, Player, Reply
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
-from automodel_cli.rollout.environment import EnvironmentNode, Episode, Reply, play
+from automodel_cli.rollout.environment import EnvironmentNode
+from automodel_cli.rollout.environment_pool import EnvironmentPool
 from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.prefetcher import SampleRequest
 from automodel_cli.rollout.rewards.base import Judged
@@ -32,7 +34,7 @@ def is_group_leader(mesh: Mesh) -> bool:
 
 def play_episodes(
     session: Session,
-    environment: EnvironmentNode,
+    pool: EnvironmentPool,
     engine: Engine,
     requests: Sequence[SampleRequest],
     params: SamplingParams,
@@ -45,16 +47,9 @@ def play_episodes(
         Episode(_name(index, prompt), prompt.tokens, prompt.messages, prompt.row, seed)
         for (_, index, prompt), seed in zip(requests, of_sample, strict=True)
     ]
-    play(
-        engine,
-        tokenizer,
-        environment,
-        episodes,
-        params,
-        seq_len=data.seq_len,
-        chat_template=resolve_chat_template(data.chat_template, tokenizer),
-        exchange=lambda ask: exchange_replies(session.mesh, ask),
-    )
+    template = resolve_chat_template(data.chat_template, tokenizer)
+    player = Player(engine, tokenizer, pool, params, data.seq_len, template)
+    player.together(episodes, lambda ask: exchange_replies(session.mesh, ask))
     return episodes
 
 
@@ -74,9 +69,9 @@ def scored_samples(
     answers: Sequence[Completion | Episode],
     tokenizer: Any,
     rewards: RewardSum,
-    environment: EnvironmentNode | None,
+    pool: EnvironmentPool | None,
 ) -> list[Sample]:
-    """The answers as samples, judged by the rewards and, if there is one, by their environment. The rewards read the
+    """The answers as samples, judged by the rewards and, if there are some, by their environments. The rewards read the
     model's last message, with all before it as the conversation."""
     unscored = unscored_samples(requests, answers, tokenizer)
     judged = [
@@ -91,12 +86,17 @@ def scored_samples(
         )
         for sample in unscored
     ]
-    scores = rewards(judged)
-    if environment is not None:
-        played = [answer for answer in answers if isinstance(answer, Episode)]
-        failing = {name for name, reward in rewards.rewards.items() if reward.on_error == "fail"}
-        scores = [with_environment(s, environment, e, failing) for s, e in zip(scores, played, strict=True)]
-    return [dataclasses.replace(sample, score=score) for sample, score in zip(unscored, scores, strict=True)]
+    samples = [dataclasses.replace(s, score=score) for s, score in zip(unscored, rewards(judged), strict=True)]
+    if pool is None:
+        return samples
+    failing = {name for name, reward in rewards.rewards.items() if reward.on_error == "fail"}
+    played = [answer for answer in answers if isinstance(answer, Episode)]
+    return [_played(sample, episode, pool, failing) for sample, episode in zip(samples, played, strict=True)]
+
+
+def _played(sample: Sample, episode: Episode, pool: EnvironmentPool, failing: AbstractSet[str]) -> Sample:
+    score = with_environment(sample.score, pool.of(episode.row), episode, failing)
+    return dataclasses.replace(sample, score=score, environment=pool.name_of(episode.row), account=episode.account)
 
 
 def unscored_samples(

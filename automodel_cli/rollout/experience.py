@@ -20,6 +20,7 @@ from automodel_cli.data.packing import best_fit_decreasing
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.objectives.policy import kl_penalty
 from automodel_cli.rollout.environment import EpisodeEnd, Message
+from automodel_cli.rollout.environment_pool import Account
 from automodel_cli.rollout.rewards.combine import Score
 
 Spread = tuple[int, int, int]
@@ -32,7 +33,8 @@ class Sample:
     names the group.
 
     Of several turns `tokens` holds what the environment said too: `generated` tells the model's own apart (None: all of
-    them), `said` are the messages after the prompt, and `text` is the last of the model's.
+    them), `said` are the messages after the prompt, and `text` is the last of the model's; `environment` is the name of
+    who answered, and `account` what that cost.
     """
 
     place: int
@@ -46,6 +48,13 @@ class Sample:
     score: Score
     generated: list[bool] | None = None
     said: list[Message] = field(default_factory=list)
+    environment: str | None = None
+    account: Account | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether its environment failed."""
+        return self.finish_reason in ("error", "timeout")
 
     @property
     def truncated(self) -> bool:

@@ -10,6 +10,7 @@ from functools import cached_property
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
+from automodel_cli.rollout.environment_metrics import environment_metrics
 from automodel_cli.rollout.experience import Sample, Update
 
 
@@ -76,6 +77,7 @@ class Rollout:
             "rollout_tokens_per_second": sum(lengths) / max(self.seconds, 1e-9),
             "weight_version": min(sample.weight_version for sample in samples),
             "staleness": self.staleness,
+            **environment_metrics(samples),
             **self.of_engine,
         }
 

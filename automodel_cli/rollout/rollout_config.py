@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,7 +86,9 @@ class RolloutConfig:
     `gae_lambda` is the critic's.
 
     `environment` answers the model, which then speaks again: an episode of several messages, each of up to
-    `max_new_tokens`, all together with the prompt of up to `data.seq_len`. null: one response.
+    `max_new_tokens`, all together with the prompt of up to `data.seq_len`. null: one response. `environments` are
+    several of them by name, and `environment_column` of a row says whose it is; `only` of a reward may name the same
+    column.
 
     `max_staleness` 1: the samples of a step are drawn while the step before trains, by weights that are one step old;
     0: with the newest weights, in turns.
@@ -117,6 +120,8 @@ class RolloutConfig:
     overlong: Overlong = field(default_factory=Overlong)
     """What becomes of responses that ran into `max_new_tokens`."""
     environment: EnvironmentNode | None = None
+    environments: dict[str, EnvironmentNode] = field(default_factory=dict)
+    environment_column: str = "environment"
     max_staleness: int = 0
     max_mult_prob_error: float = 1.05
     max_logprob_gap: float = 0.1
@@ -157,6 +162,7 @@ class RolloutConfig:
             )
         self._check_baseline()
         self._check_staleness()
+        self._check_environments()
         buffer = self.overlong.buffer
         if buffer is not None and buffer > self.max_new_tokens:
             raise ConfigError(
@@ -164,7 +170,7 @@ class RolloutConfig:
                 keys=("overlong.buffer", "max_new_tokens"),
                 fix=f"overlong.buffer={max(1, self.max_new_tokens // 4)}",
             )
-        if buffer is not None and self.environment is not None:
+        if buffer is not None and self.played:
             raise ConfigError(
                 f"overlong.buffer={buffer} counts the tokens of one response, but an environment makes several",
                 keys=("overlong.buffer", "environment"),
@@ -230,6 +236,31 @@ class RolloutConfig:
                 keys=("max_staleness", "engine"),
                 fix="rollout=hf, or rollout.max_staleness=0",
             )
+
+    def _check_environments(self) -> None:
+        if self.environment is not None and self.environments:
+            raise ConfigError(
+                f"environment answers every row, and environments ({', '.join(self.environments)}) those that name it",
+                keys=("environment", "environments"),
+                fix="environment=null",
+            )
+        for name in self.environments:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                raise ConfigError(
+                    f"environments.{name}: metrics are named after it, so it may have letters, digits, _ and - only",
+                    keys=(f"environments.{name}",),
+                )
+        if not self.environments and self.environment_column != "environment":
+            raise ConfigError(
+                f"environment_column={self.environment_column} chooses among environments, and there are none",
+                keys=("environment_column", "environments"),
+                fix="environment_column=environment",
+            )
+
+    @property
+    def played(self) -> dict[str, EnvironmentNode]:
+        """Every environment by its name; an only one is called `environment`."""
+        return dict(self.environments) if self.environment is None else {"environment": self.environment}
 
     @property
     def samples_per_step(self) -> int:

@@ -38,7 +38,7 @@ class RolloutLog:
                 "step": step,
                 "prompt": sample.prompt.messages,
                 "completion": sample.text,
-                **({"turns": sample.said} if sample.said else {}),
+                **({"turns": sample.said, "environment": sample.environment} if sample.said else {}),
                 "reward": sample.score.total,
                 "parts": sample.score.parts,
                 "errors": sample.score.errors,

@@ -23,9 +23,10 @@ from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.alarms import Alarms
+from automodel_cli.rollout.conversation import Episode
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
-from automodel_cli.rollout.environment import Episode
+from automodel_cli.rollout.environment_pool import EnvironmentPool, check_rows
 from automodel_cli.rollout.episodes import is_group_leader, play_episodes, scored_samples, unscored_samples
 from automodel_cli.rollout.experience import RowPlan, Sample, kl_sums, plan_updates
 from automodel_cli.rollout.prefetcher import Generated, RolloutPrefetcher, SampleRequest
@@ -63,6 +64,7 @@ class Rollouts(Callback):
         self.mesh, self.model = session.mesh, session.model
         check_columns(rewards, _rows(session))
         self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=teacher is None)
+        self.pool = self._build_pool()
         self.engine = self.config.engine.build(EngineHost(session))
         capabilities = self.engine.capabilities
         if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
@@ -124,6 +126,8 @@ class Rollouts(Callback):
         if self._prefetcher is not None:
             self._prefetcher.close()
         self.rewards.close()
+        if self.pool is not None:
+            self.pool.close()
         self._log.close()
 
     # -- a rollout
@@ -185,15 +189,15 @@ class Rollouts(Callback):
     def _generated(
         self, requests: Sequence[SampleRequest], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> Sequence[Completion | Episode]:
-        if self.config.environment is None:
+        if self.pool is None:
             return self.engine.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
-        return play_episodes(self.session, self.config.environment, self.engine, requests, params, seeds)
+        return play_episodes(self.session, self.pool, self.engine, requests, params, seeds)
 
     def _judged(self, requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode]) -> list[Sample]:
         """Responses with their rewards, of all ranks, by place and index."""
         found, began = None, time.perf_counter()
         if is_group_leader(self.mesh):
-            found = scored_samples(requests, answers, self.session.tokenizer, self.rewards, self.config.environment)
+            found = scored_samples(requests, answers, self.session.tokenizer, self.rewards, self.pool)
         samples = self._of_all_ranks(found)
         self._reward_seconds += time.perf_counter() - began
         return samples
@@ -270,6 +274,15 @@ class Rollouts(Callback):
             return None
         lam = config.gae_lambda if critic else 1.0
         return TokenAdvantages(config.gamma, lam, critic, config.normalise, self.objective.reward_kl)
+
+    def _build_pool(self) -> EnvironmentPool | None:
+        environments = self.config.played
+        for environment in environments.values():
+            environment.check()
+        if self.config.environments:
+            check_rows(environments, self.config.environment_column, _rows(self.session))
+            return EnvironmentPool(environments, self.config.environment_column)
+        return EnvironmentPool(environments) if environments else None
 
     def _build_prefetcher(self) -> RolloutPrefetcher | None:
         if not self.config.max_staleness:

@@ -8,34 +8,31 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats import format_name, prompt_format
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.rollout.rewards.base import check_on_error
+from automodel_cli.rollout.environment import check_limits
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.run.sizes import written_config
 
 ENVIRONMENT = "environment"
-"""What the environment's reward is called among those of a sample."""
+"""What an environment's reward is called among those of a sample."""
 
 
 def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Collection[str]) -> None:
     """What several turns cannot be combined with. Raises ConfigError."""
-    if rollout.environment is None:
+    if not rollout.played:
         return
-    check_on_error(rollout.environment.on_error, "rollout.environment.on_error")
-    if rollout.environment.max_turns < 1:
-        raise ConfigError(
-            f"rollout.environment.max_turns={rollout.environment.max_turns} must be at least 1",
-            keys=("rollout.environment.max_turns",),
-        )
+    key = "rollout.environment" if rollout.environment is not None else "rollout.environments"
+    for name, environment in rollout.played.items():
+        check_limits(environment, f"{key}." if rollout.environment is not None else f"{key}.{name}.")
     if data.chat_template == "none":
         raise ConfigError(
             "data.chat_template=none: what an environment says is rendered by a chat template",
-            keys=("data.chat_template", "rollout.environment"),
+            keys=("data.chat_template", key),
             fix="data.chat_template=auto",
         )
     if rollout.max_staleness:
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness}: only single responses are drawn while a step trains",
-            keys=("rollout.max_staleness", "rollout.environment"),
+            keys=("rollout.max_staleness", key),
             fix="rollout.max_staleness=0",
         )
     if ENVIRONMENT in reward_names:

@@ -19,8 +19,9 @@ from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, one_process
 from automodel_cli.parity.rows import Row
 from automodel_cli.rollout.calculator import Calculator
+from automodel_cli.rollout.conversation import Episode, Player
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
-from automodel_cli.rollout.environment import Episode, play
+from automodel_cli.rollout.environment_pool import EnvironmentPool
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
 from automodel_cli.rollout.rewards.text import FormatRegex
 from automodel_cli.training.step import train_step
@@ -56,10 +57,11 @@ def drawn_samples(rank: int, world: int, folder: Path, family: str, which: Row) 
     engine = build_sampler(stages, mesh, stop_token_ids=STOPS, num_slots=3)
     played = [Episode(f"sample {i}", everything[i].tokens, everything[i].messages, {}, sample_seed(0, i)) for i in mine]
     exchange = partial(exchange_replies, mesh)
-    play(engine, tokenizer, TOOL, played, PARAMS, seq_len=SEQ_LEN, exchange=exchange)
     asked = [(i // 2, i % 2, everything[i]) for i in mine]
-    with RewardSum({"letter": FormatRegex(pattern=".*[a-m].*", timeout=None)}) as rewards:
-        return everyones(scored_samples(asked, played, tokenizer, rewards, TOOL), mesh)
+    rewards = RewardSum({"letter": FormatRegex(pattern=".*[a-m].*", timeout=None)})
+    with EnvironmentPool({"environment": TOOL}) as pool, rewards:
+        Player(engine, tokenizer, pool, PARAMS, SEQ_LEN).together(played, exchange)
+        return everyones(scored_samples(asked, played, tokenizer, rewards, pool), mesh)
 
 
 def update_of(samples: Sequence[Sample], packed: bool, dp_rank: int = 0, dp_size: int = 1) -> Update:

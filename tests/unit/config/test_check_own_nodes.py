@@ -53,6 +53,11 @@ class NoScores(RewardOfMany):
 
 class Free:
     max_turns, weight, on_error = 0, 1.0, "zero"
+    concurrency, retries, turn_timeout, episode_timeout = 1, 0, None, None
+    def check(self):
+        pass
+    def close(self):
+        pass
     def step(self, messages, row, state):
         return Turn()
 """

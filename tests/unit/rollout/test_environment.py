@@ -9,8 +9,10 @@ import pytest
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.calculator import Calculator, calculate
+from automodel_cli.rollout.conversation import Episode, Player
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams
-from automodel_cli.rollout.environment import Environment, Episode, Turn, play
+from automodel_cli.rollout.environment import Environment, Turn
+from automodel_cli.rollout.environment_pool import EnvironmentPool
 
 PARAMS = SamplingParams(max_new_tokens=40)
 TOOL = Calculator(pattern="calc: (.+)", call_reward=-0.1, error_reward=-0.5)
@@ -46,6 +48,11 @@ class Broken(Environment):
 @pytest.fixture(scope="module")
 def tokenizer():
     return ByteTokenizer().build()
+
+
+def play(engine, tokenizer, environment, episodes, params, *, seq_len, **options):
+    with EnvironmentPool({"environment": environment}) as pool:
+        Player(engine, tokenizer, pool, params, seq_len).together(episodes, **options)
 
 
 def episode_of(tokenizer, text, seed=None):

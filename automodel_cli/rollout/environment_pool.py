@@ -1,0 +1,192 @@
+"""Steps of environments, many at once: limits of time and number, tries, and an account of what went wrong. Torch-free.
+
+One event loop runs in a thread beside the run, from the first step to `close`: what an environment keeps open in it (a
+connection, a program) lives as long. Results come back in the order of the questions, whenever each is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.environment import EnvironmentNode, EpisodeEnd, Message, Turn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FIRST_PAUSE = 0.5  # seconds before a step is tried again; doubled for each further try
+
+
+@dataclass
+class Account:
+    """What an episode has cost its environment so far: `seconds` of all steps with their tries and pauses, `slowest` of
+    one step; tries that raised or took too long and were made again (`retries`), and tries that took too long."""
+
+    seconds: float = 0.0
+    slowest: float = 0.0
+    retries: int = 0
+    timeouts: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a step gave no turn, after all tries."""
+
+    end: EpisodeEnd
+    words: str
+
+
+class EnvironmentPool:
+    """The environments of a run, by name. Use as a context manager, or `close` it."""
+
+    def __init__(self, environments: Mapping[str, EnvironmentNode], column: str | None = None):
+        """`column` of a row names its environment; None: there is one, and it is that of every row."""
+        self.environments, self._column = dict(environments), column
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._places: dict[str, asyncio.Semaphore] = {}
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """The name of the environment that a row plays in."""
+        return next(iter(self.environments)) if self._column is None else str(row[self._column])
+
+    def of(self, row: Mapping[str, Any]) -> EnvironmentNode:
+        """The environment that a row plays in."""
+        return self.environments[self.name_of(row)]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns or raises, in the pool's event loop, waited for here."""
+        return asyncio.run_coroutine_threadsafe(work, self._started()).result()
+
+    def close(self) -> None:
+        """End what the environments have started, then the loop. A thread that was given up is not waited for."""
+        for environment in self.environments.values():
+            environment.close()
+        if self._loop is None or self._thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._loop = self._thread = None
+
+    async def turn(
+        self, name: str, messages: Sequence[Message], row: Mapping[str, Any], state: Any, account: Account
+    ) -> Turn | Failure:
+        """The environment's answer, or why there is none. Waits for one of its places first, which counts against no
+        limit."""
+        environment = self.of(row)
+        places = self._places.setdefault(self.name_of(row), asyncio.Semaphore(environment.concurrency))
+        async with places:
+            began = time.monotonic()
+            try:
+                return await self._tried(environment, name, lambda: environment.step(messages, row, state), account)
+            finally:
+                spent = time.monotonic() - began
+                account.seconds += spent
+                account.slowest = max(account.slowest, spent)
+
+    async def _tried(
+        self, environment: EnvironmentNode, name: str, step: Callable[[], Any], account: Account
+    ) -> Turn | Failure:
+        limit, began = environment.episode_timeout, time.monotonic()
+        left = math.inf if limit is None else limit - account.seconds
+        for attempt in range(environment.retries + 1):
+            room = left - (time.monotonic() - began)
+            seconds = min(environment.turn_timeout or math.inf, room)
+            try:
+                if seconds <= 0:
+                    raise TimeoutError
+                return _checked(await asyncio.wait_for(_called(step, environment), _finite(seconds)))
+            except TimeoutError:
+                account.timeouts += 1
+                over = seconds >= room
+                key, value = ("episode_timeout", limit) if over else ("turn_timeout", environment.turn_timeout)
+                failure = Failure("timeout", f"took longer than {key}={value} s")
+                last = over or attempt == environment.retries
+            except Exception as error:  # whatever an environment raises belongs to its episode
+                failure, last = Failure("error", f"{type(error).__name__}: {error}"), attempt == environment.retries
+            if last:
+                break
+            account.retries += 1
+            pause = min(_FIRST_PAUSE * 2**attempt, max(0.0, left - (time.monotonic() - began)))
+            logger.warning(
+                "environment of %s: %s; try %d of %d follows", name, failure.words, attempt + 2, environment.retries + 1
+            )
+            await asyncio.sleep(pause)
+        return failure
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+            self._thread.start()
+        return self._loop
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """What `call` returns or raises, in a thread of its own that nothing waits for at the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_it: Callable[[Any], None], value: Any) -> None:
+        if not future.done():  # given up meanwhile
+            set_it(value)
+
+    def target() -> None:
+        try:
+            found, set_it = call(), future.set_result
+        except BaseException as error:  # all of it belongs to whoever waits
+            found, set_it = error, future.set_exception  # type: ignore[assignment]
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, set_it, found)
+
+    threading.Thread(target=target, name="environment step", daemon=True).start()
+    return await future
+
+
+async def _called(step: Callable[[], Any], environment: EnvironmentNode) -> Any:
+    if inspect.iscoroutinefunction(environment.step):
+        return await step()
+    found = await in_thread(step)
+    return await found if isinstance(found, Awaitable) else found
+
+
+def _checked(turn: Any) -> Turn:
+    if not isinstance(turn, Turn):
+        raise TypeError(f"step gave {type(turn).__name__}, and not a Turn")
+    if not math.isfinite(turn.reward):
+        raise ValueError(f"gave the reward {turn.reward}, which is no finite number")
+    if any(message.get("role") == "assistant" for message in turn.observations):
+        raise ValueError("an observation has the role assistant, which is the model's own")
+    return turn
+
+
+def _finite(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds
+
+
+def check_rows(environments: Mapping[str, EnvironmentNode], column: str, rows: Any) -> None:
+    """Refuse rows (with where they come from) whose `column` names no environment. Raises ConfigError."""
+    known = ", ".join(environments)
+    for origin, row in rows:
+        if row.get(column) not in environments:
+            raise ConfigError(
+                f"{origin}: {column}={row.get(column)!r} names no environment; there are {known}",
+                keys=("rollout.environments", "rollout.environment_column"),
+                fix=None if column in row else "rollout.environment_column=<the column that names it>",
+            )
