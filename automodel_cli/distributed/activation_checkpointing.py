@@ -37,13 +37,16 @@ KEPT_RESULTS = frozenset(
 )
 
 
-def apply_activation_checkpointing(layers: Sequence[nn.Module], mode: bool | int | str) -> None:
+def apply_activation_checkpointing(
+    layers: Sequence[nn.Module], mode: bool | int | str, compile_backend: str | None = None
+) -> None:
     """Mark layers for recomputation: `False`, `True` or "full", "selective", "minimal", or n for every n-th.
 
     What came from other ranks in an exchange of tokens is kept, unless "minimal" says to exchange again; "selective"
     keeps `KEPT_RESULTS` and the first products of experts too. Acts in train mode only, which is right: evaluation
-    keeps nothing anyway. Raises ConfigError for layers that the library cannot checkpoint, and for "auto", which a run
-    has decided before it comes here.
+    keeps nothing anyway. With `compile_backend` what is recomputed is compiled, in as many graphs as it takes. Raises
+    ConfigError for layers that the library cannot checkpoint, and for "auto", which a run has decided before it comes
+    here.
     """
     if mode == AUTO:
         raise ConfigError(
@@ -65,10 +68,24 @@ def apply_activation_checkpointing(layers: Sequence[nn.Module], mode: bool | int
         contexts = _contexts(mode == "selective", mode != "minimal" and keeps(layer))
         if contexts is not None:
             keywords["context_fn"] = contexts
+        recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, **keywords)
+        if compile_backend is not None:
+            recompute = functools.partial(_compiled_inside, recompute, torch.compile(_call, backend=compile_backend))
         layer.gradient_checkpointing = True  # type: ignore[assignment]  # the library's own switch, read in its forward
-        layer._gradient_checkpointing_func = functools.partial(  # type: ignore[assignment]
-            checkpoint, use_reentrant=False, **keywords
-        )
+        layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+
+
+@torch.compiler.disable(recursive=False)
+def _compiled_inside(
+    recompute: Callable[..., Any], compiled: Callable[..., Any], run: functools.partial[Any], *args: Any
+) -> Any:
+    """The checkpoint stays outside of every graph: one around it could not break, and then nothing is compiled. `run`
+    is the library's, around the layer's own forward; its parts are told apart so that all layers share graphs."""
+    return recompute(compiled, run.func, *run.args, *args, **run.keywords)
+
+
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def recomputed_every(mode: bool | int | str) -> int:

@@ -13,12 +13,16 @@ from automodel_cli.distributed.strategies.base import ParallelizerConfig, torch_
 def prepare_layers(model: nn.Module, config: ParallelizerConfig, device_type: str) -> list[nn.Module]:
     """What comes before data parallelism, the same for every strategy. Returns the layers."""
     layers = transformer_layers(model)
-    apply_activation_checkpointing(layers, config.activation_checkpointing)
+    mode = config.activation_checkpointing
+    # What the compiler has made is no list of products, from which "selective" would choose what to keep: it must see
+    # the choice in its graph. A break in that graph would make it leave the whole layer alone, and say nothing.
+    whole = mode == "selective"
+    inside = config.compile_backend if config.enable_compile and not whole else None
+    apply_activation_checkpointing(layers, mode, inside)
     if config.enable_compile:
-        # A graph break inside a checkpointed layer makes the compiler leave the whole layer alone, and say nothing.
-        whole = bool(config.activation_checkpointing)
         for layer in layers:  # in place: parameter names stay, unlike with torch.compile(layer)
-            layer.compile(backend=config.compile_backend, fullgraph=whole)
+            if inside is None or not getattr(layer, "gradient_checkpointing", False):
+                layer.compile(backend=config.compile_backend, fullgraph=whole)
     if config.autocast_dtype is not None:
         autocast = torch.autocast(device_type, torch_dtype(config.autocast_dtype))
         model.forward = autocast(model.forward)  # type: ignore[method-assign]  # the whole part, whoever calls it

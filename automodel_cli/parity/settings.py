@@ -83,8 +83,8 @@ def _compiled(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
         return [], [f"{key}: this machine has no C++ compiler"]
     missing = []
     plain = parallelizer.exact((), compiled=True)
-    if plain.activation_checkpointing:
-        missing.append("parallelizer.enable_compile=true with activation_checkpointing: on CUDA devices only")
+    if plain.activation_checkpointing == "selective":
+        missing.append("parallelizer.enable_compile=true with activation_checkpointing=selective: CUDA devices only")
         plain = replace(plain, activation_checkpointing=False)
     return [replace(rows[0], parallelizer=plain)], missing
 

@@ -128,14 +128,14 @@ def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
     parallelizer = recipe.parallelizer
     if (
         parallelizer.enable_compile
-        and parallelizer.activation_checkpointing is not False
+        and parallelizer.activation_checkpointing == "selective"
         and recipe.model.attention == PACKED
         and mesh.device.type == "cpu"
     ):
         raise ConfigError(
-            "enable_compile together with activation_checkpointing cannot run packed attention on the CPU",
+            "enable_compile with activation_checkpointing=selective cannot run packed attention on the CPU",
             keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention"),
-            fix="parallelizer.enable_compile=false, or model.attention=sdpa",
+            fix="parallelizer.activation_checkpointing=full, or model.attention=sdpa",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,8 +77,9 @@ def test_deep_ep_is_refused_where_it_cannot_run():
         FSDP2Config(expert_dispatch="nccl")
 
 
-def test_recomputed_layers_are_not_compiled_around_a_dispatch():
-    config = FSDP2Config(enable_compile=True, activation_checkpointing="full")
+def test_layers_that_keep_their_products_are_not_compiled_around_a_dispatch():
+    config = FSDP2Config(enable_compile=True, activation_checkpointing="selective")
     config.check_mesh(MeshConfig())
+    replace(config, activation_checkpointing="full").check_mesh(MeshConfig(ep_size=2))
     with pytest.raises(ConfigError, match=r"mesh.ep_size=2: .* cannot compile whole"):
         config.check_mesh(MeshConfig(ep_size=2))

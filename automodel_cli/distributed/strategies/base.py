@@ -117,8 +117,8 @@ class ParallelizerConfig:
     `autocast_dtype`: run forward under autocast.
     `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
     `enable_compile`: torch.compile each layer in place with `compile_backend` ("inductor"; "aot_eager" compiles in a
-    second and is what the tests use). Together with activation checkpointing a layer must compile whole: on a CUDA
-    device it should; on a CPU, packed attention cannot, and torch says so at the first forward.
+    second and is what the tests use). Together with activation_checkpointing=selective a layer must compile whole: on a
+    CUDA device it should; on a CPU, packed attention cannot.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset()

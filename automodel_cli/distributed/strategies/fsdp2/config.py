@@ -140,12 +140,12 @@ class FSDP2Config(ParallelizerConfig):
         """Refuse what this strategy cannot do on this mesh."""
         super().check_mesh(mesh)
         refuse_idle_tp_options(self, ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"), mesh)
-        if (mesh.ep_size or 1) > 1 and self.enable_compile and self.activation_checkpointing:
+        if (mesh.ep_size or 1) > 1 and self.enable_compile and self.activation_checkpointing == "selective":
             raise ConfigError(
                 f"mesh.ep_size={mesh.ep_size}: how many tokens reach an expert is known only while the layer runs, so "
-                "it cannot compile whole, as activation_checkpointing together with enable_compile needs",
+                "it cannot compile whole, as activation_checkpointing=selective together with enable_compile needs",
                 keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "mesh.ep_size"),
-                fix="parallelizer.enable_compile=false, or parallelizer.activation_checkpointing=false",
+                fix="parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=false",
             )
         for name, axis, default in (
             ("context_parallel", "cp_size", CONTEXT_PARALLEL[0]),
