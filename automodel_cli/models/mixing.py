@@ -73,7 +73,11 @@ class SmallConfig:
     def __init__(self, hf_config: PretrainedConfig, trust_remote_code: bool = False):
         self.config, self.trust = shrink(hf_config), trust_remote_code
         self.dropout = dropout_of(hf_config)
-        said = (self.config.to_json_string(use_diff=False), *self.dropout.items())
+        named = copy.deepcopy(self.config)
+        named.dtype = None  # copies compute in float32
+        if not trust_remote_code:
+            named.name_or_path = ""  # where it was read from; with remote code, the code
+        said = (named.to_json_string(use_diff=False), *self.dropout.items())
         self._key = (said, type(hf_config), trust_remote_code)
 
     def build(self, attention: str, dropout: bool = False) -> PreTrainedModel:

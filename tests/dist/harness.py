@@ -1,4 +1,4 @@
-"""The package's own rank launcher, with pytest and the families of the tests in its server. Use it from here."""
+"""The package's own rank launcher, with pytest and the families of the tests warm in its server. Use it from here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from automodel_cli.launch.ranks import RankFailure, launch, launch_all, preload
 preload(
     "pytest",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "gpt_oss", "deepseek_v3", "gemma3")),
+    "tests.dist.warmed",
 )
 
 __all__ = ["RankFailure", "launch", "launch_all"]

@@ -4,14 +4,15 @@ the log-probs and every gradient."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing import apply_activation_checkpointing
-from automodel_cli.models import state_layers
+from automodel_cli.models import state_layers, ways
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.build import part_of
 from automodel_cli.models.config import ModelConfig
@@ -28,7 +29,7 @@ from tests.hybrids import (
     run,
     weights_like,
 )
-from tests.tiny import gradient_error, gradients, packed_batch, tiny_config, token_row
+from tests.tiny import build_hf, gradient_error, gradients, packed_batch, tiny_config, token_row
 
 TOLERANCE = 2e-6  # relative to the largest gradient, in float32; a leak is 1e-3 and more
 
@@ -49,6 +50,15 @@ def test_packed_equals_separate_documents(family: str):
 @pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4", "bloom"])
 def test_the_comparison_sees_attention_across_documents(family: str, monkeypatch: pytest.MonkeyPatch):
     check_that_mixed_documents_show(family, monkeypatch, ROWS)
+
+
+def test_the_way_is_found_once_wherever_the_model_lies(tmp_path: Path):
+    model = build_hf("granite")
+    found = ways._way.cache_info().misses
+    for folder in ("here", "there"):
+        model.save_pretrained(tmp_path / folder)
+        assert way_of(AutoConfig.from_pretrained(tmp_path / folder)) == Way(PACKED)
+    assert ways._way.cache_info().misses == found + 1
 
 
 def test_layers_hand_each_other_what_an_indexer_chose_within_a_document():
