@@ -44,7 +44,10 @@ _OPEN = {
         "automodel_cli.evaluation.config.Generation",
         "automodel_cli.evaluation.config.MultipleChoice",
     ),
-    "rollout.environment": ("automodel_cli.rollout.calculator.Calculator",),
+    "rollout.environment": (
+        "automodel_cli.rollout.calculator.Calculator",
+        *(f"automodel_cli.rollout.environments.{name}" for name in ("functions.FunctionTools", "python.PythonTool")),
+    ),
     "rewards": tuple(
         f"automodel_cli.rollout.rewards.{name}"
         for name in (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,23 @@ BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """`number` names it in the dataset, `tokens` end where the model begins to speak; `row` is what rewards read."""
+    """`number` names it in the dataset, `tokens` end where the model begins to speak; `row` is what rewards read,
+    `tools` what the chat template shows of tools."""
 
     number: int
     tokens: list[int]
     messages: list[Message]
     row: dict[str, Any]
     origin: str
+    tools: list[dict[str, Any]] | None = None
+
+
+ToolsOf = Callable[[Mapping[str, Any]], Sequence[dict[str, Any]]]
+
+
+def no_tools(row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """Rows whose tools, if any, stand in a column."""
+    return ()
 
 
 class PromptDataset:
@@ -128,11 +138,14 @@ class PreparedPrompts:
     report: PromptReport
 
 
-def prepare_prompts(config: DataConfig, tokenizer: Any, *, seed: int, max_tokens: int) -> PreparedPrompts:
+def prepare_prompts(
+    config: DataConfig, tokenizer: Any, *, seed: int, max_tokens: int, tools_of: ToolsOf = no_tools
+) -> PreparedPrompts:
     """Read, render and tokenise all prompts. Those longer than `max_tokens` are dropped or refused, as
-    `long_documents` says. Raises DataError with every row that cannot be used.
+    `long_documents` says. `tools_of` a row are shown to the model besides what the row says. Raises DataError with
+    every row that cannot be used.
     """
-    reader = _Reader(config, tokenizer, max_tokens)
+    reader = _Reader(config, tokenizer, max_tokens, tools_of)
     root = cache_root(config.cache_dir)
     described = SourceConfig("task", format="messages")
     if config.task is not None:
@@ -204,7 +217,8 @@ def _hold_out(train: list[list[Prompt]], wanted: float, seed: int) -> tuple[list
 class _Reader:
     """Rows to prompts, and an account of those that cannot be used."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any, max_tokens: int):
+    def __init__(self, config: DataConfig, tokenizer: Any, max_tokens: int, tools_of: ToolsOf):
+        self._tools_of = tools_of
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.template = resolve_chat_template(config.chat_template, tokenizer)
         self.keys = KnownKeys.of(self.template, config.ignore_columns)
@@ -234,7 +248,7 @@ class _Reader:
     def _kept(self, batch: Sequence[SourceRow], source: Source, reader: RowReader) -> Iterator[Prompt]:
         """The prompts of these rows that can be used; the others are counted."""
         self.num_rows += len(batch)
-        read = [attempt(_asked, reader, origin.row) for origin in batch]
+        read = [attempt(self._asked, reader, origin.row) for origin in batch]
         good = [chat for chat in read if not isinstance(chat, RowError)]
         tokens = iter(self._tokens(good))
         for origin, chat in zip(batch, read, strict=True):
@@ -245,7 +259,9 @@ class _Reader:
                 self._rejected.append(Rejected(name, origin.line, ids.code, ids.message, row, ids.fix))
                 continue
             number, self._number = self._number, self._number + 1
-            prompt = Prompt(number, [int(i) for i in ids], chat.messages, origin.row, f"{name}:{origin.line}")
+            prompt = Prompt(
+                number, [int(i) for i in ids], chat.messages, origin.row, f"{name}:{origin.line}", chat.tools
+            )
             if len(prompt.tokens) <= self.max_tokens:
                 yield prompt
             elif self.config.long_documents != "fail":
@@ -258,6 +274,25 @@ class _Reader:
                     keys=("data.seq_len", "rollout.max_new_tokens"),
                     fix="data.long_documents=drop, or a larger data.seq_len",
                 )
+
+    def _asked(self, reader: RowReader, row: Any) -> Conversation:
+        chat = _asked(reader, row)
+        tools = list(self._tools_of(row))
+        if not tools:
+            return chat
+        if chat.tools:
+            raise RowError(
+                "two_tools",
+                "the row has tools of its own, and those of its environment besides",
+                fix='data.columns={tools: ""}',
+            )
+        if "tools" not in (self.template or ""):
+            raise RowError(
+                "template_without_tools",
+                "the chat template shows no tools, so the model would not know those of its environment",
+                fix="rollout.environment.show_tools=false, and a system column that tells of them",
+            )
+        return replace(chat, tools=tools)
 
     def special_report(self) -> SpecialReport:
         """Special tokens in the text of prompts so far."""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, sample_seed
 from automodel_cli.rollout.environment import EpisodeEnd, Message
-from automodel_cli.rollout.environment_pool import Account, EnvironmentPool, Failure, in_thread
+from automodel_cli.rollout.environment_pool import Account, EnvironmentPool, Failure
+from automodel_cli.rollout.loop_thread import in_thread
 from automodel_cli.rollout.token_turns import check_read, tokens_between
 
 if TYPE_CHECKING:

@@ -74,6 +74,12 @@ class EnvironmentNode(Protocol):
         """How often a step that raised, or took too long, is tried again."""
         ...
 
+    @property
+    @abstractmethod
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """What the chat template shows the model of tools, as OpenAI's definitions."""
+        ...
+
     @abstractmethod
     def check(self) -> None:
         """Raise ConfigError for what this machine lacks. Called before the first rollout."""
@@ -122,6 +128,11 @@ class Environment:
 
     def __post_init__(self) -> None:
         check_limits(self)
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """The template shows none."""
+        return ()
 
     def check(self) -> None:
         """Nothing is lacking."""

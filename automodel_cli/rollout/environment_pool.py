@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import logging
 import math
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.environment import EnvironmentNode, EpisodeEnd, Message, Turn
+from automodel_cli.rollout.loop_thread import LoopThread, in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ class EnvironmentPool:
     def __init__(self, environments: Mapping[str, EnvironmentNode], column: str | None = None):
         """`column` of a row names its environment; None: there is one, and it is that of every row."""
         self.environments, self._column = dict(environments), column
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop = LoopThread("environments")
         self._places: dict[str, asyncio.Semaphore] = {}
 
     def __enter__(self) -> EnvironmentPool:
@@ -71,18 +70,13 @@ class EnvironmentPool:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns or raises, in the pool's event loop, waited for here."""
-        return asyncio.run_coroutine_threadsafe(work, self._started()).result()
+        return self._loop.run(work)
 
     def close(self) -> None:
         """End what the environments have started, then the loop. A thread that was given up is not waited for."""
         for environment in self.environments.values():
             environment.close()
-        if self._loop is None or self._thread is None:
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
         self._loop.close()
-        self._loop = self._thread = None
 
     async def turn(
         self, name: str, messages: Sequence[Message], row: Mapping[str, Any], state: Any, account: Account
@@ -129,34 +123,6 @@ class EnvironmentPool:
             )
             await asyncio.sleep(pause)
         return failure
-
-    def _started(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
-            self._thread.start()
-        return self._loop
-
-
-async def in_thread(call: Callable[[], T]) -> T:
-    """What `call` returns or raises, in a thread of its own that nothing waits for at the end of the process."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not future.done():  # given up meanwhile
-            set_it(value)
-
-    def target() -> None:
-        try:
-            found, set_it = call(), future.set_result
-        except BaseException as error:  # all of it belongs to whoever waits
-            found, set_it = error, future.set_exception  # type: ignore[assignment]
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, set_it, found)
-
-    threading.Thread(target=target, name="environment step", daemon=True).start()
-    return await future
 
 
 async def _called(step: Callable[[], Any], environment: EnvironmentNode) -> Any:

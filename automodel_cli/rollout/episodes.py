@@ -44,7 +44,7 @@ def play_episodes(
     data, tokenizer = session.recipe.data, session.tokenizer
     of_sample = [None] * len(requests) if seeds is None else seeds
     episodes = [
-        Episode(_name(index, prompt), prompt.tokens, prompt.messages, prompt.row, seed)
+        Episode(_name(index, prompt), prompt.tokens, prompt.messages, prompt.row, seed, prompt.tools)
         for (_, index, prompt), seed in zip(requests, of_sample, strict=True)
     ]
     template = resolve_chat_template(data.chat_template, tokenizer)

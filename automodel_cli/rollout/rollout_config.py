@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine import EngineConfig, SamplingParams
@@ -261,6 +262,13 @@ class RolloutConfig:
     def played(self) -> dict[str, EnvironmentNode]:
         """Every environment by its name; an only one is called `environment`."""
         return dict(self.environments) if self.environment is None else {"environment": self.environment}
+
+    def tools_of(self, row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+        """What the chat template shows of tools to a row: those of its environment."""
+        if self.environment is not None:
+            return self.environment.tools
+        environment = self.environments.get(str(row.get(self.environment_column)))
+        return () if environment is None else environment.tools
 
     @property
     def samples_per_step(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +9,9 @@ from typing import Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
-from automodel_cli.rollout.rewards.sandbox import Limits, isolation, judge, run_python, statement
-
-logger = logging.getLogger(__name__)
+from automodel_cli.rollout.rewards.sandbox import Limits, judge, require_isolation, run_python
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-_CUT_OFF = ("files", "network", "processes", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +50,7 @@ class CodeExecution(Reward):
             )
 
     def check(self) -> None:
-        lacking = [name for name in _CUT_OFF if name not in isolation()]
-        if not lacking:
-            logger.info("foreign code is cut off from this machine: %s", statement())
-            return
-        what = f"this machine cannot cut foreign code off from {', '.join(lacking)} (its kernel allows: {statement()})"
-        if not self.allow_unisolated:
-            raise ConfigError(
-                what,
-                keys=("allow_unisolated",),
-                fix="a machine whose kernel has seccomp, and user namespaces or Landlock (docs/security.md)",
-            )
-        logger.warning(
-            "%s; IT RUNS ALL THE SAME (allow_unisolated=true): do not do so with models you do not trust", what
-        )
+        require_isolation(allow=self.allow_unisolated)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -78,7 +61,7 @@ class CodeExecution(Reward):
         tests = [tests] if isinstance(tests, str | dict) else list(tests)
         if not tests:
             raise ValueError(f"column {self.column!r} has no test")
-        blocks = _BLOCK.findall(sample.completion)
+        blocks = code_blocks(sample.completion)
         share = self._share(blocks[-1] if blocks else sample.completion, tests, sample.row.get(self.entry_point))
         return float(share == 1) if self.all_or_nothing else share
 
@@ -86,6 +69,11 @@ class CodeExecution(Reward):
         assert self.timeout is not None
         limits = Limits(self.timeout, self.memory_mib * 2**20)
         return sum(_passes(code, test, limits, entry_point) for test in tests) / len(tests)
+
+
+def code_blocks(text: str) -> list[str]:
+    """The programs between ``` lines of a text."""
+    return _BLOCK.findall(text)
 
 
 def _passes(code: str, test: str | dict[str, Any], limits: Limits, entry_point: str | None) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -24,6 +25,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from automodel_cli.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CUT_OFF = ("files", "network", "processes", "memory")
 _INSIDE = Path(__file__).parent / "inside"
 _OUTPUT_BYTES = 64 * 1024
 _START_SECONDS = 20.0  # for the bootstrap itself on a busy machine; the code's own time starts after it
@@ -108,6 +114,22 @@ def isolation() -> frozenset[str]:
         return run_python("pass").isolation
     except OSError:
         return frozenset()
+
+
+def require_isolation(*, allow: bool) -> None:
+    """Raise ConfigError where this machine cannot cut foreign code off; warn instead if the user allows that."""
+    lacking = [name for name in _CUT_OFF if name not in isolation()]
+    if not lacking:
+        logger.info("foreign code is cut off from this machine: %s", statement())
+        return
+    what = f"this machine cannot cut foreign code off from {', '.join(lacking)} (its kernel allows: {statement()})"
+    if not allow:
+        raise ConfigError(
+            what,
+            keys=("allow_unisolated",),
+            fix="a machine whose kernel has seccomp, and user namespaces or Landlock (docs/security.md)",
+        )
+    logger.warning("%s; IT RUNS ALL THE SAME (allow_unisolated=true): do not do so with models you do not trust", what)
 
 
 def statement() -> str:

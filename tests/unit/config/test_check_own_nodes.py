@@ -53,7 +53,7 @@ class NoScores(RewardOfMany):
 
 class Free:
     max_turns, weight, on_error = 0, 1.0, "zero"
-    concurrency, retries, turn_timeout, episode_timeout = 1, 0, None, None
+    concurrency, retries, turn_timeout, episode_timeout, tools = 1, 0, None, None, ()
     def check(self):
         pass
     def close(self):

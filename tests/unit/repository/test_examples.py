@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
+from automodel_cli.config.trust import Trust
 from automodel_cli.data.batch import IGNORE_INDEX, Batch, one_document
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.rollout.rewards.base import Judged
@@ -113,3 +117,20 @@ def test_own_reward_environment_and_dataset() -> None:
     rows = list(Backwards(number=20).rows("train"))
     assert len(rows) == 20 and all(row["messages"][0]["content"][::-1] == row["answer"] for row in rows)
     assert rows == list(Backwards(number=20).rows("train")) != list(Backwards(number=20).rows("validation"))
+
+
+def test_own_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its command line names it: the function is found, described and called."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/quickstart/export").mkdir(parents=True)
+    node = "_target_: automodel_cli.rollout.environments.functions.FunctionTools, show_tools: false"
+    function = "letters: {_target_: own_tools.letters, _partial_: true}"
+    override = f"rollout.environment={{{node}, functions: {{{function}}}}}"
+    recipe = check(compose("quickstart_grpo", [override]), Trust(packages=("own_tools",)))
+    tools = recipe.rollout.environment
+    described = tools.definitions()[0]["function"]
+    assert described["name"] == "letters" and described["description"] == "Spells a word."
+    for word, said in (("tree", "t r e e"), ("2", "error: ValueError: only letters can be spelled")):
+        text = f'<tool_call>{{"name": "letters", "arguments": {{"word": "{word}"}}}}</tool_call>'
+        turn = asyncio.run(tools.step([{"role": "assistant", "content": text}], {}, None))
+        assert turn.observations == ({"role": "tool", "content": said},)

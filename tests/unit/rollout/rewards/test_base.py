@@ -247,7 +247,7 @@ def test_time_ends_everything(code):
 
 
 def test_a_machine_without_isolation_is_refused(monkeypatch, caplog):
-    monkeypatch.setattr("automodel_cli.rollout.rewards.code.isolation", lambda: frozenset({"processes"}))
+    monkeypatch.setattr("automodel_cli.rollout.rewards.sandbox.isolation", lambda: frozenset({"processes"}))
     with pytest.raises(ConfigError, match="cannot cut foreign code off from files, network, memory"):
         RewardSum({"code": CodeExecution()})
     RewardSum({"code": CodeExecution(allow_unisolated=True)})

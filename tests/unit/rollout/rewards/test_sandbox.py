@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.rollout.rewards import sandbox
-from automodel_cli.rollout.rewards.code import _CUT_OFF, CodeExecution
-from automodel_cli.rollout.rewards.sandbox import Limits, isolation, judge, run_python, statement
+from automodel_cli.rollout.rewards.code import CodeExecution
+from automodel_cli.rollout.rewards.sandbox import _CUT_OFF, Limits, isolation, judge, run_python, statement
 from tests.unit.rollout.rewards.test_base import judged
 
 needs_isolation = pytest.mark.skipif(not set(_CUT_OFF) <= isolation(), reason=f"the kernel enforces: {statement()}")

@@ -1,0 +1,1 @@
+"""Environments of ours, a node each."""

@@ -1,0 +1,125 @@
+"""Tools that the model calls by name with JSON arguments, as OpenAI's definitions describe them. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.environment import Environment, Message, Turn
+from automodel_cli.rollout.rewards.text import check_pattern
+
+
+class ToolError(Exception):
+    """What the model did wrong with a tool, in words that it is told."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call in a message of the model."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolEnvironment(Environment):
+    """Runs the tools that the model calls, and tells it what they gave; a message without a call is its answer and ends
+    the episode. A subclass defines `definitions` and `call`.
+
+    A call is what the first group of `pattern` captures: JSON `{"name": ..., "arguments": {...}}`, by default between
+    `<tool_call>` and `</tool_call>` (Hermes, Qwen). A message may have up to `max_calls`; they are made in order, and
+    each gets a message of `role`, cut off after `max_result_chars` characters. What the model does wrong (no JSON, no
+    such tool, wrong arguments, a tool that refuses them) is told as `error: ...`. A tool that is away or takes too long
+    fails the step, which is not the model's fault. `call_reward` is for each call with a result, `error_reward` for
+    each other.
+
+    With `show_tools` the chat template shows the definitions to the model; without, your `system` column does.
+    """
+
+    pattern: str = r"<tool_call>(.*?)</tool_call>"
+    role: Literal["tool", "user"] = "tool"
+    show_tools: bool = True
+    max_calls: int = 8
+    max_result_chars: int = 4000
+    call_reward: float = 0.0
+    error_reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern("pattern", self.pattern, groups=1)
+        if self.role not in ("tool", "user"):
+            raise ConfigError(f"role={self.role!r} must be one of tool, user", keys=("role",), fix="role=tool")
+        for name in ("max_calls", "max_result_chars"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1", keys=(name,), fix=f"{name}=1")
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """See `EnvironmentNode.tools`."""
+        return self.definitions() if self.show_tools else ()
+
+    @abstractmethod
+    def definitions(self) -> list[dict[str, Any]]:
+        """The tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What a tool says, in words. Raises ToolError for what the model is to be told; any other exception fails the
+        step."""
+        raise NotImplementedError
+
+    async def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
+        """See `EnvironmentNode.step`."""
+        calls = list(self._calls(str(messages[-1]["content"])))
+        if not calls:
+            return Turn()
+        said, reward = [], 0.0
+        for number, call in enumerate(calls):
+            try:
+                if number >= self.max_calls:
+                    raise ToolError(f"a message may call {self.max_calls} tools")
+                text = await self._made(call)
+                reward += self.call_reward
+            except ToolError as error:
+                text = f"error: {error}"
+                reward += self.error_reward
+            said.append({"role": self.role, "content": self._cut(text)})
+        return Turn(tuple(said), reward, done=False)
+
+    def _calls(self, text: str) -> Iterator[Call | ToolError]:
+        for found in re.finditer(self.pattern, text, re.DOTALL):
+            yield read_call(found[1])
+
+    async def _made(self, call: Call | ToolError) -> str:
+        if isinstance(call, ToolError):
+            raise call
+        known = [definition["function"]["name"] for definition in self.definitions()]
+        if call.name not in known:
+            raise ToolError(f"there is no tool {call.name!r}, only {', '.join(known)}")
+        return await self.call(call.name, call.arguments)
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self.max_result_chars:
+            return text
+        return f"{text[: self.max_result_chars]} ... ({len(text) - self.max_result_chars} more characters)"
+
+
+def read_call(text: str) -> Call | ToolError:
+    """A call as JSON; `arguments` may be JSON in a text, as OpenAI writes them."""
+    try:
+        found = json.loads(text)
+        arguments = found["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise TypeError("arguments are no object")
+        return Call(str(found["name"]), arguments)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        return ToolError(f'a call is {{"name": ..., "arguments": {{...}}}}: {reason}')

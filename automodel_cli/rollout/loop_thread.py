@@ -1,0 +1,72 @@
+"""An event loop in a thread beside the run, and calls in threads that nothing waits for. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines until `close`; starts with the first one. What they keep open lives as long."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` beside the caller, who may be in any thread."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns or raises, waited for here."""
+        return self.begin(work).result()
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the loop."""
+        if self._loop is None or self._thread is None:
+            return
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._loop = self._thread = None
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """What `call` returns or raises, in a thread of its own that nothing waits for at the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_it: Callable[[Any], None], value: Any) -> None:
+        if not future.done():  # given up meanwhile
+            set_it(value)
+
+    def target() -> None:
+        try:
+            found, set_it = call(), future.set_result
+        except BaseException as error:  # all of it belongs to whoever waits
+            found, set_it = error, future.set_exception  # type: ignore[assignment]
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, set_it, found)
+
+    threading.Thread(target=target, name="environment step", daemon=True).start()
+    return await future
