@@ -47,6 +47,10 @@ class Clock:
         """What is launched on `stream` from now on starts after `until`."""
         self.streams[stream] = max(self.at(stream), until)
 
+    def wait_for_group(self, group: str) -> None:
+        """The current stream waits for the last message of this communicator."""
+        self.wait(self.stream, self.groups.get(group, 0.0))
+
     def host_waits(self, until: float | None = None) -> None:
         """For the current stream, or until a moment."""
         self.host = max(self.host, self.at(self.stream) if until is None else until)

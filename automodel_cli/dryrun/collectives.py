@@ -44,6 +44,8 @@ class Collectives:
         if not any(isinstance(t, FakeTensor) and t.fake_device.type == "cuda" for t in tensors):
             return
         size = max((t.numel() * t.element_size() for t in tensors), default=0)
+        if "coalesced" in name:  # several in one message: the larger of both lists
+            size = max(sum(t.numel() * t.element_size() for t in some) for some in args[:2] if isinstance(some, list))
         kind = name.strip("_")
         ranks = torch_compat.group_ranks(group) if group is not None else ()
         seconds = self.links.seconds(kind, size, ranks)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
 from automodel_cli.dryrun.mode import TracedRank
 from automodel_cli.dryrun.request import GIB, Line, RankResult, Request
+from automodel_cli.dryrun.strategies import Strategies
 from automodel_cli.models import shipped
 from automodel_cli.models.source import hf_config
 from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
@@ -48,7 +51,8 @@ class Traced:
         self.actions: dict[tuple[str, int], list[float]] = defaultdict(list)
         self._action_began = 0.0
         self.clock = Clock()
-        self.memory = MemoryTracker(self._what, lambda: owned_tensors(self.parts, self.optimizer))
+        self.strategies: Strategies | None = None
+        self.memory = MemoryTracker(self._what, self._owned)
         self.collectives = Collectives(self.clock, request.links)
         self.mode = TracedRank(request.device, self.clock, self.memory, self.collectives, request.route)
 
@@ -56,6 +60,15 @@ class Traced:
         if torch_compat.in_backward():
             return "recomputed activations and temporaries"
         return {"forward": "activations", "optimizer": "optimizer temporaries"}.get(self.phase, self.phase)
+
+    def _owned(self) -> list[tuple[str, torch.Tensor]]:
+        held = self.strategies.held() if self.strategies is not None else ()
+        return [*held, *owned_tensors(self.parts, self.optimizer)]
+
+    @contextmanager
+    def faking(self, fake: Any) -> Iterator[None]:
+        with fake, self.mode:
+            yield
 
     def watch_stages(self) -> None:
         """Time their actions; nothing has to be connected, and torch's handshake would read what is not there."""
@@ -126,9 +139,10 @@ def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Tim
     recipe = run.recipe
     if mesh.layout.pp > 1:
         run.watch_stages()
+    run.strategies = Strategies(run.clock, lambda part: _materialise(part, CUDA), lambda: run.faking(fake))
     stages = empty_stages(recipe, mesh)
     run.phase, run.parts = "buffers", list(stages.parts)
-    with fake, run.mode:
+    with run.faking(fake):
         device = recipe.parallelizer.parameter_device(mesh.device)
         for part in run.parts:
             _materialise(part, device)
@@ -167,7 +181,7 @@ def _materialise(part: nn.Module, device: torch.device) -> None:
         )
         for store, where in stores:
             for name, old in store.items():
-                if old is None:
+                if old is None or isinstance(torch_compat.local_part(old), torch_compat.FakeTensor):
                     continue
                 if id(old) not in done:
                     local = torch_compat.local_part(old)
@@ -200,9 +214,7 @@ def _smallest(recipe: Any, layout: Layout, least: int, most: int) -> int:
 
 
 def check_covered(recipe: Any) -> None:
-    compiled: str | None = getattr(recipe.parallelizer, "compiled_code", None)  # one's own need not inherit ours
     refused: list[tuple[bool, str, str | None, str]] = [
-        (compiled is not None, "parallelizer", compiled, "parallelizer=fsdp2"),
         (recipe.model.transformer_engine is not None, "model.transformer_engine", "Transformer Engine",
          "model.transformer_engine=null"),
         (recipe.parallelizer.axis_options().expert_dispatch == "deepep", "parallelizer.expert_dispatch", "DeepEP",
@@ -286,6 +298,8 @@ def _notes(recipe: Any, request: Request) -> list[str]:
     notes = []
     if recipe.parallelizer.enable_compile:
         notes.append("enable_compile=true: counted as if it were false")
+    if recipe.parallelizer.autocast_dtype is not None:
+        notes.append("autocast_dtype: counted in the dtype that parameters have, torch does not cast fakes")
     if request.route == "worst":
         notes.append("routers: every token chooses the experts of the first rank")
     if getattr(recipe, "reference", None) == "frozen_copy":

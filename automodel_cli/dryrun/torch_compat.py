@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = ["FakeTensor", "FakeTensorMode", "unset_fake_temporarily"]
 
+_LIBRARY = torch.library.Library("c10d", "IMPL")
 _MESH_METHODS = (
     "__getitem__", "get_local_rank", "get_coordinate", "get_group", "get_all_groups", "size", "__init__", "_flatten",
     "__eq__", "__hash__",
@@ -35,6 +37,22 @@ _MESH_METHODS = (
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0  # type: ignore[attr-defined]
+
+
+@contextmanager
+def modules_stay() -> Iterator[None]:
+    """`module.to(device)` inside does nothing: torch moves the memory of fakes, and they have none."""
+    move = nn.Module.to
+    nn.Module.to = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.to = move  # type: ignore[method-assign]
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call it when the backward that is running has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def fake_mode_is_on() -> bool:
@@ -50,6 +68,7 @@ def install(cuda: torch.device) -> FakeTensorMode:
     _build_on(mode)
     _objects_stay_here()
     _meshes_are_real()
+    _coalesced_answer()
     return mode
 
 
@@ -134,6 +153,12 @@ def _meshes_are_real() -> None:
     if isinstance(members.get("mesh"), property):
         mesh: Any = DeviceMesh
         mesh.mesh = property(really(members["mesh"].fget))
+
+
+def _coalesced_answer() -> None:
+    """Collectives of several tensors at once have no form for fake ones (torch 2.13)."""
+    for name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_"):
+        _LIBRARY.impl(name, lambda *_, **__: FakeWork().boxed(), "Meta")
 
 
 def on_resize(seen: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:

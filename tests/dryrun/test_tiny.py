@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import Layout
+from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.command import distinct_ranks, measure, trace_rank
+from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.gpus import GPUS
 from automodel_cli.dryrun.rank import check_covered
@@ -82,6 +87,57 @@ def test_sharded_parameters_are_gathered_and_gradients_reduced_with_the_bytes_th
     assert exact <= reduced <= 1.02 * exact  # shards are padded to equal rows
 
 
+_UNSHARDED = (*_PLAIN[:3], "train.global_batch_size=32", "parallelizer.activation_checkpointing=false")
+_TINY = 4 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 2 * 354 * 64 + 64
+"""Parameters of llama3_8b_tp2cp2_tiny, of 39 tensors."""
+
+
+def _sent(found: RankResult, operator: str) -> int:
+    return sum(row["bytes"] for row in found.collectives if row["operator"] == operator)
+
+
+@pytest.mark.parametrize(
+    ("in_buckets", "copies"), [("false", 2), pytest.param("true", 1, marks=pytest.mark.slow)], ids=["copied", "views"]
+)
+def test_ddp_holds_whole_gradients_twice_unless_they_live_in_the_buckets_and_sums_them_once(
+    in_buckets: str, copies: int
+) -> None:
+    """Two microbatches a step, of which the last is reduced; besides, a few numbers (loss, norm, weight)."""
+    given = ("parallelizer=ddp", f"parallelizer.gradient_as_bucket_view={in_buckets}", *_UNSHARDED)
+    found = traced("llama3_8b_tp2cp2_tiny", 4, 0, *given)
+    assert found.measured_microbatches == 2
+    held = sum(found.peak_by_kind.get(kind, 0) for kind in ("gradients", "gradient buckets"))
+    assert copies * 4 * _TINY <= held <= copies * 4 * _TINY + 512 * 40
+    assert 4 * _TINY <= _sent(found, "allreduce") <= 4 * _TINY + 1024
+
+
+@pytest.mark.slow
+def test_megatron_fsdp_gathers_each_layer_for_each_pass_and_reduces_each_microbatch() -> None:
+    """Shards of four ranks, padded to whole chunks. What is outside of the layers stays gathered for the step."""
+    pytest.importorskip("megatron_fsdp")
+    given = ("parallelizer=megatron_fsdp", "parallelizer.sequence_parallel=false", *_UNSHARDED)
+    found = traced("llama3_8b_tp2cp2_tiny", 4, 0, *given)
+    for kind in ("parameters", "gradients"):
+        assert _TINY <= found.peak_by_kind[kind] <= 1.02 * _TINY, kind
+    outside = 2 * 354 * 64 + 64
+    gathered = 4 * (outside + 2 * 2 * (_TINY - outside))  # two microbatches, two passes
+    assert gathered <= _sent(found, "allgather_into_tensor_coalesced") <= 1.02 * gathered
+    assert 2 * 4 * _TINY <= _sent(found, "reduce_scatter_tensor_coalesced") <= 1.02 * 2 * 4 * _TINY
+
+
+@pytest.mark.parametrize("limit", [None, 3.0])
+def test_gradients_are_put_into_the_buckets_that_torch_would_put_them_into(limit: float | None) -> None:
+    sizes = [2000 * n for n in (1, 700, 30, 3000, 2, 900, 500, 2500, 40)]
+    module = nn.ParameterList([nn.Parameter(torch.empty(n, device="meta")) for n in sizes])
+    options = {"bucket_cap_mb": limit, "static_graph": False}
+    wrapped = FakeDDP(module, clock=Clock(), process_group=None, **options)
+    wrapped._make_buckets()
+    limits = [1 << 20, 25 << 20] if limit is None else [int(limit * 2**20)] * 2
+    arriving = list(reversed(list(module)))
+    assignment, _ = dist._compute_bucket_assignment_by_size(arriving, limits)
+    assert [b.numel() for b in wrapped.bucket_buffers()] == [sum(len(arriving[i]) for i in one) for one in assignment]
+
+
 @pytest.mark.slow
 def test_experts_receive_what_balanced_routers_send_and_all_of_it_when_every_token_goes_to_one_rank() -> None:
     balanced = traced("qwen3_moe_30b_ep8_tiny", 8, 0, microbatches=2)
@@ -145,7 +201,7 @@ def test_preferences_and_updates_of_rollouts_are_steps_too(conf: str) -> None:
     ("conf", "override", "named"),
     [
         ("qwen3_moe_30b_ep8_tiny", "parallelizer.expert_dispatch=deepep", "DeepEP"),
-        ("quickstart", "parallelizer._target_=automodel_cli.distributed.config.DDPConfig", "DDP"),
+        ("quickstart", "model.transformer_engine={}", "Transformer Engine"),
     ],
 )
 def test_what_fake_tensors_do_not_reach_is_refused_with_what_does(conf: str, override: str, named: str) -> None:

@@ -107,8 +107,6 @@ class ParallelizerConfig:
     `supports` names what the strategy can be combined with: the axes "pp", "tp", "cp", "ep", hybrid sharding "hsdp",
     4-bit layers "nf4", layers for multi-token prediction "mtp", and "sampler", drawing tokens from the parts as they
     are trained. All else is refused at check.
-    `compiled_code`: what messages call compiled code that does the strategy's work, if any does; tensors without values
-    do not reach it, so a dry run refuses it.
 
     `activation_checkpointing`: false | true = "full" | "selective" (keep matrix products and attention) | "minimal" |
     n = every n-th layer | "auto". What other ranks sent to experts here is kept by all but "minimal", which has it sent
@@ -122,7 +120,6 @@ class ParallelizerConfig:
     """
 
     supports: ClassVar[frozenset[str]] = frozenset()
-    compiled_code: ClassVar[str | None] = None
 
     activation_checkpointing: bool | int | str = False
     autocast_dtype: str | None = None

@@ -29,7 +29,6 @@ class DDPConfig(ParallelizerConfig):
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "sampler", "mtp"})
-    compiled_code: ClassVar[str | None] = "DDP"
 
     broadcast_buffers: bool = False
     find_unused_parameters: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -52,6 +53,19 @@ def align_gradients(wrapped: Any) -> None:
     for param in wrapped.raw_param.values():
         if isinstance(param, DTensor) and param.requires_grad:
             param.register_hook(lambda grad, placements=param.placements: grad.redistribute(placements=placements))
+
+
+def held_tensors(wrapped: Any) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor) of the flat buffers that it keeps: shards, or all where the strategy does not shard them; and of
+    the parameters that it computes with, which live in buffers of their own while they are gathered."""
+    kinds = {"model_weight_buffer": "parameters", "main_weight_buffer": "parameters", "main_grad_buffer": "gradients"}
+    for group in wrapped.param_and_grad_buffer.parameter_groups:
+        for name, kind in kinds.items():
+            buffer = getattr(group, name)
+            if buffer is not None and buffer.data is not None:
+                yield kind, buffer.data
+    for param in wrapped.raw_param.values():
+        yield "gathered parameters", param
 
 
 def correct_tensor_parallel_shards() -> None:

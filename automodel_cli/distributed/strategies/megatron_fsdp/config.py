@@ -46,7 +46,6 @@ class MegatronFSDPConfig(ParallelizerConfig):
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"tp", "cp"})
-    compiled_code: ClassVar[str | None] = "Megatron-FSDP"
 
     sequence_parallel: bool = False
     tp_plan: Any = field(default=None, metadata=trust.imports())

@@ -1,0 +1,65 @@
+"""What data-parallel strategies other than FSDP2 need so that tensors without values reach all of their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.distributed import layers
+from automodel_cli.distributed.strategies.ddp import wrapping
+from automodel_cli.distributed.strategies.megatron_fsdp import sharding
+from automodel_cli.distributed.strategies.megatron_fsdp.compat import held_tensors
+from automodel_cli.dryrun import torch_compat
+from automodel_cli.dryrun.clock import Clock
+from automodel_cli.dryrun.ddp import FakeDDP
+
+
+class Strategies:
+    """Installs itself before stages are built; not undone.
+
+    DDP's reducer is compiled: one in Python takes its place, and the part stays on meta until it is filled.
+    Megatron-FSDP copies parameters into its buffers while it wraps: there `fill` comes first, and both inside
+    `faking()`.
+    """
+
+    def __init__(self, clock: Clock, fill: Callable[[nn.Module], None], faking: Callable[[], Any]):
+        self._clock, self._ddp, self._megatron = clock, list[FakeDDP](), list[Any]()
+        self._fill, self._faking = fill, faking
+        self._parallelize: Any = sharding.megatron_fsdp_strategy_parallelize
+        in_ddp: Any = wrapping
+        in_layers: Any = layers  # where stages of a pipeline get it from
+        in_megatron: Any = sharding
+        in_ddp.DistributedDataParallel, in_ddp.materialize = self._wrap, _later
+        in_layers.materialize = _later
+        in_megatron.materialize = self._filled
+        in_megatron.megatron_fsdp_strategy_parallelize = self._sharded
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(kind, tensor) of what they hold besides parameters and gradients that modules show."""
+        for ddp in self._ddp:
+            for buffer in ddp.bucket_buffers():
+                yield "gradient buckets", buffer
+        for wrapped in self._megatron:
+            yield from held_tensors(wrapped)
+
+    def _wrap(self, module: nn.Module, **options: Any) -> FakeDDP:
+        self._ddp.append(FakeDDP(module, clock=self._clock, **options))
+        return self._ddp[-1]
+
+    def _filled(self, part: nn.Module, device: torch.device) -> None:
+        with self._faking():
+            self._fill(part)
+
+    def _sharded(self, *args: Any, **kwargs: Any) -> Any:
+        with self._faking(), torch_compat.modules_stay():
+            module, optimizer = self._parallelize(*args, **kwargs)
+        if isinstance(module, sharding.MegatronPart):
+            self._megatron.append(module.wrapped)
+        return module, optimizer
+
+
+def _later(module: nn.Module, device: torch.device) -> None:
+    """In the place of memory on a device that is not there."""
