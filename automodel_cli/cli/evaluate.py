@@ -134,7 +134,7 @@ def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Compos
 
     known = bundled.conf_dir() / "eval" / f"{conf}.yaml"
     composed = compose(known if known.is_file() else conf, overrides)
-    found = check(composed, trust)
+    found = check(composed, trust, kind=EvalConfig)
     if not isinstance(found, EvalConfig):
         raise ConfigError(
             f"{conf} makes a {type(found).__name__}, which is no evaluation",

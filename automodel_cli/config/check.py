@@ -42,12 +42,15 @@ class _Node:
     clean: bool = True
 
 
-def check(composed: Composed, trust: Trust = NOTHING, untrusted: list[Need] | None = None) -> Any:
+def check(
+    composed: Composed, trust: Trust = NOTHING, untrusted: list[Need] | None = None, *, kind: type | None = None
+) -> Any:
     """Check the whole config and build its root. `trust` is what the command line allows it to execute.
 
     Nothing but config nodes (frozen dataclasses, pure to construct) runs before every error is known. Raises one
     ConfigError with all of them, sorted by file and line. What is not trusted is an error too; with the list
-    `untrusted` it is added there instead, and the field has its default: for commands that execute nothing.
+    `untrusted` it is added there instead, and the field has its default: for commands that execute nothing. `kind` is
+    the class of a root that names no `_target_`; without one such a file is refused.
     """
     for name in trust.packages:
         if not all(part.isidentifier() for part in name.split(".")):
@@ -55,7 +58,7 @@ def check(composed: Composed, trust: Trust = NOTHING, untrusted: list[Need] | No
     if trust.packages and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a trusted package may lie beside the user's config; appended, it shadows nothing
     binder = _Binder(composed, trust, untrusted)
-    root = binder.root()
+    root = binder.root(kind)
     problems = binder.problems
     built = _WRONG
     for only_nodes in (True, False):  # nodes are pure, so building them twice is only a matter of microseconds
@@ -74,12 +77,12 @@ class _Binder:
         self.known: dict[str, None] = {}
         self.unknown: list[tuple[str, object]] = []
 
-    def root(self) -> _Node | None:
+    def root(self, kind: type | None) -> _Node | None:
         tree = self.composed.tree
-        if "_target_" not in tree:
+        if "_target_" not in tree and kind is None:
             self.refuse_without_recipe()
             return None
-        node = self.node(tree, "", None)
+        node = self.node(tree, "", kind)
         tool = recognise(tree, [key for key, _ in self.unknown if "." not in key])
         if tool is not None:
             self.add("", f"these are keys of {tool.tool}, which have other names here; each is translated below")

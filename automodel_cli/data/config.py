@@ -204,7 +204,11 @@ class DataConfig:
         if self.task is not None and given:
             raise ConfigError(f"{given[0]} is set, but a task makes its own validation rows", keys=(given[0],))
         if len(given) > 1:
-            raise ConfigError(f"validation comes from one place, but {' and '.join(given)} are set", keys=tuple(given))
+            raise ConfigError(
+                f"validation comes from one place, but {' and '.join(given)} are set",
+                keys=tuple(given),
+                fix=" ".join(f"data.{name}={'0' if name == 'validation_rows' else 'null'}" for name in given[:-1]),
+            )
         if self.validation_split and self.path is None:
             raise ConfigError(
                 "validation_split names a split of data.path, which is not set", keys=("validation_split",)

@@ -288,7 +288,7 @@ def _hop(recipe: Any, request: Request, layout: Layout, tokens: int) -> float:
     """Seconds that hidden states take to the next stage."""
     if layout.pp == 1:
         return 0.0
-    dtype = recipe.parallelizer.compute_dtype() or getattr(torch, recipe.model.dtype)
+    dtype = recipe.compute_dtype
     size = tokens / layout.cp * hf_config(recipe.model).get_text_config().hidden_size * dtype.itemsize
     neighbour = (request.rank + request.num_gpus // layout.pp) % request.num_gpus
     return request.links.seconds("send", size, (request.rank, neighbour))

@@ -43,7 +43,7 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
         ("config", f"{bundled.display(session.source.path)}   {_plural(len(session.source.overrides), 'override')}"),
         (
             "model",
-            f"{_model_name(recipe)}   {_count(model.num_parameters)} parameters{share}   {recipe.model.dtype}",
+            f"{_model_name(recipe)}   {_count(model.num_parameters)} parameters{share}   {_precision(recipe)}",
         ),
         ("layout", f"{ranks}   {_layout(recipe, session.mesh)}"),
         *([("recompute", session.recomputed)] if session.recomputed else []),
@@ -73,6 +73,12 @@ def describe(session: Session, about: Mapping[str, str]) -> None:
     num_microbatches = session.recipe.train.num_microbatches(session.mesh.dp_size)
     if picture := session.model.stages.schedule_svg(num_microbatches):
         (session.run_dir / SCHEDULE).write_text(picture, encoding="utf-8")
+
+
+def _precision(recipe: Recipe) -> str:
+    """What parameters are stored in, and what matrix products run in where that is another dtype."""
+    stored, computed = recipe.model.dtype, str(recipe.compute_dtype).removeprefix("torch.")
+    return stored if computed == stored else f"{stored}, computes in {computed}"
 
 
 def _model_name(recipe: Recipe) -> str:

@@ -26,6 +26,7 @@ from automodel_cli.run.rules import (
     check_packed_probe,
     check_run_name,
     check_transformer_engine,
+    check_validation,
 )
 from automodel_cli.run.sizes import check_sizes
 from automodel_cli.training.callback import Callback
@@ -34,6 +35,7 @@ from automodel_cli.training.lr_scheduler import ScheduleNode
 from automodel_cli.training.optim import OptimizerNode
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
     from automodel_cli.run.session import Columns, Session
@@ -93,6 +95,7 @@ class Recipe(ConfigRoot):
         check_run_name(self.run_name)
         check_output_dir(self.output_dir)
         self.data.check_kind(preferences=self.preferences)
+        check_validation(self.validation, self.data)
         self.parallelizer.check_mesh(self.mesh)
         check_packed_probe(self.parallelizer, self.model, self.data)
         check_transformer_engine(self.parallelizer, self.model, self.mesh)
@@ -122,6 +125,14 @@ class Recipe(ConfigRoot):
     def trained_objective(self) -> Objective:
         """`objective`, with the further tokens of multi-token prediction where the model trains them."""
         return self.objective if self.model.mtp is None else WithMultiToken(self.objective, self.model.mtp.loss_weight)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What matrix products run in: it decides how far two implementations may differ."""
+        import torch
+
+        dtype: torch.dtype = self.parallelizer.compute_dtype() or getattr(torch, self.model.dtype)
+        return dtype
 
     def check_ranks(self, num_ranks: int) -> None:
         self._check_batch(self.mesh.resolve(num_ranks).dp)

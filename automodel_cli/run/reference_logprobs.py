@@ -32,7 +32,6 @@ from automodel_cli.data.dataset import DUMMY_ROW, PackedDataset
 from automodel_cli.models.source import model_files
 from automodel_cli.objectives.base import ReferenceSource
 from automodel_cli.objectives.kto import reference_point_sums
-from automodel_cli.run.results import compute_dtype
 from automodel_cli.run.scoring import ReferenceModel, logprobs_of
 from automodel_cli.run.session import Columns, Session
 from automodel_cli.training.memory import max_over_ranks
@@ -121,7 +120,7 @@ def _key(recipe: Recipe, rows: PackedDataset, root: Path) -> str:
         "files": [[path.name, _content(path, root)] for path in model_files(recipe.model)],
         "libraries": [torch.__version__, transformers.__version__],
         "seed": recipe.seed,
-        "dtype": str(compute_dtype(recipe)),
+        "dtype": str(recipe.compute_dtype),
     }
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -138,7 +138,7 @@ def _write_and_compare(
     trust = recipe.model.trust_remote_code
     score = model.values if scores else model.score
     gap = verify_export(folder, model.parts, prompts, score=score, trust_remote_code=trust, as_classifier=scores)
-    tolerance = _TOLERANCE[compute_dtype(recipe)]
+    tolerance = _TOLERANCE[recipe.compute_dtype]
     if not gap <= tolerance:
         raise RunError(
             f"the export does not compute what was trained: max |{_compared(recipe)} difference| {gap:.2e}, allowed "
@@ -150,11 +150,6 @@ def _write_and_compare(
 
 def _compared(recipe: Recipe) -> str:
     return "score" if recipe.as_classifier else "log-prob"
-
-
-def compute_dtype(recipe: Recipe) -> torch.dtype:
-    """What matrix products run in: it decides how far two implementations may differ."""
-    return recipe.parallelizer.compute_dtype() or getattr(torch, recipe.model.dtype)
 
 
 def _card(session: Session) -> str:

@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.problems import show
 from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.run.storage import check_url, is_url
+from automodel_cli.training.config import ValidationConfig
 
 
 def check_run_name(name: str | None) -> None:
@@ -30,6 +32,19 @@ def check_output_dir(folder: str) -> None:
     """A URL needs the package that writes to it. Whether it may be written to is tried when a run begins."""
     if is_url(folder):
         check_url(folder)
+
+
+def check_validation(validation: ValidationConfig, data: DataConfig) -> None:
+    """When to validate is said in vain where there is nothing to validate on. A task brings rows of its own."""
+    has_rows = data.task is not None or data.validation_rows or data.validation_path or data.validation_split
+    times = () if validation.tasks else ("every", "at_start")  # tasks have questions of their own
+    asked = [name for name in (*times, "num_batches") if getattr(validation, name)]
+    if asked and not has_rows:
+        raise ConfigError(
+            f"validation.{asked[0]}={show(getattr(validation, asked[0]))} does nothing: no rows are held out",
+            keys=(f"validation.{asked[0]}",),
+            fix="data.validation_rows=0.02",
+        )
 
 
 def check_packed_probe(parallelizer: Strategy, model: ModelConfig, data: DataConfig) -> None:

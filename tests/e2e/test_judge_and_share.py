@@ -30,7 +30,6 @@ CHOICES = [
     {"question": "What is 2 + 3?", "choices": ["5", "6", "77"], "answer": "6"},
 ]
 EVAL = """
-_target_: automodel_cli.evaluation.config.EvalConfig
 num_resamples: 500
 tasks:
   answers:

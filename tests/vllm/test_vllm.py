@@ -48,7 +48,7 @@ rollout: {prompts_per_step: 4, group_size: 4, max_new_tokens: 16, show_every: nu
 rewards:
   digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
 parallelizer:
-  mp_policy: {_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}
+  mp_policy: {param_dtype: float32}
 optimizer: {lr: 3e-3}
 train: {global_batch_size: 16, microbatch_size: 1, max_steps: 8, epochs: null, cpu_threads: 1}
 validation: {num_batches: 8}

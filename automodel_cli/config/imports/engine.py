@@ -85,6 +85,8 @@ class Draft:
     options: dict[str, str] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
     """By key of ours: where it comes from, what differs."""
+    theirs: dict[str, list[str]] = field(default_factory=dict)
+    """By key of ours: the keys of theirs that decided it."""
     left: dict[str, str] = field(default_factory=dict)
     """Keys of theirs without a counterpart, and why."""
     done: set[str] = field(default_factory=set)
@@ -106,6 +108,7 @@ class Draft:
         there = [key for key in theirs if key in self.source]
         said = ", ".join(f"{key}={show(self.source[key], 60)}" for key in there)
         self.notes[ours] = [text for text in (said, note) if text]
+        self.theirs[ours] = there
         self.done.update(there)
 
     def leave(self, key: str, why: str) -> None:
@@ -129,7 +132,18 @@ def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | N
     for default in table.defaults:
         if draft.kind in default.kinds and not draft.is_set(default.ours):
             draft.put(default.ours, default.value, note=f"{table.tool}'s default; {default.why}")
+    _leave_idle_validation(draft)
     return draft
+
+
+def _leave_idle_validation(draft: Draft) -> None:
+    """When to validate is nothing to ours where no rows are held out; theirs lets it stand."""
+    if any(key.startswith("data.validation_") for key in draft.values):
+        return
+    for ours in ("validation.every", "validation.at_start"):
+        if draft.values.pop(ours, None) is not None:
+            draft.notes.pop(ours)
+            draft.left |= dict.fromkeys(draft.theirs[ours], f"{ours}, with rows held out: data.validation_rows")
 
 
 def _row(draft: Draft, table: Table, key: str, value: Any) -> None:

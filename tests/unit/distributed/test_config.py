@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import (
     CPUOffload,
@@ -188,3 +190,21 @@ def test_config_modules_do_not_import_torch():
     modules = "automodel_cli.distributed.config, automodel_cli.distributed.layout, automodel_cli.objectives.sft"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("policy", [None, MixedPrecision(), MixedPrecision(param_dtype="float16")])
+def test_autocast_over_parameters_that_it_does_not_cast_is_refused_with_what_does(policy):
+    with pytest.raises(ConfigError, match="autocast_dtype=float32 casts nothing") as refused:
+        FSDP2Config(autocast_dtype="float32", mp_policy=policy)
+    assert refused.value.fix == "parallelizer.autocast_dtype=null parallelizer.mp_policy.param_dtype=float32"
+    for dtype in (None, "float32"):
+        FSDP2Config(autocast_dtype="bfloat16", mp_policy=MixedPrecision(param_dtype=dtype))
+
+
+def test_the_precision_is_a_section_without_a_target_and_its_keys_are_found_from_one_level_up():
+    sft = ["model.pretrained=x", "data.path=x"]
+    recipe = check(compose("sft", [*sft, "parallelizer.mp_policy.param_dtype=float32"]))
+    assert recipe.parallelizer.mp_policy == MixedPrecision(param_dtype="float32")
+    with pytest.raises(ConfigError) as refused:
+        check(compose("sft", [*sft, "parallelizer.param_dtype=float32"]))
+    assert refused.value.fix == "parallelizer.mp_policy.param_dtype=float32"

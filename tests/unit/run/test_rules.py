@@ -18,7 +18,14 @@ from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSD
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models import compat
 from automodel_cli.models.config import LoRAConfig, ModelConfig, MTPConfig, TransformerEngineConfig
-from automodel_cli.run.rules import check_4bit_base, check_multi_token, check_packed_probe, check_transformer_engine
+from automodel_cli.run.rules import (
+    check_4bit_base,
+    check_multi_token,
+    check_packed_probe,
+    check_transformer_engine,
+    check_validation,
+)
+from automodel_cli.training.config import ValidationConfig
 from tests import tiny
 
 PATCH = FSDP2Config(patch_is_packed_sequence=True)
@@ -27,6 +34,29 @@ ENGINE = TransformerEngineConfig()
 
 def _model(**fields) -> ModelConfig:
     return ModelConfig(pretrained="x", **fields)
+
+
+HELD_OUT = [{"validation_rows": 3}, {"validation_path": "y"}, {"validation_split": "test"}]
+
+
+@pytest.mark.parametrize("asked", [{"every": 10}, {"at_start": True}, {"num_batches": 2}])
+def test_a_validation_that_was_asked_for_has_rows(asked):
+    for rows in HELD_OUT:
+        check_validation(ValidationConfig(**asked), DataConfig(path="x", **rows))
+    with pytest.raises(ConfigError, match=r"does nothing: no rows are held out") as refused:
+        check_validation(ValidationConfig(**asked), DataConfig(path="x"))
+    assert refused.value.fix == "data.validation_rows=0.02"
+
+
+def test_tasks_are_asked_without_rows_but_not_in_batches():
+    tasks = {"held_out": object()}
+    check_validation(ValidationConfig(every=10, tasks=tasks), DataConfig(path="x"))
+    with pytest.raises(ConfigError, match=r"num_batches=2 does nothing"):
+        check_validation(ValidationConfig(every=10, num_batches=2, tasks=tasks), DataConfig(path="x"))
+
+
+def test_nothing_to_validate_on_is_no_fault_where_nothing_was_asked():
+    check_validation(ValidationConfig(), DataConfig(path="x"))
 
 
 def test_the_packed_probe_is_patched_for_unpacked_rows_and_library_attention_only():

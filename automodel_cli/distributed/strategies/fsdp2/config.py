@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
@@ -32,11 +32,11 @@ EXPERT_DISPATCH = ("all_to_all", "deepep")
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """dtypes of FSDP2: of gathered parameters and compute, of gradient reduction, and of what the whole model returns.
+    """dtypes of FSDP2. Null keeps the dtype of the parameters (`model.dtype`), on which the optimizer always steps.
 
-    Null keeps the dtype of the parameters (`model.dtype`). The optimizer always steps on the parameters as stored.
-    `output_dtype` acts on what the whole part returns, never on single layers. Null lets hidden states travel between
-    pipeline stages as computed; log-probs are float32 in any case.
+    `param_dtype`: gathered parameters, and so what products run in. `reduce_dtype`: sums of gradients over ranks.
+    `output_dtype`: what the whole part returns, never single layers; null lets hidden states travel between pipeline
+    stages as computed. Log-probs are float32 in any case.
     """
 
     param_dtype: str | None = "bfloat16"
@@ -61,7 +61,7 @@ class MixedPrecision:
 class CPUOffload:
     """Keep parameters, gradients and optimizer state in host memory; copy each layer to the device when it runs.
 
-    Pinned memory makes the copies asynchronous. It is a CUDA notion, so it has no effect where the device is the CPU.
+    `pin_memory` makes the copies asynchronous. It is a CUDA notion, so it has no effect where the device is the CPU.
     """
 
     pin_memory: bool = True
@@ -70,6 +70,20 @@ class CPUOffload:
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         return CPUOffloadPolicy(pin_memory=self.pin_memory and device_type == "cuda")
+
+
+class TorchMixedPrecision(Protocol):
+    """torch's MixedPrecisionPolicy, which this file must not import."""
+
+    param_dtype: Any
+    reduce_dtype: Any
+    output_dtype: Any
+
+
+class TorchOffload(Protocol):
+    """torch's CPUOffloadPolicy."""
+
+    pin_memory: bool
 
 
 @dataclass(frozen=True)
@@ -96,8 +110,8 @@ class FSDP2Config(ParallelizerConfig):
     sequence_parallel: bool = False
     tp_plan: Any = field(default=None, metadata=trust.imports())
     patch_is_packed_sequence: bool = False
-    mp_policy: Any = None
-    offload_policy: Any = None
+    mp_policy: MixedPrecision | TorchMixedPrecision | None = None
+    offload_policy: CPUOffload | TorchOffload | None = None
     defer_fsdp_grad_sync: bool = True
     enable_async_tensor_parallel: bool = False
     enable_fsdp2_prefetch: bool = False
@@ -110,6 +124,7 @@ class FSDP2Config(ParallelizerConfig):
         super().__post_init__()
         _check_policy("mp_policy", self.mp_policy, MixedPrecision, "MixedPrecisionPolicy")
         _check_policy("offload_policy", self.offload_policy, CPUOffload, "CPUOffloadPolicy")
+        self._check_autocast()
         check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL, "parallelizer.context_parallel")
         check_choice("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCH, "parallelizer.expert_dispatch")
         if self.enable_async_tensor_parallel and not self.enable_compile:
@@ -119,6 +134,19 @@ class FSDP2Config(ParallelizerConfig):
                 fix="parallelizer.enable_compile=true",
             )
         self._check_prefetch()
+
+    def _check_autocast(self) -> None:
+        """Autocast casts float32 and nothing else. A policy of null means bfloat16."""
+        policy = MixedPrecision() if self.mp_policy is None else self.mp_policy
+        dtype = str(policy.param_dtype or "float32").removeprefix("torch.")
+        if self.autocast_dtype is None or dtype == "float32":
+            return
+        raise ConfigError(
+            f"autocast_dtype={self.autocast_dtype} casts nothing: parameters are gathered as {dtype}, and autocast "
+            "looks at float32 only",
+            keys=("autocast_dtype", "mp_policy"),
+            fix=f"parallelizer.autocast_dtype=null parallelizer.mp_policy.param_dtype={self.autocast_dtype}",
+        )
 
     def _check_prefetch(self) -> None:
         for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
@@ -216,7 +244,7 @@ class FSDP2Config(ParallelizerConfig):
 
     def build_mp_policy(self) -> MixedPrecisionPolicy:
         policy = MixedPrecision() if self.mp_policy is None else self.mp_policy
-        return policy.build() if isinstance(policy, MixedPrecision) else policy
+        return policy.build() if isinstance(policy, MixedPrecision) else cast("MixedPrecisionPolicy", policy)
 
     def build_offload_policy(self, device_type: str) -> CPUOffloadPolicy | None:
         if self.offload_policy is None:
