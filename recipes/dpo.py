@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.objectives.base import ReferenceSource
+from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
 from recipes.preferences import PreferenceRecipe
 
 if TYPE_CHECKING:
@@ -23,12 +24,18 @@ class DPORecipe(PreferenceRecipe):
     """
 
     reference: ReferenceSource = "auto"
+    reference_update: ReferenceUpdate | None = None
+    """Let the reference follow the policy. null: it stays as it was loaded."""
 
     kind: ClassVar[str] = "dpo"
 
     @property
+    def _copies(self) -> bool:
+        return self.reference == "frozen_copy" or self.reference_update is not None
+
+    @property
     def held_besides(self) -> str | None:
-        return "the frozen copy of the model" if self.reference == "frozen_copy" else None
+        return "the frozen copy of the model" if self._copies else None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +50,14 @@ class DPORecipe(PreferenceRecipe):
                 f"reference={self.reference}, but this objective compares with no reference",
                 keys=("reference", "objective"),
                 fix="reference=auto",
+            )
+        has_reference = "ref_logprobs_BT" in self.objective.columns
+        check_reference_update(self, self.reference_update, has_reference=has_reference)
+        if self.reference_update is not None and self.reference not in ("auto", "frozen_copy"):
+            raise ConfigError(
+                f"reference={self.reference} is the model as it was loaded, which cannot follow the policy",
+                keys=("reference", "reference_update"),
+                fix="reference=frozen_copy, or reference_update=null",
             )
 
     def columns(self, session: Session) -> Columns:
@@ -60,7 +75,7 @@ class DPORecipe(PreferenceRecipe):
                 )
         if "ref_logprobs_BT" not in needed:
             return lambda batches: batches
-        columns = reference_columns(session, self.reference)
+        columns = reference_columns(session, self.reference, self.reference_update)
         if "kl_baseline_1" in needed:
             return lambda batches: reference_point(session, columns(batches))
         return columns

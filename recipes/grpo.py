@@ -13,6 +13,7 @@ from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rules import check_environment, check_indexer, check_prompt_data
 from automodel_cli.run.recipe import Recipe
+from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
 from automodel_cli.run.rules import check_exported
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class GRPORecipe(Recipe):
     rewards: dict[str, RewardNode] = field(default_factory=dict)
     teacher: TeacherConfig | None = None
     """Another model in the reference's place, to learn from (on-policy distillation); rewards may then be missing."""
+    reference_update: ReferenceUpdate | None = None
+    """Let the reference follow the policy. null: it stays as it was loaded."""
 
     kind: ClassVar[str] = "grpo"
     row_name: ClassVar[str] = "prompts"
@@ -52,6 +55,7 @@ class GRPORecipe(Recipe):
         for name, reward in self.rewards.items():
             check_on_error(reward.on_error, f"rewards.{name}.on_error")
         self._check_teacher()
+        self._check_reference_update()
         self._check_selection()
         if not self.rewards and (self.teacher is None or selection_of(self.objective) is not None):
             raise ConfigError(
@@ -87,6 +91,16 @@ class GRPORecipe(Recipe):
                 "has no log-prob to compare with the teacher's",
                 keys=("rollout.top_k", "rollout.top_p", "objective"),
                 fix="rollout.top_k=0 rollout.top_p=1.0",
+            )
+
+    def _check_reference_update(self) -> None:
+        compares = "ref_logprobs_BT" in self.objective.columns or self.objective.reward_kl is not None
+        check_reference_update(self, self.reference_update, has_reference=compares)
+        if self.reference_update is not None and self.teacher is not None:
+            raise ConfigError(
+                "the teacher is another model, which does not follow the policy",
+                keys=("reference_update", "teacher"),
+                fix="reference_update=null",
             )
 
     @property
@@ -197,7 +211,9 @@ class GRPORecipe(Recipe):
         from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
-            rollouts = Rollouts(session, self.rollout, self.rewards, self.objective, self.teacher)
+            rollouts = Rollouts(
+                session, self.rollout, self.rewards, self.objective, self.teacher, self.reference_update
+            )
             session.callbacks.add(rollouts)
             add_tasks(session)
             session.header()

@@ -39,6 +39,7 @@ from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.scorer import Scorer
 from automodel_cli.rollout.token_advantages import TokenAdvantages
 from automodel_cli.run.answers import Accuracy
+from automodel_cli.run.reference_update import ReferenceUpdate
 from automodel_cli.run.scoring import logprobs_of, shaped
 from automodel_cli.training.callback import Callback, Run
 
@@ -58,6 +59,7 @@ class Rollouts(Callback):
         rewards: Mapping[str, RewardNode],
         objective: PolicyObjective,
         teacher: TeacherConfig | None = None,
+        reference_update: ReferenceUpdate | None = None,
     ):
         self.session, self.recipe, self.config = session, session.recipe, config
         self.objective = objective
@@ -75,7 +77,7 @@ class Rollouts(Callback):
                 fix="rollout=sampler",
             )
         self._prefetcher = self._build_prefetcher()
-        self._scorer = Scorer(session, config, objective, teacher)
+        self._scorer = Scorer(session, config, objective, teacher, reference_update)
         self._plan = RowPlan(
             seq_len=self.recipe.data.seq_len,
             packed=self.recipe.data.packing != "none",

@@ -19,6 +19,7 @@ from automodel_cli.rollout.experience import Sample, Update
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.uncertain import with_uncertain
+from automodel_cli.run.reference_update import ReferenceUpdate
 from automodel_cli.run.scoring import ReferenceModel, draws_while_training, fields_of, logprobs_of, shaped
 from automodel_cli.run.teacher import taught
 from automodel_cli.training.stages import Stages
@@ -32,11 +33,16 @@ class Scorer:
     says. Build it before the first step. Collective."""
 
     def __init__(
-        self, session: Session, config: RolloutConfig, objective: PolicyObjective, teacher: TeacherConfig | None
+        self,
+        session: Session,
+        config: RolloutConfig,
+        objective: PolicyObjective,
+        teacher: TeacherConfig | None,
+        reference_update: ReferenceUpdate | None,
     ):
         self._mesh, self._model, self._config, self._objective = session.mesh, session.model, config, objective
         self._draws_while_training = draws_while_training(session.model)
-        self._reference = self._build_reference(session, teacher)
+        self._reference = self._build_reference(session, teacher, reference_update)
 
     @contextmanager
     def as_sampled(self) -> Iterator[None]:
@@ -90,10 +96,12 @@ class Scorer:
     def _with_teacher(self, update: Update, objective: Distillation, stages: Stages) -> Update:
         return dataclasses.replace(update, batches=taught(stages, update.batches, objective.top_k, self._mesh.device))
 
-    def _build_reference(self, session: Session, teacher: TeacherConfig | None) -> ReferenceModel | None:
+    def _build_reference(
+        self, session: Session, teacher: TeacherConfig | None, update: ReferenceUpdate | None
+    ) -> ReferenceModel | None:
         objective = self._objective
         if not {"ref_logprobs_BT", "teacher_ids_BTN"} & objective.columns and objective.reward_kl is None:
             return None
         lora = session.recipe.model.lora is not None
         temperature = 1.0 if selection_of(objective) is not None else self._config.temperature
-        return ReferenceModel(session, without_adapters=lora, temperature=temperature, teacher=teacher)
+        return ReferenceModel(session, without_adapters=lora, temperature=temperature, teacher=teacher, update=update)

@@ -4,7 +4,7 @@
 that a second run, or one that is resumed, finds them. Costs 4 bytes per token on disk and in host memory, and nothing
 on the device. `adapters_off`: the same model with its adapters switched off, one more forward pass each step, no
 memory. `frozen_copy`: a second model, sharded like the first: its parameters once more on the device (no gradients, no
-optimizer), and one more forward pass each step.
+optimizer), and one more forward pass each step. Only such a copy can follow the policy (`reference_update`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from automodel_cli.training.memory import max_over_ranks
 
 if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe
+    from automodel_cli.run.reference_update import ReferenceUpdate
 
 _CHUNK = 1 << 24
 """Values summed over ranks at a time: 64 MiB of device memory."""
@@ -45,14 +46,16 @@ _BLOB = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 """A file's id on the hub: of git for small files, SHA-256 for large ones."""
 
 
-def reference_columns(session: Session, choice: ReferenceSource) -> Columns:
+def reference_columns(session: Session, choice: ReferenceSource, update: ReferenceUpdate | None = None) -> Columns:
     """`ref_logprobs_BT` for the batches of this run. Call it while the model is still as loaded. Collective."""
+    if choice == "auto" and update is not None:
+        choice = "frozen_copy"
     if choice == "auto":
         choice = "adapters_off" if session.recipe.model.lora is not None else "precomputed"
     if choice == "precomputed":
         _precompute(session)
         return lambda batches: batches
-    reference = ReferenceModel(session, without_adapters=choice == "adapters_off")
+    reference = ReferenceModel(session, without_adapters=choice == "adapters_off", update=update)
 
     def measured(batches: list[Batch]) -> list[Batch]:
         with reference as stages:

@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
+from automodel_cli.distributed.sharded import weights_changed
 from automodel_cli.models.lora import adapters_off
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.run.model import Model
 from automodel_cli.run.teacher import build_teacher
 from automodel_cli.training.stages import Stages
+from automodel_cli.training.state import copy_state, model_state
 
 if TYPE_CHECKING:
     from automodel_cli.models.config import TeacherConfig
+    from automodel_cli.run.reference_update import ReferenceUpdate
     from automodel_cli.run.session import Session
 
 
@@ -26,6 +30,9 @@ class ReferenceModel:
     """A context in which the reference model can be run: a frozen copy of the model as it was loaded, or with
     `without_adapters` the model itself, its adapters switched off; or a `teacher`. Its log-probs are those at
     `temperature`.
+
+    With `update` it is a frozen copy in any case, with adapters of its own where the model has them; it follows the
+    model after each step that is due, and checkpoints hold what is in it of the model's trained weights.
 
     Build it before the first step. Collective.
     """
@@ -37,7 +44,9 @@ class ReferenceModel:
         without_adapters: bool,
         temperature: float = 1.0,
         teacher: TeacherConfig | None = None,
+        update: ReferenceUpdate | None = None,
     ):
+        without_adapters = without_adapters and update is None
         if teacher is not None:
             without_adapters = False
             self._model = build_teacher(session, teacher)
@@ -46,6 +55,21 @@ class ReferenceModel:
         self._without_adapters = without_adapters
         self._shaping = Shaping(temperature)  # no filters: a token that they would drop here has been drawn
         self._stack = ExitStack()
+        if update is not None:
+            self._follow(session, update)
+
+    def _follow(self, session: Session, update: ReferenceUpdate) -> None:
+        policy, copies = session.model.parts, self._model.parts
+        theirs = copy_state(copies, policy)
+        session.checkpointer.keep("reference", theirs, copies)
+
+        def after(step: int) -> None:
+            if update.due(step):
+                for name, mine in model_state(policy).items():
+                    mix(theirs[name], mine, update.alpha)
+                weights_changed(copies)
+
+        session.after_step.append(after)
 
     def __enter__(self) -> Stages:
         self._stack = ExitStack()
@@ -56,6 +80,17 @@ class ReferenceModel:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+
+@torch.no_grad()
+def mix(into: Tensor, other: Tensor, alpha: float) -> None:
+    """`into` becomes alpha x other + (1 - alpha) x into, each rank its shard; numbers that are no fractions are
+    copied."""
+    to, of = (t.to_local() if isinstance(t, DTensor) else t for t in (into, other))
+    if alpha == 1 or not to.is_floating_point():
+        to.copy_(of)
+    else:
+        to.lerp_(of, alpha)
 
 
 def _frozen_copy(session: Session) -> Model:

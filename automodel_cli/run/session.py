@@ -87,11 +87,12 @@ class Session:
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.model = Model.build(recipe, mesh)
+        self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source))
+        self.after_step: list[Callable[[int], None]] = []
         self.columns = recipe.columns(self)
         self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps)
         rng.seed(recipe.seed, dist.get_rank())
-        self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source))
         self._callback_states: Mapping[str, Any] = {}
         self.last_validation: tuple[int, dict[str, float]] = -1, {}
         self._owed_to: Path | None = None
@@ -124,6 +125,8 @@ class Session:
         startup.collect_again()
         for name in self.callbacks.unclaimed():
             self.print(f"the state of callback {name} in the checkpoint is dropped: this run does not have it")
+        for name in self.checkpointer.dropped():
+            self.print(f"the {name} in the checkpoint is dropped: that of this run is as it was loaded")
         self._validate_what_is_owed()
         self.meter.start()
         with self.watch:
@@ -164,6 +167,8 @@ class Session:
         self._noticed = max((result.notice for result in results), default=None)
         lr = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
+        for follow in self.after_step:
+            follow(step)
         counts = [(b.input_ids_BT.numel(), int(b.num_label_tokens)) for batches in updates for b in batches]
         local = torch.tensor(counts, dtype=torch.int64).view(-1, 2).sum(0)
         num_tokens, num_label_tokens = self.mesh.sum_over(self.mesh.dp, local).unbind()

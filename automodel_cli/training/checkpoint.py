@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +69,9 @@ class Checkpointer:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[Path] | None = None
         self._verified: Path | None = None
+        self._loaded: Path | None = None
+        self._kept: dict[str, Tensor] = {}
+        self._further: dict[str, Sequence[nn.Module]] = {}
         self.published: Callable[[], None] = lambda: None
         """Called on rank 0 when a checkpoint is whole; by the thread of an asynchronous save."""
 
@@ -125,7 +128,7 @@ class Checkpointer:
             "metrics": metrics or {},
         }
         json.dumps(meta)  # a value that is no JSON is our mistake: fail here, not in the thread
-        state: dict[str, Tensor] = {**model_state(parts), **optimizer_state(parts, optimizer)}
+        state: dict[str, Tensor] = {**model_state(parts), **optimizer_state(parts, optimizer), **self._kept}
         state[f"rng.{self._rank}"] = rng.capture()
         final = self._dir.path / f"step-{step:06d}"
         if not self._config.async_save:
@@ -142,6 +145,37 @@ class Checkpointer:
                 cut_like(staged[key], tensor)  # a copy does not know it
         self._pending = self._thread.submit(self._write, staged, meta, final)
         return final
+
+    def keep(self, name: str, tensors: Mapping[str, Tensor], parts: Sequence[nn.Module]) -> None:
+        """Further tensors, which belong to `parts`, in every checkpoint from now on, as `<name>.<key>`. Where a
+        checkpoint has been loaded, or is yet to be, they get what it has of them; RunError where it has none."""
+        mine = {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        self._kept |= mine
+        self._further[name] = parts
+        if self._loaded is not None:
+            self._load_kept(self._loaded)
+
+    def dropped(self) -> list[str]:
+        """What the loaded checkpoint holds and nobody keeps."""
+        if self._loaded is None:
+            return []
+        found = {key.partition(".")[0] for key in CheckpointReader(self._loaded).read_metadata().state_dict_metadata}
+        return sorted(found - {"model", "optim", "rng", *self._further})
+
+    def _load_kept(self, path: Path) -> None:
+        reader = CheckpointReader(path)
+        metadata = reader.read_metadata()
+        for name, parts in self._further.items():
+            state = {key: tensor for key, tensor in self._kept.items() if key.startswith(f"{name}.")}
+            if not any(key.startswith(f"{name}.") for key in metadata.state_dict_metadata):
+                raise RunError(
+                    f"checkpoint {path} holds no {name}: it is of a run whose {name} stayed as it was loaded",
+                    keys=(f"{name}_update", "checkpoint.resume"),
+                    fix=f"{name}_update=null",
+                )
+            check_same_model(state, metadata)
+            self._read(state, reader, path)
+            weights_changed(parts)
 
     def add_metrics(self, path: Path, metrics: dict[str, float], extra: dict[str, Any]) -> None:
         """What was measured of the checkpoint `path` after it was loaded. One of another run stays as it is."""
@@ -192,10 +226,7 @@ class Checkpointer:
             entry = metadata.state_dict_metadata.get(f"rng.{self._rank}")
             if isinstance(entry, TensorStorageMetadata):
                 state[f"rng.{self._rank}"] = torch.empty(entry.size, dtype=torch.uint8)
-        try:
-            dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
-        except dcp.CheckpointException as error:  # a BaseException, which would pass every handler but this one
-            raise RunError(f"checkpoint {path} could not be read: {_reason(error)}") from error
+        self._read(state, reader, path)
         weights_changed(parts)
         if optimizer is not None:
             load_optimizer_state(parts, optimizer, {key: state[key] for key in states})
@@ -205,7 +236,15 @@ class Checkpointer:
             # torch's own schedulers leave this to the optimizer's state, which holds no settings here.
             for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
+        self._loaded = path
+        self._load_kept(path)
         return Resumed(path, meta["step"], meta["extra"], meta["metrics"])
+
+    def _read(self, state: dict[str, Tensor], reader: CheckpointReader, path: Path) -> None:
+        try:
+            dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        except dcp.CheckpointException as error:  # a BaseException, which would pass every handler but this one
+            raise RunError(f"checkpoint {path} could not be read: {_reason(error)}") from error
 
     def verify(self, path: Path) -> None:
         """Read every file of `path` once, shared between the ranks, and compare with what was written. Collective.

@@ -1,6 +1,7 @@
 """Model and optimizer as one flat dictionary of tensors, keyed by parameter name: what a checkpoint holds.
 
     model.<name>              a trainable parameter or a persistent buffer
+    reference.model.<name>    the same of a reference that follows the model
     optim.<name>#<key>        optimizer state of that parameter (`#<key>:int` where it is a Python number)
 
 Names are those of the bare module, without the prefixes of DDP, recompute and compile wrappers; sharded tensors stay
@@ -51,6 +52,18 @@ def named_trainable(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parame
 def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """`model.<name>` -> trainable parameters and persistent buffers; the tensors are the live ones."""
     state: dict[str, Tensor] = {f"model.{name}": _cut(param.detach(), param) for name, param in named_trainable(parts)}
+    return {**state, **_buffers(parts)}
+
+
+def copy_state(copies: Sequence[nn.Module], parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """What `model_state(parts)` names, of frozen copies of these parts."""
+    of_copy = {_bare_name(name): p for copy in copies for name, p in _bare(copy).named_parameters()}
+    trained = {name: of_copy[name] for name, _ in named_trainable(parts)}
+    return {**{f"model.{name}": _cut(param.detach(), param) for name, param in trained.items()}, **_buffers(copies)}
+
+
+def _buffers(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
     for part in parts:
         bare = _bare(part)
         persistent = {_bare_name(name) for name in bare.state_dict()}

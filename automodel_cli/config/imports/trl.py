@@ -79,7 +79,17 @@ def _sft(draft: Draft, ranks: int) -> None:
         )
 
 
+def _follows(draft: Draft) -> None:
+    """A reference that is updated."""
+    if draft.get("sync_ref_model"):
+        draft.put(
+            "reference_update.every", draft.get("ref_model_sync_steps", 512), "ref_model_sync_steps", "sync_ref_model"
+        )
+        draft.put("reference_update.alpha", draft.get("ref_model_mixup_alpha", 0.6), "ref_model_mixup_alpha")
+
+
 def _dpo(draft: Draft, ranks: int) -> None:
+    _follows(draft)
     loss = draft.get("loss_type", "sigmoid")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     if isinstance(loss, str) and loss in _LOSSES:
@@ -95,6 +105,10 @@ def _dpo(draft: Draft, ranks: int) -> None:
 
 
 def _grpo(draft: Draft, ranks: int) -> None:
+    if draft.get("beta"):
+        _follows(draft)
+    if draft.get("top_entropy_quantile", 1.0) < 1:
+        draft.put("objective.top_entropy", draft.get("top_entropy_quantile"), "top_entropy_quantile")
     group = int(draft.get("num_generations", 8))
     each = int(draft.get("per_device_train_batch_size", 8))
     rounds = int(draft.get("steps_per_generation", draft.get("gradient_accumulation_steps", 1)))
