@@ -89,7 +89,7 @@ def run_row(original: Original, row: Row, sabotage: Sabotage | None = None) -> E
         stages = build_stages(original, row, mesh)
     except ConfigError as error:
         return Refused(str(error))
-    want = original.reference(packed=row.packed)
+    want = original.reference(packed=row.packed, count=row.num_microbatches)
     if row.lora is not None:
         parts = [part for part in stages.parts if isinstance(part, ModelPart)]
         want = adapters.reference_of(want, adapters.put_in(parts))

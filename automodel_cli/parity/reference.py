@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from automodel_cli.objectives.base import Objective, request_of
 from automodel_cli.parity import values
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.gradients import full_gradients, gradient_errors
+from automodel_cli.parity.rows import NUM_MICROBATCHES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,22 +135,23 @@ class Original:
         objective: Objective,
         *,
         kinds: Sequence[bool] = (True, False),
+        counts: Sequence[int] = (NUM_MICROBATCHES,),
         attention: str = "packed",
         trust_remote_code: bool = False,
     ) -> Original:
-        """Save `model` (fp32, eager attention, train mode), then measure it in float64 on the step's batches of these
-        kinds (`packed`)."""
+        """Save `model` (fp32, eager attention, train mode), then measure it in float64 on steps of these kinds
+        (`packed`) and counts of microbatches."""
         with compat.quiet():
             model.save_pretrained(folder)
         model.double()
         model.set_experts_implementation("eager")  # one expert after another; the library's faster way has no float64
-        for packed in kinds:
-            found = one_process(model, step_batches(packed=packed), objective)
-            torch.save(vars(found), cls._path(folder, packed))
+        for packed, count in product(kinds, counts):
+            found = one_process(model, step_batches(packed=packed, count=count), objective)
+            torch.save(vars(found), cls._path(folder, packed, count))
         return cls(folder, attention, trust_remote_code)
 
-    def reference(self, *, packed: bool) -> Reference:
-        stored: Mapping[str, object] = torch.load(self._path(self.folder, packed), mmap=True)
+    def reference(self, *, packed: bool, count: int = NUM_MICROBATCHES) -> Reference:
+        stored: Mapping[str, object] = torch.load(self._path(self.folder, packed, count), mmap=True)
         return Reference(**stored)  # type: ignore[arg-type]
 
     def rounding(self, objective: Objective, *, packed: bool) -> float:
@@ -176,5 +179,5 @@ class Original:
         )
 
     @staticmethod
-    def _path(folder: Path, packed: bool) -> Path:
-        return folder / f"reference-{'packed' if packed else 'padded'}.pt"
+    def _path(folder: Path, packed: bool, count: int) -> Path:
+        return folder / f"reference-{'packed' if packed else 'padded'}-{count}.pt"

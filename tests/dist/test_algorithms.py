@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,18 @@ OBJECTIVES = {
 def layouts(objective: Any) -> dict[str, Row]:
     """Each of two ranks."""
     fsdp2, stages = FSDP2Config(mp_policy=FP32), PipelineConfig(schedule="1f1b")
-    return {
+    rows = {
         "fsdp2": Row(MeshConfig(dp_size=2), fsdp2, objective=objective),
         "pp": Row(MeshConfig(dp_size=1, pp_size=2), fsdp2, stages, objective=objective),
         "cp": Row(MeshConfig(dp_size=1, cp_size=2), fsdp2, objective=objective),
     }
+    return {name: replace(row, num_microbatches=4) for name, row in rows.items()}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_algorithm_has_the_numbers_of_one_process_on_ranks_and_in_stages(name: str, tmp_path: Path):
     objective = OBJECTIVES[name]
-    original = Original.write(tmp_path, tiny.build_hf("llama"), objective, kinds=(True,))
+    original = Original.write(tmp_path, tiny.build_hf("llama"), objective, kinds=(True,), counts=(4,))
     rows = layouts(objective)
     for layout, errors in zip(rows, launch(run_rows, 2, original, list(rows.values())), strict=True):
         assert isinstance(errors, Errors) and errors.within(TOLERANCE), (layout, errors)

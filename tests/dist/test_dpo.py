@@ -53,7 +53,7 @@ def row(objective: Any, *, dp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, s
 def layouts(objective: Any) -> list[Row]:
     """Two ranks each, packed and with padding."""
     rows = [row(objective, dp=2), row(objective, pp=2), row(objective, cp=2), row(objective, pp=2, schedule="zbv")]
-    return [*rows, *(replace(r, packed=False) for r in rows[:2])]
+    return [replace(r, num_microbatches=4) for r in (*rows, *(replace(r, packed=False) for r in rows[:2]))]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Original
     def write(family: str, name: str, kinds: Sequence[bool] = (True, False)) -> Original:
         path = folder / f"{family}-{name}"
         if not path.exists():
-            Original.write(path, tiny.build_hf(family), OBJECTIVES[name], kinds=kinds)
+            Original.write(path, tiny.build_hf(family), OBJECTIVES[name], kinds=kinds, counts=(4,))
         return Original(path)
 
     return write
@@ -78,7 +78,7 @@ def test_same_numbers_as_one_process(original, name):
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_experts_over_ranks(original, name):
-    rows = [row(OBJECTIVES[name], dp=2, ep=2)]
+    rows = [replace(row(OBJECTIVES[name], dp=2, ep=2), num_microbatches=4)]
     (errors,) = launch(run_rows, 2, original("qwen3_moe", name, (True,)), rows)
     assert errors.within(TOLERANCE), errors
 
@@ -101,7 +101,8 @@ def mean_of_microbatches(batches: list[Batch]) -> list[Batch]:
 
 @pytest.mark.parametrize("sabotage", [forget_a_side, mean_of_microbatches])
 def test_sabotage_is_noticed(original, sabotage):
-    (errors,) = launch(run_rows, 2, original("llama", "dpo"), [row(OBJECTIVES["dpo"], dp=2)], sabotage)
+    which = replace(row(OBJECTIVES["dpo"], dp=2), num_microbatches=4)
+    (errors,) = launch(run_rows, 2, original("llama", "dpo"), [which], sabotage)
     assert errors.gradient > 1e-3, f"blind to {sabotage.__name__}: {errors}"
 
 

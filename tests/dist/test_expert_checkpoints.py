@@ -61,8 +61,14 @@ def _load(rank: int, world: int, folder: str, layout: MeshConfig):
     return num_bytes, held, wrong
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", [EP2, EP4], ids=["ep2 x 2 shards", "ep4"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *((family, EP2) for family in FAMILIES),
+        ("gpt_oss", EP4),
+        *(pytest.param(family, EP4, marks=pytest.mark.slow) for family in ("qwen3_moe", "deepseek_v3")),
+    ],
+)
 def test_a_rank_reads_the_bytes_that_it_holds(family, layout, tmp_path: Path):
     """Of one file per expert, as of experts in one tensor (GPT-OSS)."""
     build_hf(family).save_pretrained(tmp_path, max_shard_size="400KB")

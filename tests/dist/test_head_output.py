@@ -83,7 +83,8 @@ def row(*, dp: int = 1, pp: int = 1, cp: int = 1, tp: int = 1, schedule: str = "
     mesh = MeshConfig(dp_size=dp, pp_size=pp, cp_size=cp, tp_size=tp)
     runtime = options.pop("runtime", "torch")
     pipeline = PipelineConfig(schedule=schedule, runtime=runtime) if pp > 1 else None  # type: ignore[arg-type]
-    return Row(mesh, FSDP2Config(mp_policy=FP32, **options), pipeline, objective=Everything())  # type: ignore[arg-type]
+    config = FSDP2Config(mp_policy=FP32, **options)  # type: ignore[arg-type]
+    return Row(mesh, config, pipeline, objective=Everything(), num_microbatches=4)
 
 
 LAYOUTS = {
@@ -102,7 +103,7 @@ LAYOUTS = {
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Original]:
     folder = tmp_path_factory.mktemp("originals")
     return {
-        family: Original.write(folder / family, tiny.build_hf(family), Everything(), kinds=(True,))
+        family: Original.write(folder / family, tiny.build_hf(family), Everything(), kinds=(True,), counts=(4,))
         for family in ("llama", "gemma2")
     }
 

@@ -46,7 +46,8 @@ def rows_of(family: str) -> list[Row]:
 
 
 def check(family: str, folder: Path, rows: list[Row], run: Callable[..., Any] = run_rows) -> None:
-    original = Original.write(folder, hybrid(family)[1], SFT())
+    original = Original.write(folder, hybrid(family)[1], SFT(), kinds=(True,), counts=(4,))
+    rows = [replace(r, num_microbatches=4) for r in rows]
     outcomes = launch(run, 2, original, rows, timeout=60 + 30 * len(rows))
     for r, outcome in zip(rows, outcomes, strict=True):
         print(family, r, outcome)

@@ -28,11 +28,12 @@ ROWS = {
     "phi3": [Row(SHARED, RECOMPUTED), Row(SPLIT, RECOMPUTED, PipelineConfig(schedule="interleaved_1f1b"))],
     "dynamic": [Row(SHARED, replace(FSDP2, context_parallel="ring")), Row(SHARED, FSDP2, packed=False)],
 }
+ROWS = {name: [replace(row, num_microbatches=4) for row in rows] for name, rows in ROWS.items()}
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_documents_get_their_own_tables_on_two_ranks(name: str, tmp_path: Path):
-    original = Original.write(tmp_path / "model", case_model(name).train(), SFT())
+    original = Original.write(tmp_path / "model", case_model(name).train(), SFT(), counts=(4,))
     for row, outcome in zip(ROWS[name], launch(run_rows, 2, original, ROWS[name]), strict=True):
         assert isinstance(outcome, Errors) and outcome.within(TOLERANCE), f"{row}: {outcome}"
 
@@ -40,8 +41,8 @@ def test_documents_get_their_own_tables_on_two_ranks(name: str, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["phi3", "dynamic"])
 def test_documents_get_their_own_tables_on_stages_that_share_rows(name: str, tmp_path: Path):
-    original = Original.write(tmp_path / "model", case_model(name).train(), SFT())
+    original = Original.write(tmp_path / "model", case_model(name).train(), SFT(), kinds=(True,), counts=(4,))
     mesh = MeshConfig(dp_size=1, cp_size=2, pp_size=2)
-    wanted = [Row(mesh, FSDP2, PipelineConfig(schedule="zbv"))]
+    wanted = [Row(mesh, FSDP2, PipelineConfig(schedule="zbv"), num_microbatches=4)]
     (outcome,) = launch(run_rows, 4, original, wanted)
     assert isinstance(outcome, Errors) and outcome.within(TOLERANCE), outcome

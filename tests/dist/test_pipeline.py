@@ -94,7 +94,9 @@ def test_explicit_modules_and_cost_balance():
 def test_with_data_parallelism(parallelize: str | None):
     """2 stages x 2 data-parallel ranks: FSDP2, and plain parameters summed once after each step."""
     options = (("parallelize", parallelize),) if parallelize else ()
-    schedules = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    schedules = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+    if parallelize:
+        schedules = ("GPipe", *schedules, "InterleavedZeroBubble", "DualPipeV")
     kinds = itertools.cycle(("variable", "tied", "empty", "masked"))
     check(4, [Case(s, "qwen3", kind, dp=2, options=options) for s, kind in zip(schedules, kinds, strict=False)])
 
