@@ -220,11 +220,25 @@ class _Binder:
         nodes = schema.dataclass_members(hint)
         if "_target_" not in value and len(nodes) != 1:
             raise values.Mismatch("has _partial_ but no _target_")
+        self.refuse_bare_function(value, hint, key)
         node = self.node(value, key, nodes[0] if nodes else None)
         if node is None:
             return _WRONG
         self.check_kind(node, hint, value)
         return node
+
+    def refuse_bare_function(self, value: dict[str, Any], hint: Any, key: str) -> None:
+        """A function in place of a node, which would be called with what stands beside it: say what wraps it."""
+        if value.get("_partial_"):
+            return
+        try:
+            target = targets.resolve(value.get("_target_", ""), self.trust.packages)
+        except ConfigError:
+            return  # said when it is bound
+        if wrapper := schema.wrapper_of(target, hint):
+            name = value["_target_"]
+            node = f"{{_target_: {wrapper}, function: {{_target_: {name}, _partial_: true}}}}"
+            raise values.Mismatch(f"names the function {name}, which is called when the config is read", f"'{node}'")
 
     def check_kind(self, node: _Node, hint: Any, value: dict[str, Any]) -> None:
         """Refuse a target that makes none of the alternatives and lacks what a protocol among them asks for; a method

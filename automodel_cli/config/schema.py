@@ -107,6 +107,28 @@ def protocol_members(hint: Any) -> dict[type, frozenset[str]]:
     return {protocol: frozenset(_protocol_names(protocol)) for protocol in protocols}
 
 
+_WRAPPERS: dict[type, str] = {}
+
+
+def wraps_functions(node: str) -> Callable[[type], type]:
+    """Decorator of a protocol: `node`, by its dotted name, makes one of a plain function (its field `function`)."""
+
+    def remember(protocol: type) -> type:
+        _WRAPPERS[protocol] = node
+        return protocol
+
+    return remember
+
+
+def wrapper_of(target: Callable[..., Any], hint: Any) -> str | None:
+    """What makes a node that `hint` asks for of a plain function; None where `target` is none, or makes one itself."""
+    protocols = protocol_members(hint)
+    made = returned(target) if isinstance(target, types.FunctionType) else target
+    if isinstance(target, type) or any(isinstance(made, type) and not lacks(made, n) for n in protocols.values()):
+        return None
+    return next((_WRAPPERS[protocol] for protocol in protocols if protocol in _WRAPPERS), None)
+
+
 def _protocol_names(protocol: type) -> Iterator[str]:
     for base in protocol.__mro__:
         if getattr(base, "_is_protocol", False):

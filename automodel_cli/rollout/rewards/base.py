@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.schema import wraps_functions
 
 OnError = Literal["zero", "fail", "skip"]
 Many = Literal["group", "batch"]
@@ -47,6 +48,7 @@ class Judged:
         return self.row[name]
 
 
+@wraps_functions("automodel_cli.rollout.rewards.text.FunctionReward")
 class RewardNode(Protocol):
     """What a node of the `rewards` section must have; `Reward` has all but `score` (examples/own_reward.py)."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
@@ -93,16 +94,61 @@ class Length(Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionReward(Reward):
-    """A function of the user's: `function(completion, row)` gives a number or a bool.
+    """A function of the user's that gives a number or a bool.
 
-    In YAML: `function: {_target_: my_package.rewards.brevity, _partial_: true}`. With a `timeout` it runs in a helper
-    process, which must be able to import it.
+    In YAML: `function: {_target_: my_package.rewards.brevity, _partial_: true}`. Its first parameter is the completion;
+    one called `row` takes the whole row, others the columns of their names (`def right(completion, answer)`), `**rest`
+    all that are left. A parameter with a default may lack its column. With a `timeout` it runs in a helper process,
+    which must be able to import it.
     """
 
-    function: Callable[[str, dict[str, Any]], float]
+    function: Callable[..., float]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parameters = [p.name for p in inspect.signature(self.function).parameters.values() if p.kind not in _VARIADIC]
+        inner = getattr(self.function, "func", self.function)  # of a partial
+        name = getattr(inner, "__name__", type(inner).__name__)
+        if not parameters or parameters[0] == "completions":
+            takes = f"`{parameters[0]}`, a list" if parameters else "no completion"
+            raise ConfigError(
+                f"function {name} takes {takes}; a reward is asked for one completion at a time",
+                keys=("function",),
+                fix=f"def {name}(completion, row): ...   (several at a time: a subclass of RewardOfMany)",
+            )
+        if inspect.iscoroutinefunction(self.function):
+            raise ConfigError(
+                f"function {name} is async, and would be asked for one sample after the other",
+                keys=("function",),
+                fix="a subclass of Reward with `async def score(self, sample)`",
+            )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        required = [p.name for p in self._asked() if p.kind not in _VARIADIC and p.default is inspect.Parameter.empty]
+        return tuple(name for name in required if name != "row")
 
     def score(self, sample: Judged) -> float:
-        return float(self.function(sample.completion, sample.row))
+        asked = {p.name: p for p in self._asked()}
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in asked.values()):
+            given = {name: value for name, value in sample.row.items() if name not in self._settled()}
+        else:
+            given = {name: value for name, value in sample.row.items() if name in asked}
+        if "row" in asked:
+            given["row"] = sample.row
+        return float(self.function(sample.completion, **given))
+
+    def _settled(self) -> set[str]:
+        """Parameters that the config or the completion fill."""
+        first = next(iter(inspect.signature(self.function).parameters))
+        return {first, *getattr(self.function, "keywords", {})}
+
+    def _asked(self) -> list[inspect.Parameter]:
+        settled = self._settled()
+        return [p for name, p in inspect.signature(self.function).parameters.items() if name not in settled]
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_pattern(key: str, pattern: str, *, groups: int = 0) -> None:

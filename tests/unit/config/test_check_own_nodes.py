@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Trust
+from automodel_cli.rollout.rewards.base import Judged
 
 MODULE = """
 from dataclasses import dataclass
@@ -50,6 +52,9 @@ class NoRead(Format):
 
 class NoScores(RewardOfMany):
     pass
+
+def right(completion, answer) -> float:
+    return float(completion == answer)
 
 class Free:
     max_turns, weight, on_error = 0, 1.0, "zero"
@@ -108,6 +113,11 @@ def build(conf: str, *overrides: str) -> Any:
         ),
         (
             "quickstart_grpo",
+            "rewards.own={_target_: mine.right}",
+            "rewards.own names the function mine.right, which is",
+        ),
+        (
+            "quickstart_grpo",
             "rollout.environment={_target_: mine.NoStep}",
             "mine.NoStep, which lacks step of automodel_cli.",
         ),
@@ -122,6 +132,15 @@ def test_a_node_is_told_what_it_lacks(conf: str, override: str, message: str) ->
     with pytest.raises(ConfigError) as caught:
         build(conf, override)
     assert message in str(caught.value)
+
+
+def test_what_is_said_of_a_bare_function_makes_a_reward_of_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build("quickstart_grpo", "rewards.own={_target_: mine.right}")
+    assert caught.value.fix is not None
+    reward = build("quickstart_grpo", shlex.split(caught.value.fix)[0]).rewards["own"]
+    assert reward.columns == ("answer",)
+    assert reward.score(Judged("s", "7", {"answer": "7"})) == 1.0
 
 
 def test_a_tracker_that_is_none_is_answered_with_the_nearest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 from typing import ClassVar
@@ -71,6 +72,55 @@ def test_length(num_tokens, expected):
 def test_wrong_values_are_refused(make):
     with pytest.raises(ConfigError):
         make()
+
+
+def closeness(completion, answer, *, scale=1.0, hint="none"):
+    return -abs(int(completion) - int(answer)) * scale + (hint == "yes")
+
+
+def everything(completion, kind, **rest):
+    return float(completion == kind and rest == {"answer": "7", "scale": 5})
+
+
+ROW = {"answer": "7", "kind": "k", "scale": 5}
+
+
+@pytest.mark.parametrize(
+    ("function", "row", "completion", "expected"),
+    [
+        (closeness, {"answer": "7"}, "4", -3.0),
+        (closeness, {"answer": "7", "hint": "yes"}, "4", -2.0),
+        (functools.partial(closeness, scale=2.0), ROW, "4", -6.0),  # what the config says, not the column of that name
+        (everything, ROW, "k", 1.0),
+        (lambda text, row: float(row["kind"] == text), ROW, "k", 1.0),
+        (lambda text: len(text), ROW, "four", 4.0),
+    ],
+)
+def test_a_function_is_given_the_columns_that_its_parameters_name(function, row, completion, expected):
+    assert FunctionReward(function=function).score(Judged("s", completion, row)) == expected
+
+
+def test_columns_without_a_default_are_those_that_every_row_must_have():
+    assert FunctionReward(function=closeness).columns == ("answer",)
+    assert FunctionReward(function=everything).columns == ("kind",)
+    assert FunctionReward(function=shout).columns == ()
+
+
+async def waits(completion):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completions, **columns: [1.0], "takes `completions`, a list"),
+        (lambda: 1.0, "takes no completion"),
+        (waits, "waits is async"),
+    ],
+)
+def test_functions_that_are_called_otherwise_are_refused(function, message):
+    with pytest.raises(ConfigError, match=message):
+        FunctionReward(function=function)
 
 
 def shout(completion, row):
