@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from automodel_cli.config.compose import Composed
+    from automodel_cli.launch.servers import GenerationServers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class GRPORecipe(Recipe):
         self._check_teacher()
         self._check_reference_update()
         self._check_selection()
+        self.generation_servers()  # has rules of its own
         if not self.rewards and (self.teacher is None or selection_of(self.objective) is not None):
             raise ConfigError(
                 "no reward says what a good response is",
@@ -184,6 +186,10 @@ class GRPORecipe(Recipe):
                 keys=("rollout.prompts_per_step",),
                 fix=f"rollout.prompts_per_step={max(1, self.rollout.prompts_per_step // dp_size) * dp_size}",
             )
+
+    def generation_servers(self) -> GenerationServers | None:
+        """vLLM servers, where the run starts them itself."""
+        return self.rollout.generation_servers(self.model, self.data.seq_len)
 
     def check_model(self, hf_config: PretrainedConfig) -> None:
         """Its responses are drawn exactly: as long as they may get, and token by token where our sampler draws them."""

@@ -18,6 +18,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import manifests, slurm
 from automodel_cli.launch.local import safe_path
+from automodel_cli.launch.slurm_servers import RolloutNodes
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -92,6 +93,14 @@ def cluster_options(*, required: bool) -> Callable[[F], F]:
 @click.option("--volume", metavar="NAME:/PATH", help="k8s, skypilot: storage that all nodes see.")
 @click.option("--gpu-type", metavar="TYPE", help="skypilot: H100, A100-80GB, ...")
 @cluster_options(required=True)
+@click.option(
+    "--rollout-nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Further nodes, for the vLLM servers of rollout.engine.servers.",
+)
+@click.option("--rollout-gpus-per-node", type=click.IntRange(min=0), metavar="G", help="[default: --gpus-per-node]")
+@click.option("--rollout-image", metavar="IMAGE", help="The servers' container.  [default: --image]")
 @click.option("--job-name", metavar="NAME", help="Default: the name of the run.")
 @click.option("--dry-run", is_flag=True, help="Print the batch script; write and submit nothing.")
 @common.config_options
@@ -103,6 +112,9 @@ def submit(
     to: str,
     volume: str | None,
     gpu_type: str | None,
+    rollout_nodes: int | None,
+    rollout_gpus_per_node: int | None,
+    rollout_image: str | None,
     **options: Any,
 ) -> None:
     """Check a config and run it on a Slurm cluster, one rank per GPU.
@@ -110,6 +122,8 @@ def submit(
     The batch script and the logs of every rank are in the run folder. Before the time limit the ranks save at the end
     of a step, the job is requeued, and the run goes on where it stopped. The run folder and this Python must be on a
     file system that all nodes see.
+
+    With --rollout-nodes the job has two components: --nodes that train, and further nodes that generate with vLLM.
     """
     from automodel_cli.run.run_folder import run_folder
 
@@ -117,6 +131,8 @@ def submit(
     composed, recipe = common.load(conf, overrides, trust)
     options = fitted(composed, recipe, options)
     _refuse_foreign(to, dry_run, options, {"--volume": volume, "--gpu-type": gpu_type})
+    given = {"--rollout-gpus-per-node": rollout_gpus_per_node, "--rollout-image": rollout_image}
+    rollout = _rollout_nodes(recipe, options, to, rollout_nodes, given)
     if to != "slurm":
         shared = {name: options[name] for name in _SHARED}
         cloud = manifests.CloudJob(
@@ -130,7 +146,7 @@ def submit(
         click.echo(cloud.k8s() if to == "k8s" else cloud.skypilot(), nl=False)
         return
     folder = run_folder(recipe, composed, make=False)
-    job = replace(job_of(composed, conf, overrides, folder, options), name=job_name or folder.name)
+    job = replace(job_of(composed, conf, overrides, folder, options), name=job_name or folder.name, rollout=rollout)
     if dry_run:
         click.echo(job.script(), nl=False)
         return
@@ -164,6 +180,45 @@ def fitted(composed: Composed, recipe: ConfigRoot, options: Mapping[str, Any]) -
     return {**options, "ranks_per_node": ranks_per_node, "cpus_per_task": cpus}
 
 
+def _rollout_nodes(
+    recipe: ConfigRoot, options: Mapping[str, Any], to: str, nodes: int | None, given: Mapping[str, Any]
+) -> RolloutNodes | None:
+    """The nodes that generate. Raises ConfigError where servers and nodes do not go together."""
+    servers = recipe.generation_servers()
+    has_own = servers is not None and not servers.colocated
+    if nodes is None:
+        if has_own:
+            slurms = (
+                "--rollout-nodes 1" if to == "slurm" else "rollout.engine.servers=null rollout.engine.url=http://..."
+            )
+            raise ConfigError(
+                "rollout.engine.servers with placement=separate need GPUs besides those of the ranks, and each of "
+                "--gpus-per-node has a rank" + ("" if to == "slurm" else f"; --to {to} starts no servers"),
+                keys=("rollout.engine.servers", "rollout.placement"),
+                fix=slurms,
+            )
+        if (option := next((name for name, value in given.items() if value is not None), None)) is not None:
+            raise ConfigError(f"{option} says something of nodes that --rollout-nodes asks for", fix=f"remove {option}")
+        return None
+    if to != "slurm":
+        raise ConfigError(
+            f"--rollout-nodes is Slurm's; for --to {to} start vLLM yourself and name it",
+            keys=("rollout.engine.url",),
+            fix="remove --rollout-nodes; rollout.engine.servers=null rollout.engine.url=http://...",
+        )
+    if servers is None or not has_own:
+        raise ConfigError(
+            f"--rollout-nodes {nodes}: this run starts no generation servers of its own there",
+            keys=("rollout.engine.servers", "rollout.placement"),
+            fix=f"rollout=vllm rollout.placement=separate rollout.engine.servers='{{number: {nodes}}}' "
+            "rollout.engine.transport=files, or remove --rollout-nodes",
+        )
+    gpus = given["--rollout-gpus-per-node"]
+    gpus = options["gpus_per_node"] if gpus is None else gpus
+    cpus = _CPUS_PER_GPU * servers.gpus or None
+    return RolloutNodes(servers, nodes, gpus, cpus, given["--rollout-image"] or options["image"])
+
+
 def _refuse_foreign(to: str, dry_run: bool, options: dict[str, Any], cloud: dict[str, str | None]) -> None:
     """An option that the chosen scheduler knows nothing of."""
     if to == "slurm":
@@ -195,7 +250,7 @@ def _send(sbatch: str, job: slurm.Job, *, remove: bool) -> None:
         ("script", script),
         ("logs", f"tail -f {folder}/logs/rank-0.log   (of every rank: {folder}/logs/rank-N.log)"),
         ("state", f"squeue -j {number}"),
-        ("cancel", f"scancel {number}   (saves first)"),
+        ("cancel", f"{job.cancel(number)}   (saves first)"),
     ):
         click.echo(f"{click.style(label.ljust(9), bold=True)}  {text}")
 

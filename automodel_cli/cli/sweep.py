@@ -212,6 +212,14 @@ def _submit(
 ) -> int:
     """One array task for each run that has not finished."""
     open_ones = [entry for entry in checked if _state(entry[0]) not in ("finished", "running")]
+    for _, _, recipe in open_ones:
+        servers = recipe.generation_servers()
+        if servers is not None and not servers.colocated:
+            raise ConfigError(
+                "a sweep's jobs have no nodes for the generation servers of rollout.engine.servers",
+                keys=("rollout.engine.servers", "rollout.placement"),
+                fix="rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
+            )
     jobs = [job_of(c, conf, p.overrides, p.folder.resolve(), fitted(c, r, cluster)) for p, c, r in open_ones]
     if not jobs:
         click.echo("all runs have finished")

@@ -16,12 +16,13 @@ import shlex
 import shutil
 import subprocess
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import NOTHING, Trust
+from automodel_cli.launch.slurm_servers import RolloutNodes
 
 SCRIPT = "job.sbatch"
 """Its name in the run folder."""
@@ -59,7 +60,7 @@ MASTER_PORT=$((20000 + (SLURM_JOB_ID * 31 + ATTEMPT) % 12000))
 export AUTOMODEL_LOG_DIR=$RUN/logs OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}
 {export}
 # A notice (USR1, to this shell alone) is handed on once every rank listens. scancel (TERM) has told the ranks itself.
-listening() {{ [ "$(find "$STATUS" -name 'rank-*.pid' | wc -l)" -ge "$SLURM_NTASKS" ]; }}
+listening() {{ [ "$(find "$STATUS" -name 'rank-*.pid' | wc -l)" -ge "${ntasks}" ]; }}
 notice() {{
     NOTICE=1
     say "notice: the ranks finish their step and save"
@@ -70,15 +71,15 @@ NOTICE=0
 trap 'NOTICE=1' USR1
 trap 'say "Slurm ends this job: the ranks save"' TERM
 
-AUTOMODEL_STATUS_DIR=$STATUS srun --kill-on-bad-exit=1{container} \\
+{servers}AUTOMODEL_STATUS_DIR=$STATUS srun{component} --kill-on-bad-exit=1{container} \\
     {python} -u -m automodel_cli resume "$RUN"{trust} &
 STEP=$!
-trap notice USR1
+trap notice USR1{listen}
 [ "$NOTICE" -eq 1 ] && notice
 while kill -0 "$STEP" 2>/dev/null; do wait "$STEP"; done        # a trap ends `wait` early
 wait "$STEP"
 CODE=$?
-[ "$CODE" -eq 0 ] && CODE=$(cat "$STATUS/rank-0.exit")          # 75 and 130: stopped on request, and saved
+{end_servers}[ "$CODE" -eq 0 ] && CODE=$(cat "$STATUS/rank-0.exit")          # 75 and 130: stopped on request, and saved
 
 case $CODE in
 0) say "done" ;;
@@ -129,6 +130,7 @@ class Job:
     image: str | None = None
     chdir: Path | None = None
     python: tuple[str, ...] = ("python", "-P")
+    rollout: RolloutNodes | None = None
 
     def __post_init__(self) -> None:
         if self.time is not None and not _TIME.fullmatch(self.time):
@@ -162,7 +164,10 @@ class Job:
             )
             if value is not None
         )
+        if self.rollout is not None and self.rollout.image is not None:
+            yield "--rollout-image", self.rollout.image
         lists = {
+            "rollout.engine.servers": () if self.rollout is None else self.rollout.servers.command,
             "the override": self.overrides,
             "--trust": self.trust.arguments(),
             "--setup": self.setup,
@@ -180,13 +185,22 @@ class Job:
     def size(self) -> str:
         """For people."""
         numbers = {"node": self.nodes, "rank": self.ranks_per_node}
-        return " x ".join(f"{number} {noun}{'s' * (number > 1)}" for noun, number in numbers.items())
+        size = " x ".join(f"{number} {noun}{'s' * (number > 1)}" for noun, number in numbers.items())
+        if self.rollout is None:
+            return size
+        nodes = self.rollout.nodes
+        return f"{size}, and {nodes} node{'s' * (nodes > 1)} that generate{'s' * (nodes == 1)}"
+
+    def cancel(self, job: str) -> str:
+        """The command that ends it after a checkpoint. A plain `scancel` reaches servers too, which end at once, and
+        ranks that wait for them cannot finish their step."""
+        return f"scancel {job}" if self.rollout is None else f"scancel --batch --signal=USR2 {job}"
 
     def script(self) -> str:
         """The whole batch script."""
         trust = shlex.join(self.trust.arguments())
         python = shlex.join(("python3", "-P") if self.image is not None else self.python)
-        container = self._container()
+        container, rollout = self._container(self.image), self.rollout
         check = f"{python} -m automodel_cli check -c {shlex.join((self.conf, *self.overrides))} --resolved{_and(trust)}"
         cpus = self.cpus_per_task
         body = _BODY.format(
@@ -199,15 +213,20 @@ class Job:
             container=container,
             python=python,
             trust=_and(trust),
+            component="" if rollout is None else " --het-group=0",
+            ntasks="SLURM_NTASKS" if rollout is None else "SLURM_NTASKS_HET_GROUP_0",
+            servers="" if rollout is None else rollout.begin(self._container(rollout.image)),
+            listen="" if rollout is None else rollout.listen(),
+            end_servers="" if rollout is None else rollout.end(),
         )
         return "\n".join([*self._head(), *self._directives()]) + "\n" + body
 
-    def _container(self) -> str:
-        """Options of srun (pyxis) that start every rank in the image, in the directory of the job."""
-        if self.image is None:
+    def _container(self, image: str | None) -> str:
+        """Options of srun (pyxis) that start every task in the image, in the directory of the job."""
+        if image is None:
             return ""
         here = self.chdir or Path.cwd()
-        values = {"image": self.image, "mounts": f"{here}:{here}", "workdir": here}
+        values = {"image": image, "mounts": f"{here}:{here}", "workdir": here}
         return _and(shlex.join(f"--container-{name}={value}" for name, value in values.items()))
 
     def _head(self) -> Iterator[str]:
@@ -217,7 +236,7 @@ class Job:
         yield "# save at the end of a step, the job is requeued, and the run goes on exactly where it stopped."
         yield f"#   submit  mkdir -p {logs} && sbatch THIS_FILE"
         yield f"#   follow  tail -f {logs}/rank-0.log"
-        yield "#   cancel  scancel JOB   (the ranks save first)"
+        yield f"#   cancel  {self.cancel('JOB')}   (the ranks save first)"
 
     def _directives(self) -> Iterator[str]:
         yield _directive("job-name", self.name)
@@ -225,19 +244,24 @@ class Job:
         yield _directive("ntasks-per-node", self.ranks_per_node)
         if self.gpus_per_node and not any(o.startswith(("--gres=gpu", "--gpus")) for o in self.options):
             yield _directive("gpus-per-node", self.gpus_per_node)
-        for name, value in (
-            ("cpus-per-task", self.cpus_per_task),
-            ("partition", self.partition),
-            ("account", self.account),
-            ("time", self.time),
-            ("chdir", self.chdir),
-        ):
-            if value is not None:
-                yield _directive(name, value)
-        yield from (f"#SBATCH {option}" for option in self.options)
+        yield from _given({"cpus-per-task": self.cpus_per_task})
+        yield from self._shared_directives()
         yield "#SBATCH --requeue --open-mode=append"
         yield f"#SBATCH --signal=B:USR1@{self.notice}"
         yield _directive("output", str(self.run_dir / "logs" / "rank-0.log").replace("%", "%%"))
+        if (rollout := self.rollout) is not None:
+            yield "#SBATCH hetjob"
+            yield _directive("nodes", rollout.nodes)
+            yield _directive("ntasks-per-node", rollout.on_each)
+            gpus, cpus = rollout.gpus_per_node or None, rollout.cpus_per_task
+            yield from _given({"gpus-per-node": gpus, "cpus-per-task": cpus})
+            yield from self._shared_directives()
+
+    def _shared_directives(self) -> Iterator[str]:
+        """What holds for every component."""
+        names = {"partition": self.partition, "account": self.account, "time": self.time, "chdir": self.chdir}
+        yield from _given(names)
+        yield from (f"#SBATCH {option}" for option in self.options)
 
 
 def array_script(name: str, jobs: Sequence[Job], *, at_once: int | None) -> str:
@@ -264,6 +288,10 @@ def array_script(name: str, jobs: Sequence[Job], *, at_once: int | None) -> str:
 
 def _and(words: str) -> str:
     return f" {words}" if words else ""
+
+
+def _given(values: Mapping[str, object]) -> Iterator[str]:
+    yield from (_directive(name, value) for name, value in values.items() if value is not None)
 
 
 def _directive(name: str, value: object) -> str:

@@ -135,6 +135,11 @@ class Host(Protocol):
         """The run's folder, the same on all ranks."""
         ...
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether servers generate on the GPUs that train, in turns (`rollout.placement=colocated`)."""
+        ...
+
     def sampler(self, *, num_slots: int | None, prefill_tokens: int, refill_share: float) -> Engine:
         """Our own sampler on the weights as they are trained, under any layout. Collective."""
         ...
@@ -149,6 +154,11 @@ class Host(Protocol):
 
     def start_server(self, command: Sequence[str], server: Server, *, timeout: float) -> None:
         """Run `command` until the run ends; returns once `server` answers, raises RunError after `timeout` seconds."""
+        ...
+
+    def start_servers(self, *, timeout: float) -> list[str]:
+        """The addresses of the servers that the recipe's `rollout.engine.servers` asks for, once all answer; they end
+        with the run. Collective. Raises RunError after `timeout` seconds."""
         ...
 
 

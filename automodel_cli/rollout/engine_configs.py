@@ -6,13 +6,17 @@ import json
 import os
 import re
 import shlex
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine import Capabilities
+from automodel_cli.rollout.vllm_servers import VLLMServers
 
 if TYPE_CHECKING:
     from automodel_cli.rollout.engine import Engine, Host
@@ -80,7 +84,7 @@ class ServerConfig:
 
     capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=False, seeds=False)
 
-    url: str | list[str]
+    url: str | list[str] | None
     model: str | None = None
     concurrency: int = 32
     """Requests that are open at once, at each server."""
@@ -97,8 +101,8 @@ class ServerConfig:
 
     @property
     def urls(self) -> list[str]:
-        """The address of each server."""
-        return [self.url] if isinstance(self.url, str) else list(self.url)
+        """The address of each server that is given."""
+        return [self.url] if isinstance(self.url, str) else list(self.url or ())
 
     def _check_urls(self) -> None:
         urls = self.urls
@@ -114,9 +118,9 @@ class ServerConfig:
 
     def build(self, host: Host) -> Engine:
         """See `EngineConfig`. One process speaks to the servers."""
-        return host.on_first_rank(lambda: self._connected(host))
+        return host.on_first_rank(lambda: self._connected(host, self.urls))
 
-    def _connected(self, host: Host) -> Engine:
+    def _connected(self, host: Host, urls: Sequence[str]) -> Engine:
         from automodel_cli.rollout.openai import OpenAIEngine
         from automodel_cli.rollout.server_pool import ServerPool
 
@@ -129,12 +133,12 @@ class ServerConfig:
                 trust_logprobs=self.trust_logprobs,
                 stop_token_ids=host.stop_token_ids,
             )
-            for server in self.servers()
+            for server in self.at(urls)
         ]
         return engines[0] if len(engines) == 1 else ServerPool(engines, concurrency=self.concurrency)
 
-    def servers(self) -> list[Server]:
-        """One for each address. Raises ConfigError when the environment has no such key."""
+    def at(self, urls: Sequence[str]) -> list[Server]:
+        """How each address is spoken to. Raises ConfigError when the environment has no such key."""
         from automodel_cli.rollout.http import Server
 
         key = None
@@ -146,7 +150,7 @@ class ServerConfig:
                     keys=("api_key_env",),
                     fix=f"export {self.api_key_env}=...",
                 )
-        return [Server(url, timeout=self.timeout, retries=self.retries, api_key=key) for url in self.urls]
+        return [Server(url, timeout=self.timeout, retries=self.retries, api_key=key) for url in urls]
 
 
 @dataclass(frozen=True)
@@ -156,21 +160,27 @@ class VLLMConfig(ServerConfig):
     `transport` is how they travel. `files`: the run writes them to `weights_folder`, which the server sees under the
     same path, and the server reads them; any machine, any number of nodes. null: `rollout_weights` in the run's folder.
     `nccl`: from GPU to GPU with the package vllm, which the first rank needs too; `address` is its machine as the
-    server sees it, `port` a free one on it, and the server's command has `--weight-transfer-config
+    server sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it, and the
+    server's command has `--weight-transfer-config
     '{"backend": "nccl"}'`. Never run on GPUs.
 
     `command` starts the server with the run, on the machine of the first rank, and ends it with the run; its output
     goes to `logs/rollout_server.log` in the run's folder. It must answer at `url` within `start_timeout` seconds. Null:
     you have started it. It is a list of words, or one text that is cut into words as a shell does; no shell runs it, so
     nothing in it is expanded. The command line must allow it: `--trust command`.
+
+    `servers` in the place of `url`: the run starts as many as it needs, by a command of its own, or
+    `automodel submit --rollout-nodes` does so on nodes of their own; `rollout.placement` says on which GPUs.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True, seeds=False, hub_names=True)
 
+    url: str | list[str] | None = None
+    servers: VLLMServers | None = None
     concurrency: int = 256
     transport: Literal["files", "nccl"] = "nccl"
     weights_folder: str | None = None
-    address: str = "127.0.0.1"
+    address: str | None = None
     port: int = 29_600
     trust_logprobs: bool = True
     command: str | list[str] | None = field(
@@ -204,14 +214,36 @@ class VLLMConfig(ServerConfig):
             )
         if self.command is not None:
             words_of(self.command)
-        if len(self.urls) > 1:
+        if self.num_servers > 1:
             self._check_several()
+
+    @property
+    def num_servers(self) -> int:
+        return self.servers.number if self.servers is not None else len(self.urls)
+
+    def _check_urls(self) -> None:
+        if (self.url is None) == (self.servers is None):
+            given = "both are" if self.servers is not None else "neither is"
+            raise ConfigError(
+                f"a vLLM server is either at `url` or started by the run (`servers`), and {given} given",
+                keys=("url", "servers"),
+                fix="servers=null" if self.servers is not None else "url=http://localhost:8000",
+            )
+        if self.url is not None:
+            super()._check_urls()
+        elif self.command is not None:
+            raise ConfigError(
+                f"command={self.command!r} starts the server at `url`; what `servers` starts has a command of its own",
+                keys=("command", "servers"),
+                fix="command=null",
+            )
 
     def _check_several(self) -> None:
         if self.transport != "files":
+            named = f"url names {len(self.urls)}" if self.servers is None else f"servers.number={self.servers.number}"
             raise ConfigError(
-                f"transport={self.transport} sends weights to one server, and url names {len(self.urls)}",
-                keys=("transport", "url"),
+                f"transport={self.transport} sends weights to one server, and {named}",
+                keys=("transport", "url" if self.servers is None else "servers.number"),
                 fix="transport=files",
             )
         if self.command is not None:
@@ -227,19 +259,22 @@ class VLLMConfig(ServerConfig):
             from automodel_cli.rollout.transfer import check_nccl
 
             check_nccl(host.device.type)
-        return super().build(host)
+        urls = self.urls if self.servers is None else host.start_servers(timeout=self.start_timeout)
+        return host.on_first_rank(lambda: self._connected(host, urls))
 
-    def _connected(self, host: Host) -> Engine:
+    def _connected(self, host: Host, urls: Sequence[str]) -> Engine:
         from automodel_cli.rollout.server_pool import VLLMPool
+        from automodel_cli.rollout.shared_gpus import SharedGPUs
         from automodel_cli.rollout.transfer import FactoryTransfer, FileTransfer, nccl_init
         from automodel_cli.rollout.vllm import VLLMEngine
 
-        servers = self.servers()
+        servers = self.at(urls)
         if self.command is not None:
             host.start_server(words_of(self.command), servers[0], timeout=self.start_timeout)
         folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
         files = FileTransfer(folder)
-        transfer = files if self.transport == "files" else FactoryTransfer(nccl_init(self.address, self.port))
+        address = self.address or _address_for(urls[0])
+        transfer = files if self.transport == "files" else FactoryTransfer(nccl_init(address, self.port))
         engines = [
             VLLMEngine(
                 server,
@@ -251,7 +286,13 @@ class VLLMConfig(ServerConfig):
             )
             for server in servers
         ]
-        return engines[0] if len(engines) == 1 else VLLMPool(engines, files, concurrency=self.concurrency)
+        engine = engines[0] if len(engines) == 1 else VLLMPool(engines, files, concurrency=self.concurrency)
+        return SharedGPUs(engine, engines) if host.shares_gpus else engine
+
+
+def _address_for(url: str) -> str:
+    """This machine, as the server at `url` sees it."""
+    return "127.0.0.1" if urlsplit(url).hostname in ("127.0.0.1", "localhost") else socket.gethostname()
 
 
 def words_of(command: str | list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from automodel_cli.rollout.model_engines import (
     build_sampler,
     stop_token_ids,
 )
+from automodel_cli.rollout.own_servers import start
 from automodel_cli.rollout.server_process import ServerProcess
 from automodel_cli.rollout.slots import num_slots as slots_for
 
@@ -50,7 +51,8 @@ class Built(Protocol):
 class EngineHost:
     """See `automodel_cli.rollout.engine.Host`. That a model can be generated for, its recipe has checked."""
 
-    def __init__(self, session: Built):
+    def __init__(self, session: Built, *, shares_gpus: bool = False):
+        self.shares_gpus = shares_gpus
         self._session, self.tokenizer = session, session.tokenizer
         self._source_config = session.model.parts[0].source_config
         self.stop_token_ids = stop_token_ids(session.tokenizer, session.model.parts[0].model.config)
@@ -81,10 +83,16 @@ class EngineHost:
 
     def on_first_rank(self, make: Callable[[], Engine]) -> Engine:
         """See `Host`."""
-        return RankZeroEngine(make() if self._session.is_main else None)
+        return RankZeroEngine(make() if self._session.is_main else None, shares_gpus=self.shares_gpus)
 
     def start_server(self, command: Sequence[str], server: Server, *, timeout: float) -> None:
         """See `Host`. Its output goes to `logs/rollout_server.log` of the run."""
         log = self._session.run_dir / "logs" / "rollout_server.log"
         process = ServerProcess(command, server, log, timeout=timeout)
         self._session.at_exit.callback(process.close)
+
+    def start_servers(self, *, timeout: float) -> list[str]:
+        """See `Host`. Their output goes to `logs/rollout_server-N.log` of the run."""
+        servers = self._session.recipe.generation_servers()
+        assert servers is not None
+        return start(servers, self._session.run_dir / "logs", self._session.at_exit, timeout=timeout)

@@ -76,10 +76,13 @@ def _at_once(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class RankZeroEngine:
-    """An engine that one process speaks to (rank 0), for all ranks; the others pass None."""
+    """An engine that one process speaks to (rank 0), for all ranks; the others pass None.
 
-    def __init__(self, engine: Engine | None):
-        self._engine = engine
+    With `shares_gpus` it works on the GPUs of the ranks, in turns with them: `rest` ends its turn.
+    """
+
+    def __init__(self, engine: Engine | None, *, shares_gpus: bool = False):
+        self._engine, self._shares_gpus = engine, shares_gpus
         about: list[Any] = [None if engine is None else engine.capabilities]
         dist.broadcast_object_list(about, src=0, device=torch.device("cpu"))
         self.capabilities: Capabilities = about[0]
@@ -99,6 +102,7 @@ class RankZeroEngine:
     ) -> Callable[[], list[Completion]]:
         """`generate` in two halves, both collective: `start` is given what talks to the server, on the rank that does,
         and may leave it to a thread; what is returned waits for it."""
+        self._make_room()
         seeds = resolve_seeds(prompts, params, seeds)
         asked = list(zip(map(tuple, prompts), seeds, strict=True))
         everywhere: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
@@ -132,12 +136,35 @@ class RankZeroEngine:
 
     def update_weights(self, stream: WeightStream) -> None:
         """See `Engine.update_weights`. Collective: every rank takes part in the stream."""
+        self._make_room()
+        if self._shares_gpus:
+            dist.barrier()
         if self._engine is not None:
             self._engine.update_weights(stream)
         else:
             for _ in stream:
                 pass
         self.weight_version += 1
+
+    def rest(self, *, weights_follow: bool) -> None:
+        """The GPUs are the ranks' until the next call, before which new weights come where `weights_follow`. Does
+        nothing for an engine that has GPUs of its own. Collective."""
+        if not self._shares_gpus:
+            return
+        failed: list[ConfigError | None] = [None]
+        if self._engine is not None:
+            try:
+                self._engine.rest(weights_follow=weights_follow)  # type: ignore[attr-defined]
+            except ConfigError as error:
+                failed[0] = error
+        dist.broadcast_object_list(failed, src=0, device=torch.device("cpu"))
+        if failed[0] is not None:
+            raise failed[0]
+
+    def _make_room(self) -> None:
+        """What the allocator of this rank has cached is of no use to the engine's processes."""
+        if self._shares_gpus and torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def build_sampler(

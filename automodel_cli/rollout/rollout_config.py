@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch.servers import GenerationServers
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.rollout.engine import EngineConfig, SamplingParams
-from automodel_cli.rollout.engine_configs import SamplerConfig
+from automodel_cli.rollout.engine_configs import SamplerConfig, VLLMConfig
 from automodel_cli.rollout.environment import EnvironmentNode
 
 
@@ -94,6 +96,10 @@ class RolloutConfig:
     `max_staleness` 1: the samples of a step are drawn while the step before trains, by weights that are one step old;
     0: with the newest weights, in turns.
 
+    `placement`: on which GPUs vLLM generates. `separate`: on others than those that train, of the same machine or of
+    further nodes. `colocated`: on the same ones in turns; while one works the other keeps little in their memory. null:
+    as the engine is (a vLLM server is separate, our own sampler and `hf` share the trainer's GPUs).
+
     `max_mult_prob_error`: sampler and trainer disagree on the probabilities of the sampled tokens by this factor on
     average before a warning is printed (1 is agreement; once only where samples are stale by `max_staleness`).
     `max_logprob_gap`: before the first step an engine with weights of its own draws some tokens, and the run is refused
@@ -104,6 +110,7 @@ class RolloutConfig:
 
     engine: EngineConfig = field(default_factory=SamplerConfig)
     """What generates: `rollout=sampler`, `hf` or `vllm`, or a node of your own (examples/own_engine.py)."""
+    placement: Literal["colocated", "separate"] | None = None
     prompts_per_step: int = 32
     group_size: int = 8
     max_new_tokens: int = 512
@@ -178,6 +185,48 @@ class RolloutConfig:
                 fix="overlong.buffer=null, or overlong.factor=<0..1>",
             )
         self._check_capabilities()
+        self._check_placement()
+
+    def _check_placement(self) -> None:
+        serves = isinstance(self.engine, VLLMConfig)
+        if self.placement not in (None, "colocated", "separate"):
+            raise ConfigError(
+                f"placement={self.placement!r} is neither colocated nor separate",
+                keys=("placement",),
+                fix="placement=null",
+            )
+        if self.placement == "separate" and not serves:
+            raise ConfigError(
+                f"placement=separate: {type(self.engine).__name__} generates in the processes that train",
+                keys=("placement", "engine"),
+                fix="rollout.placement=null, or rollout=vllm",
+            )
+        if self.shares_gpus and self.max_staleness:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} samples while a step trains, and with placement=colocated "
+                "the same GPUs do both in turns",
+                keys=("max_staleness", "placement"),
+                fix="rollout.max_staleness=0, or rollout.placement=separate",
+            )
+        if self.shares_gpus and isinstance(self.engine, VLLMConfig) and self.engine.transport == "nccl":
+            raise ConfigError(
+                "transport=nccl needs GPUs of its own on either side, and placement=colocated shares them",
+                keys=("engine.transport", "placement"),
+                fix="rollout.engine.transport=files",
+            )
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether servers take turns with the ranks on the same GPUs."""
+        return self.placement == "colocated" and isinstance(self.engine, VLLMConfig)
+
+    def generation_servers(self, model: ModelConfig, max_tokens: int) -> GenerationServers | None:
+        """What the run starts besides its ranks; `max_tokens`: the longest prompt with its response."""
+        engine = self.engine
+        if not isinstance(engine, VLLMConfig) or engine.servers is None:
+            return None
+        backend = None if engine.transport == "files" else engine.transport
+        return engine.servers.started_for(model, max_tokens=max_tokens, backend=backend, colocated=self.shares_gpus)
 
     def _check_baseline(self) -> None:
         def refuse(key: str, what: str, fix: str) -> None:

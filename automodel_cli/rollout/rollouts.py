@@ -29,6 +29,7 @@ from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environment_pool import EnvironmentPool, check_rows
 from automodel_cli.rollout.episodes import is_group_leader, play_episodes, scored_samples, unscored_samples
 from automodel_cli.rollout.experience import RowPlan, Sample, kl_sums, plan_updates
+from automodel_cli.rollout.model_engines import RankZeroEngine
 from automodel_cli.rollout.prefetcher import Generated, RolloutPrefetcher, SampleRequest
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
@@ -67,7 +68,7 @@ class Rollouts(Callback):
         check_columns(rewards, _rows(session))
         self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=teacher is None)
         self.pool = self._build_pool()
-        self.engine = self.config.engine.build(EngineHost(session))
+        self.engine = self.config.engine.build(EngineHost(session, shares_gpus=config.shares_gpus))
         capabilities = self.engine.capabilities
         if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
             raise ConfigError(
@@ -160,7 +161,13 @@ class Rollouts(Callback):
             loader = self.session.loader
             requests, seeds = self._requests(step + 1, loader.peek_step(), loader.position)
             self._prefetcher.begin(requests, self.config.params(), seeds)
+        self._rest(weights_follow=True)
         return self._learnt_from(step, samples, num_sampled, seconds)
+
+    def _rest(self, *, weights_follow: bool) -> None:
+        """Nothing is generated until the next weights, or the next rollout: the GPUs are the trainer's. Collective."""
+        if isinstance(self.engine, RankZeroEngine):
+            self.engine.rest(weights_follow=weights_follow)
 
     def _prefetched(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Generated | None:
         """What was drawn during the step before, in this process or in the one whose checkpoint it goes on from."""
@@ -325,6 +332,7 @@ class Rollouts(Callback):
         params = dataclasses.replace(params, max_new_tokens=min(MAX_NEW_TOKENS, params.max_new_tokens))
         answers = self.engine.generate([prompt.tokens for _, _, prompt in requests[few]], params, seeds[few])
         samples = self._of_all_ranks(unscored_samples(requests[few], answers, session.tokenizer))
+        self._rest(weights_follow=False)
         mesh, stages = self.mesh, self.model.stages
         every = [(number,) for number in range(len(samples))]
         (update,) = plan_updates(samples, every, 1, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)

@@ -7,9 +7,10 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.rollout.http import Server
@@ -21,27 +22,36 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class ServerProcess:
-    """`command`, run (without a shell) in a process group of its own, that answers `/health` at `server`.
+    """`command`, run (without a shell, `environment` beside this process's) in a process group of its own, that answers
+    `/health` at `server`.
 
     Raises RunError where something answers there already, or `command` ends or does not answer within `timeout`
     seconds; it is ended then too.
     """
 
-    def __init__(self, command: Sequence[str], server: Server, log: Path, *, timeout: float):
+    def __init__(
+        self,
+        command: Sequence[str],
+        server: Server,
+        log: Path,
+        *,
+        timeout: float,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
         self._command, self._log = shlex.join(command), log
-        self._health = Server(server.url, timeout=5.0, retries=0, api_key=server.api_key)
-        if self._answers():
+        self._url, self._key = server.url, server.api_key
+        if answers(self._url, self._key):
             raise RunError(
                 f"something answers at {server.url} already, so rollout.engine.command was not started",
                 keys=("rollout.engine.url", "rollout.engine.command"),
                 fix="end the other server, or rollout.engine.command=null to use it",
             )
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         with log.open("ab") as file:
             try:
                 self._process = subprocess.Popen(
-                    list(command), stdout=file, stderr=file, env=environment, start_new_session=True
+                    list(command), stdout=file, stderr=file, env={**variables, **environment}, start_new_session=True
                 )
             except OSError as error:
                 raise RunError(
@@ -68,7 +78,7 @@ class ServerProcess:
 
     def _wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not self._answers():
+        while not answers(self._url, self._key):
             code = self._process.poll()
             if code is not None:
                 raise self._failed(f"ended with code {code} before it answered")
@@ -78,13 +88,6 @@ class ServerProcess:
                 )
             time.sleep(_POLL)
 
-    def _answers(self) -> bool:
-        try:
-            self._health.get("/health")
-        except RunError:
-            return False
-        return True
-
     def _failed(self, what: str, fix: str | None = None) -> RunError:
         tail = self._log.read_text(errors="replace")[-_TAIL:].strip()
         return RunError(
@@ -92,3 +95,12 @@ class ServerProcess:
             keys=("rollout.engine.command",),
             fix=fix,
         )
+
+
+def answers(url: str, api_key: str | None = None) -> bool:
+    """Whether a server at `url` says that it is healthy."""
+    try:
+        Server(url, timeout=5.0, retries=0, api_key=api_key).get("/health")
+    except RunError:
+        return False
+    return True

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
+from automodel_cli.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.config.errors import ConfigError
+    from automodel_cli.launch.servers import GenerationServers
 
 
 class ConfigRoot(ABC):
@@ -32,6 +34,24 @@ class ConfigRoot(ABC):
     def max_restarts(self) -> int:
         """How often the ranks of one host are started again where one fails."""
         return 0
+
+    def generation_servers(self) -> GenerationServers | None:
+        """Servers that a run starts besides its ranks; None for none."""
+        return None
+
+    def gpus_to_train_on(self, num_gpus: int) -> int:
+        """How many of a run's GPUs have a rank. Raises ConfigError where too few are left beside those of servers."""
+        servers = self.generation_servers()
+        taken = 0 if servers is None else servers.own_gpus
+        if taken and taken >= num_gpus:
+            assert servers is not None
+            raise ConfigError(
+                f"{servers.number} generation server(s) of {servers.gpus} GPU(s) each leave none of {num_gpus} "
+                "to train on",
+                keys=("rollout.engine.servers.number", "rollout.engine.servers.gpus"),
+                fix=f"{taken + 1} GPUs or more, or rollout.placement=colocated",
+            )
+        return num_gpus - taken
 
     @abstractmethod
     def num_ranks(self, num_gpus: int) -> int:

@@ -159,7 +159,7 @@ class Recipe(ConfigRoot):
         return self.train.max_restarts
 
     def num_ranks(self, num_gpus: int) -> int:
-        return self.mesh.num_ranks(num_gpus)
+        return self.mesh.num_ranks(self.gpus_to_train_on(num_gpus) if num_gpus else 0)
 
     def prepared(self, tokenizer: Any) -> Any:
         """The data as a run reads it: `train`, `validation` (or None) and `report`. Needs no process group."""

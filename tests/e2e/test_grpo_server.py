@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
@@ -130,6 +131,57 @@ def test_two_servers_share_a_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "tiny"
     assert curve(run_dir, "token_mult_prob_error") == pytest.approx([1.0] * 2, abs=1e-5)
     assert curve(run_dir, "live_servers") == [2, 2]
+
+
+def test_a_run_starts_its_servers_and_takes_turns_with_them(tmp_path: Path) -> None:
+    """The command is vLLM's, in whose place the double stands. It refuses to generate asleep, and forgets its weights
+    where they are to be replaced."""
+    write_config(tmp_path)
+    config = yaml.safe_load(TINY.format(family="llama"))["model"]["config"]
+    tokenizer = ByteTokenizer().build()
+    config = {**config, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    port = free_port()
+    stand_in = json.dumps([sys.executable, str(Path(__file__).parents[1] / "vllm_stand_in.py")])
+    own = f"rollout.engine.servers={{gpus: 0, number: 2, port: {port}, program: {stand_in}}}"
+    model = ["model.config=null", "model.tokenizer=null", "model.pretrained=model"]
+    few = ["train.max_steps=2", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+    words = [
+        "rollout=vllm",
+        "rollout.placement=colocated",
+        "validation.every=1",
+        FILES,
+        own,
+        *model,
+        *few,
+        "--trust",
+        "command",
+    ]
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "runs" / "tiny"
+    assert curve(run_dir, "token_mult_prob_error") == pytest.approx([1.0] * 2, abs=1e-5)
+    assert curve(run_dir, "live_servers") == [2, 2]
+    for number in range(2):
+        first, *calls = (run_dir / "logs" / f"rollout_server-{number}.log").read_text().splitlines()
+        told = json.loads(first)
+        assert told["words"][:6] == ["serve", "model", "--host", "127.0.0.1", "--port", str(port + number)]
+        assert told["environment"] == {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": None, "RANK": None}
+        assert not answers(f"http://127.0.0.1:{port + number}")
+        turns = ["sample", "/sleep?level=2", "/wake_up?tags=weights", "update", "/wake_up?tags=kv_cache", "sample"]
+        again = ["/sleep?level=2", "/wake_up?tags=weights", "update"]
+        # a token to see what it can do; after the check of log-probs come no new weights; a validation and the next
+        # rollout are one turn
+        check = ["sample", "update", "sample", "/sleep?level=1", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
+        assert turns_of(calls) == [*check, *turns, *again, "/wake_up?tags=kv_cache", "sample"]
+
+
+def turns_of(calls: list[str]) -> list[str]:
+    """What a server was asked, without what each request or update consists of."""
+    names = {"/v1/completions": "sample", "/collective_rpc": "update"}
+    found = [names.get(call, call) for call in calls if call in names or call.startswith(("/sleep", "/wake_up"))]
+    return [call for call, before in zip(found, [None, *found], strict=False) if call != before or call != "sample"]
 
 
 def test_a_run_that_fails_ends_the_server_it_started(tmp_path: Path) -> None:

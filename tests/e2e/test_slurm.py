@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,9 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from automodel_cli.models.tokenizer import ByteTokenizer
 from tests import slurm_cluster
 from tests.e2e.command import automodel, curve, metrics, write_config
+from tests.unit.rollout.test_http_servers import free_port
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(slurm_cluster.missing()), reason=str(slurm_cluster.missing()))]
 _SIZE = ["--nodes", "2", "--gpus-per-node", "0"]
@@ -185,3 +189,56 @@ def test_a_sweep_is_a_job_array_that_goes_on_with_what_is_left(folder: Path) -> 
     wait(runs[1], "end of the array", lambda: not slurm("squeue", "-h", "-j", again).strip())
     assert (runs[1] / "export/model.safetensors").read_bytes() == weights, log(runs[1])
     assert "all runs have finished" in automodel(folder, *words, *size).stdout
+
+
+GENERATES = """
+defaults: [grpo, {{data: chat_tasks}}, {{override rewards: none}}, {{override rollout: vllm}}, _self_]
+model: {{pretrained: model}}
+data: {{seq_len: 96}}
+rollout:
+  prompts_per_step: 4
+  group_size: 4
+  max_new_tokens: 16
+  show_every: null
+  engine: {{transport: files, timeout: 60, retries: 1, servers: {{gpus: 0, port: {port}, program: {program}}}}}
+rewards:
+  digits: {{_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}}
+parallelizer:
+  mp_policy: {{_target_: automodel_cli.distributed.config.MixedPrecision, param_dtype: float32}}
+train: {{global_batch_size: 16, microbatch_size: 1, max_steps: 200, epochs: null, cpu_threads: 1}}
+logging: {{report: false}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_job_trains_on_one_node_and_generates_on_another(folder: Path) -> None:
+    """Told to end it saves; handed in again it goes on, with servers that begin with the weights of the model."""
+    tokenizer = ByteTokenizer().build()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    program = json.dumps([sys.executable, str(Path(__file__).parents[1] / "vllm_stand_in.py")])
+    (folder / "both.yaml").write_text(GENERATES.format(port=free_port(), program=program))
+    size = ("--nodes", "1", "--gpus-per-node", "0", "--rollout-nodes", "1")
+    done = automodel(folder, "submit", "-c", "both.yaml", *size, "--trust", "command")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = re.search(r"job (\d+): 1 node x 1 rank, and 1 node that generates", done.stdout)[1]  # type: ignore[index]
+    run = folder / "runs" / "both"
+    wait(run, "step 2", lambda: step(run) >= 2)
+    told = json.loads((run / "logs" / "rollout_server-0.log").read_text().splitlines()[0])
+    assert told["node"] == "n2" and "on n1" in log(run) and told["words"][:2] == ["serve", "model"]
+    assert f"scancel --batch --signal=USR2 {job}" in done.stdout
+    slurm("scancel", "--batch", "--signal=USR2", job)
+    wait(run, "the end", lambda: not slurm("squeue", "-h", "-j", job).strip())
+    saved = step(run)
+    assert (run / "checkpoints" / f"step-{saved:06d}").is_dir() and "stopped, and saved; go on with" in log(run)
+
+    script = (run / "job.sbatch").read_text()
+    (run / "job.sbatch").write_text(script.replace('resume "$RUN"', f'resume "$RUN" train.max_steps={saved + 2}'))
+    again = slurm("sbatch", "--parsable", str(run / "job.sbatch")).strip()
+    wait(run, "the end", lambda: not slurm("squeue", "-h", "-j", again).strip())
+    assert log(run).rstrip().endswith("done") and f"from step {saved}" in log(run)
+    assert curve(run, "weight_version") == list(range(saved + 2))
+    assert curve(run, "token_mult_prob_error") == pytest.approx([1.0] * (saved + 2), abs=1e-5)

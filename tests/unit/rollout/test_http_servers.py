@@ -115,6 +115,7 @@ class VLLMDouble:
         self.hooks: dict[str, Callable[[dict], dict | None]] = {}
         self.token_ids, self.version, self.weight_version = True, "0.32.0+cpu", "default"
         self.generation_config: dict = {}
+        self.asleep: set[str] = set()
         double = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -148,10 +149,16 @@ class VLLMDouble:
         answer = None if hook is None else hook(body)
         if answer is not None:
             return answer
+        if path.startswith(("/sleep?", "/wake_up?")):
+            return self.sleep_or_wake(path)
         if path == "/v1/completions":
+            if self.asleep:
+                raise Refused(500, f"asleep: {self.asleep}")
             return {"choices": [self.complete(body)]}
         if path == "/collective_rpc":
             assert body["method"] == "reload_weights" and body["kwargs"].keys() == {"weights_path"}
+            if "weights" in self.asleep:
+                raise Refused(500, "no memory for weights")
             files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
             self.oracle.update_weights([list(load_file(file).items()) for file in files])
             return {"results": [None]}
@@ -170,6 +177,18 @@ class VLLMDouble:
         if path not in known:
             raise Refused(404, "Not Found")
         return known[path]
+
+    def sleep_or_wake(self, path):
+        """At level 2 what the weights were is forgotten."""
+        if path.startswith("/wake_up?tags="):
+            self.asleep.remove(path.partition("=")[2])
+            return {"status": "sleeping" if self.asleep else "awake"}
+        self.asleep = {"weights", "kv_cache"}
+        if path == "/sleep?level=2":
+            with torch.no_grad():
+                for parameter in self.oracle.model.parameters():
+                    parameter.zero_()
+        return {"status": "sleeping"}
 
     def complete(self, body):
         """As `CompletionRequest.to_sampling_params`: what is not asked for is the model's generation_config.json's."""
