@@ -46,6 +46,12 @@ class Point:
     "--metric", default="val_loss", show_default=True, metavar="COLUMN", help="Of metrics.jsonl, for the table."
 )
 @click.option("--maximize", is_flag=True, help="A larger metric is better.")
+@click.option(
+    "--optuna",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="N runs, each chosen by Optuna from what those before show.",
+)
 @click.option("--dry-run", is_flag=True, help="Check all runs and print what would start.")
 @click.option("--slurm", "on_slurm", is_flag=True, help="A Slurm job array: with --nodes and --gpus-per-node.")
 @click.option("--at-once", type=click.IntRange(min=1), metavar="N", help="With --slurm: tasks that run at a time.")
@@ -58,6 +64,7 @@ def sweep(
     name: str | None,
     metric: str,
     maximize: bool,
+    optuna: int | None,
     dry_run: bool,
     on_slurm: bool,
     at_once: int | None,
@@ -69,6 +76,14 @@ def sweep(
     skipped, what was interrupted continues. All runs are checked before the first one starts.
     """
     folder = Path("runs") / (name or f"sweep-{Path(conf).stem}")
+    if optuna is not None:
+        _check_cluster(False, at_once, cluster)
+        if on_slurm:
+            raise ConfigError(
+                "--optuna needs the end of a run to choose the next: no job array", fix="leave --slurm out"
+            )
+        code, points = _search(folder, conf, overrides, trust, optuna, metric, maximize=maximize, dry_run=dry_run)
+        return _told(code, points, metric, maximize)
     points = _points(folder, overrides)
     _same_sweep(folder, conf, overrides)
     checked = [(point, *common.load(conf, point.overrides, trust)) for point in points]
@@ -81,8 +96,12 @@ def sweep(
     if on_slurm:
         return _submit(folder, conf, overrides, checked, at_once, cluster, dry_run=dry_run)
     _remember(folder, conf, overrides)
-    code = _run_all(points, conf, trust)
-    _table(points, metric, maximize)
+    return _told(_run_all(points, conf, trust), points, metric, maximize)
+
+
+def _told(code: int, points: Sequence[Point], metric: str, maximize: bool) -> int:
+    if points:
+        _table(points, metric, maximize)
     if code in stop.EXIT_CODES.values():
         click.echo("the same command goes on")
     return code
@@ -92,17 +111,14 @@ def _points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
     """Raises ConfigError where nothing is swept, or what it would set is the sweep's own."""
     from automodel_cli.config import hydra_adapter
 
-    for text in overrides:
-        if (key := text.lstrip("+").partition("=")[0]) in _OWN:
-            raise ConfigError(
-                f"{key} is set by the sweep itself: every run has a folder of its own", fix=f"--name {folder.name}"
-            )
+    _check_own(folder, overrides)
     try:
         found = hydra_adapter.points(overrides)
     except ValueError as error:
         raise ConfigError(
             f"{error}: a list of values or a range is expected, no interval and no glob",
             origin=f"{error} (command line)",
+            fix="--optuna 20" if "interval(" in str(error) else None,
         ) from error
     except hydra_adapter.HydraException as error:
         raise ConfigError(f"the overrides cannot be read: {str(error).splitlines()[0]}") from error
@@ -110,18 +126,70 @@ def _points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
         raise ConfigError("nothing is swept: each key has one value", fix="automodel finetune llm, or a list: seed=0,1")
     if len(found) > _MOST:
         raise ConfigError(f"{len(found):,} runs are more than {_MOST:,}: name fewer values")
-    points = []
-    for number, (swept, everything) in enumerate(found):
-        name = _name(number, swept)
-        places = (f"output_dir='{folder}'", f"run_name='{name}'", "checkpoint.resume=auto")
-        points.append(Point(tuple(swept), (*everything, *places), folder / name))
-    return points
+    return [_point(folder, number, swept, everything) for number, (swept, everything) in enumerate(found)]
+
+
+def _point(folder: Path, number: int, swept: Sequence[str], everything: Sequence[str]) -> Point:
+    name = _name(number, swept)
+    places = (f"output_dir='{folder}'", f"run_name='{name}'", "checkpoint.resume=auto")
+    return Point(tuple(swept), (*everything, *places), folder / name)
+
+
+def _check_own(folder: Path, overrides: Sequence[str]) -> None:
+    for text in overrides:
+        if (key := text.lstrip("+").partition("=")[0]) in _OWN:
+            raise ConfigError(
+                f"{key} is set by the sweep itself: every run has a folder of its own", fix=f"--name {folder.name}"
+            )
+
+
+def _search(
+    folder: Path,
+    conf: str,
+    overrides: tuple[str, ...],
+    trust: Trust,
+    num_trials: int,
+    metric: str,
+    *,
+    maximize: bool,
+    dry_run: bool,
+) -> tuple[int, list[Point]]:
+    """Exit code and runs of a search: one after another, what has finished skipped."""
+    from automodel_cli.cli.search import STUDY, Search, axes, corners
+    from automodel_cli.runs.catalogue import Run
+
+    _check_own(folder, overrides)
+    found, fixed = axes(overrides)
+    said = (*overrides, f"metric={metric}", f"maximize={maximize}".lower())
+    _same_sweep(folder, conf, said)
+    for words in corners(found):
+        common.load(conf, (*fixed, *words), trust)
+    if dry_run:
+        click.echo("\n".join(str(axis) for axis in found))
+        return 0, []
+    _remember(folder, conf, said)
+    search = Search(folder, found, num_trials, maximize=maximize)
+
+    def point(number: int, words: Sequence[str]) -> Point:
+        return _point(folder, number, words, (*fixed, *words))
+
+    code = search.run(
+        lambda number, words: _run_one(point(number, words), f"{number + 1}/{num_trials}", conf, trust),
+        lambda number, words: Run(point(number, words).folder).last(metric),
+    )
+    click.echo(f"study      optuna-dashboard {folder / STUDY}")
+    return code, [point(number, words) for number, words in enumerate(search.trials())]
 
 
 def _name(number: int, swept: Sequence[str]) -> str:
     """`003 lr=1e-05 seed=1` as a name of a folder."""
-    words = [f"{text.partition('=')[0].rpartition('.')[2]}={text.partition('=')[2]}" for text in swept]
+    words = [f"{text.partition('=')[0].rpartition('.')[2]}={_short(text.partition('=')[2])}" for text in swept]
     return re.sub(r"[^\w.,+=-]+", "_", f"{number:03}-{','.join(words)}")[:120]
+
+
+def _short(value: str) -> str:
+    """Four digits of a number that has many."""
+    return f"{float(value):.4g}" if re.fullmatch(r"-?\d+\.\d{6,}(e-?\d+)?", value) else value
 
 
 def _same_sweep(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
@@ -150,17 +218,21 @@ def _run_all(points: Sequence[Point], conf: str, trust: Trust) -> int:
     """One after another. What fails does not keep the others from running; Ctrl-C and a notice end the sweep."""
     worst = 0
     for number, point in enumerate(points, 1):
-        state = _state(point)
-        skipped = {"finished": "finished already", "running": "runs already"}.get(state)
-        click.echo(click.style(f"[{number}/{len(points)}] {point.folder}  {skipped or ''}".rstrip(), bold=True))
-        if skipped:
-            continue
-        words = ["finetune", "llm", "-c", conf, *trust.arguments(), *point.overrides]
-        code = _child([sys.executable, *safe_path(), "-m", "automodel_cli", *words])
+        code = _run_one(point, f"{number}/{len(points)}", conf, trust)
         if code in stop.EXIT_CODES.values():
             return code
         worst = max(worst, code)
     return worst
+
+
+def _run_one(point: Point, label: str, conf: str, trust: Trust) -> int:
+    """Its exit code; 0 where it has finished or goes on already."""
+    skipped = {"finished": "finished already", "running": "runs already"}.get(_state(point))
+    click.echo(click.style(f"[{label}] {point.folder}  {skipped or ''}".rstrip(), bold=True))
+    if skipped:
+        return 0
+    words = ["finetune", "llm", "-c", conf, *trust.arguments(), *point.overrides]
+    return _child([sys.executable, *safe_path(), "-m", "automodel_cli", *words])
 
 
 def _child(command: Sequence[str]) -> int:
@@ -183,7 +255,7 @@ def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
     names = list(dict.fromkeys(("loss", "val_loss", metric)))
     table = tables.table("run", *(text.partition("=")[0] for text in points[0].swept), "state", "step", *names)
     for _, run, point in measured:
-        values = (text.partition("=")[2] for text in point.swept)
+        values = (_short(text.partition("=")[2]) for text in point.swept)
         numbers = (tables.number(run.last(name)) for name in names)
         table.add_row(run.name, *values, tables.state(run), str(run.step), *numbers)
     tables.console().print(table)

@@ -19,7 +19,7 @@ from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, ValueType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -45,6 +45,12 @@ def parse(override: str) -> Override:
     return OverridesParser.create().parse_override(override)
 
 
+def _is_list(override: Override) -> bool:
+    """A list of values, `choice(...)` or `range(...)`; a glob over the options of a group asks a loader of Hydra's."""
+    is_glob = override.value_type is ValueType.GLOB_CHOICE_SWEEP
+    return (override.is_choice_sweep() and not is_glob) or override.is_range_sweep()
+
+
 def points(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
     """The runs of a sweep in Hydra's order, the last override fastest: (what is swept, all overrides) of each. Raises
     HydraException, and ValueError for what names no finite list of values."""
@@ -54,12 +60,66 @@ def points(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
         if not override.is_sweep_override():
             choices.append([(text, False)])
             continue
-        if not (override.is_choice_sweep() or override.is_range_sweep()):
+        if not _is_list(override):
             raise ValueError(text)
         key = override.get_key_element()
         choices.append([(f"{key}={value}", True) for value in override.sweep_string_iterator()])
     found = itertools.product(*choices)
     return [([text for text, swept in point if swept], [text for text, _ in point]) for point in found]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What one override lets a search choose from: `values` (`ordered`: of a range, in equal steps), or all numbers
+    from `low` to `high`."""
+
+    key: str
+    values: tuple[str, ...] = ()
+    ordered: bool = False
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    whole: bool = False
+
+    def __str__(self) -> str:
+        numbers = " whole numbers" * self.whole + ", evenly over their logarithm" * self.log
+        return f"{self.key}  {', '.join(self.values) or f'{self.low:g} to {self.high:g}{numbers}'}"
+
+    def ends(self) -> tuple[str, ...]:
+        """All values, or the first and the last."""
+        if self.values:
+            return (self.values[0], self.values[-1]) if self.ordered else self.values
+        return (self.text(self.low), self.text(self.high))
+
+    def text(self, number: float) -> str:
+        """A number as Hydra reads it."""
+        if self.ordered:
+            return min(self.values, key=lambda value: abs(float(value) - number))
+        return str(round(number)) if self.whole else repr(float(number))
+
+
+def axes(overrides: Sequence[str]) -> tuple[list[Axis], list[str]]:
+    """What a search varies, and the overrides that stay: `choice(...)`, lists, `range(...)`, `interval(...)` with the
+    tags `log` and `int`. Raises HydraException, and ValueError for what is none of them."""
+    found, fixed = [], []
+    for text in overrides:
+        override = parse(text)
+        if not override.is_sweep_override():
+            fixed.append(text)
+            continue
+        key, value = str(override.get_key_element()), override.value()
+        if isinstance(value, IntervalSweep):
+            low, high = value.start, value.end
+            if low is None or high is None or not low < high or ("log" in value.tags and low <= 0):
+                raise ValueError(text)
+            whole = "int" in value.tags or (isinstance(low, int) and isinstance(high, int))
+            found.append(Axis(key, low=low, high=high, log="log" in value.tags, whole=whole))
+        elif _is_list(override):
+            ordered = isinstance(value, RangeSweep) and not value.shuffle
+            found.append(Axis(key, tuple(override.sweep_string_iterator()), ordered=ordered))
+        else:
+            raise ValueError(text)
+    return found, fixed
 
 
 class _Checked(CachingConfigRepository):

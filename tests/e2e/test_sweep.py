@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.e2e.command import automodel, curve, write_config
 
@@ -43,6 +44,7 @@ def test_every_combination_is_one_run_in_hydras_order(home: Path) -> None:
         (("optimizer.lr=1e-3,x",), "optimizer.lr"),
         (("seed=0,1", "--nodes", "2"), "--nodes is for a cluster"),
         (("seed=0,1", "--slurm"), "--slurm needs the size of one run"),
+        (("seed=0,1", "--slurm", "--optuna", "2"), "--optuna needs the end of a run"),
     ],
 )
 def test_what_cannot_run_is_refused_before_the_first_run(home: Path, words: tuple[str, ...], text: str) -> None:
@@ -79,3 +81,19 @@ def test_on_slurm_it_is_one_array_of_the_runs_that_are_left(home: Path) -> None:
     assert [line.strip() for line in lines if "/runs/s/" in line] == [
         f"{home}/runs/s/000-seed=0", f"{home}/runs/s/001-seed=1"
     ]  # fmt: skip
+
+
+def test_a_search_runs_what_optuna_chooses_and_goes_on(home: Path) -> None:
+    pytest.importorskip("optuna")
+    words = ("sweep", "-c", "tiny.yaml", "train.max_steps=1", "data.task.num_validation=2", "--name", "search",
+             "optimizer.lr=tag(log, interval(1e-4, 1e-1))", "logging.report=false")  # fmt: skip
+    done = automodel(home, *words, "--optuna", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = automodel(home, *words, "--optuna", "2")
+    assert "[2/2]" in done.stdout and "[1/2]" not in done.stdout and done.returncode == 0
+    runs = sorted((home / "runs/search").glob("00*"))
+    chosen = [float(yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["lr"]) for run in runs]
+    assert len(set(chosen)) == 2 and all(1e-4 <= lr <= 1e-1 for lr in chosen)
+    best, other = sorted(runs, key=lambda run: curve(run, "val_loss")[-1])
+    table = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("00")]
+    assert table == [best.name, other.name]
