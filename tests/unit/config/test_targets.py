@@ -33,7 +33,7 @@ HOSTILE = [
     # attribute walks through what is allowed
     "automodel_cli.config.compose.yaml.dump",
     "automodel_cli.config.check.os.system",
-    "automodel_cli.config.check.functools.partial",
+    "automodel_cli.config.build.functools.partial",
     "automodel_cli.launch.local.shutil.rmtree",
     "automodel_cli.config.check.sys.modules",
     "automodel_cli.config.check.importlib.import_module",
@@ -44,7 +44,7 @@ HOSTILE = [
     "torch.optim.AdamW.__init__.__globals__",
     "automodel_cli.__loader__.load_module",
     "automodel_cli.config.check.__builtins__",
-    "automodel_cli.config.check._Binder",
+    "automodel_cli.config.build._located",
     # ours, but no config node
     "automodel_cli.config.check.check",
     "automodel_cli.cli.main.main",
@@ -73,7 +73,7 @@ def test_hostile_targets_are_refused(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "rule"),
     [
-        ("automodel_cli.config.check.targets.resolve", "is an alias: automodel_cli.config.check.targets is the module"),
+        ("automodel_cli.config.bind.targets.resolve", "is an alias: automodel_cli.config.check.targets is the module"),
         ("automodel_cli.config.check._Node", "reaches into private names"),
         ("torch.optim.lr_scheduler.partial", "is functools.partial, which is outside the packages"),
         ("automodel_cli.config.check.check", "is a function; a config builds classes"),
