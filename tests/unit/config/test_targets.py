@@ -73,7 +73,7 @@ def test_hostile_targets_are_refused(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "rule"),
     [
-        ("automodel_cli.config.bind.targets.resolve", "is an alias: automodel_cli.config.check.targets is the module"),
+        ("automodel_cli.config.bind.targets.resolve", "is an alias: automodel_cli.config.bind.targets is the module"),
         ("automodel_cli.config.check._Node", "reaches into private names"),
         ("torch.optim.lr_scheduler.partial", "is functools.partial, which is outside the packages"),
         ("automodel_cli.config.check.check", "is a function; a config builds classes"),
