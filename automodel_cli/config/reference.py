@@ -46,7 +46,10 @@ _OPEN = {
     ),
     "rollout.environment": (
         "automodel_cli.rollout.calculator.Calculator",
-        *(f"automodel_cli.rollout.environments.{name}" for name in ("functions.FunctionTools", "python.PythonTool")),
+        *(
+            f"automodel_cli.rollout.environments.{name}"
+            for name in ("functions.FunctionTools", "python.PythonTool", "mcp.MCPTools")
+        ),
     ),
     "rewards": tuple(
         f"automodel_cli.rollout.rewards.{name}"

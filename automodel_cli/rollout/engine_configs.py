@@ -295,8 +295,9 @@ def _address_for(url: str) -> str:
     return "127.0.0.1" if urlsplit(url).hostname in ("127.0.0.1", "localhost") else socket.gethostname()
 
 
-def words_of(command: str | list[str]) -> list[str]:
-    """The program and its arguments. Raises ConfigError for a text that only a shell would understand."""
+def words_of(command: str | list[str], key: str = "command") -> list[str]:
+    """The program and its arguments, which stand at `key` of a node. Raises ConfigError for a text that only a shell
+    would understand."""
     if not isinstance(command, str):
         words = command
     else:
@@ -306,16 +307,16 @@ def words_of(command: str | list[str]) -> list[str]:
             lexer.whitespace_split = True
             operators = [token for token in lexer if token and set(token) <= set("();<>|&")]
         except ValueError as error:  # an open quote
-            raise ConfigError(f"command={command!r} cannot be cut into words: {error}", keys=("command",)) from error
+            raise ConfigError(f"{key}={command!r} cannot be cut into words: {error}", keys=(key,)) from error
         wanted = operators or re.findall(r"`|\$[({A-Za-z_]", command)
         if wanted or (words and re.match(r"[A-Za-z_]\w*=", words[0])):
             raise ConfigError(
-                f"command={command!r} needs a shell ({(wanted or words)[0]}), and is run without one",
-                keys=("command",),
-                fix=f"rollout.engine.command='{json.dumps(['bash', '-c', command])}'",
+                f"{key}={command!r} needs a shell ({(wanted or words)[0]}), and is run without one",
+                keys=(key,),
+                fix=f"{key}='{json.dumps(['bash', '-c', command])}'",
             )
     if not words or not words[0]:
-        raise ConfigError(f"command={command!r} names no program", keys=("command",), fix="rollout.engine.command=null")
+        raise ConfigError(f"{key}={command!r} names no program", keys=(key,), fix=f"{key}=null")
     return list(words)
 
 

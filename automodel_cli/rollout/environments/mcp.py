@@ -1,0 +1,231 @@
+"""The tools of MCP servers (Model Context Protocol) as the model's tools; extra `mcp`. Torch-free.
+
+A server is a program that this process starts and speaks to on its standard input and output. Each is started once, at
+the first use, and serves all conversations of this process; one that has died is started again by the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from automodel_cli.config import trust
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.rollout.engine_configs import words_of
+from automodel_cli.rollout.environments.tools import ToolEnvironment, ToolError
+from automodel_cli.rollout.loop_thread import LoopThread
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCPTools(ToolEnvironment):
+    """The tools of `servers`, by name: the command of each, a list of words or one text that is cut into words as a
+    shell does; no shell runs it. It has this user's rights, and of this process's environment only what the `mcp`
+    package hands on (PATH, HOME and the like) and `variables`. The command line must allow it: `--trust command`.
+
+    The model calls a tool by its own name, so names must differ between servers. Only `tools_of_server` are offered
+    where it names some (by server). A server must answer within `start_timeout` seconds when it starts. Every process
+    of the run starts servers of its own.
+    """
+
+    servers: dict[str, str | list[str]] = field(
+        default_factory=dict, metadata=trust.runs(trust.COMMAND, "names commands that the run starts on its machines")
+    )
+    variables: dict[str, str] = field(default_factory=dict)
+    tools_of_server: dict[str, list[str]] = field(default_factory=dict)
+    start_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.servers:
+            raise ConfigError("servers names no server", keys=("servers",))
+        for name, command in self.servers.items():
+            words_of(command, f"servers.{name}")
+        for name in self.tools_of_server:
+            if name not in self.servers:
+                raise ConfigError(
+                    f"tools_of_server.{name} is no server: there are {', '.join(self.servers)}",
+                    keys=(f"tools_of_server.{name}",),
+                )
+        if not self.start_timeout > 0:
+            raise ConfigError(
+                f"start_timeout={self.start_timeout} s must be above 0", keys=("start_timeout",), fix="start_timeout=60"
+            )
+
+    def check(self) -> None:
+        """Raise ConfigError where the package is missing, and RunError where a server does not start."""
+        if importlib.util.find_spec("mcp") is None:
+            raise ConfigError("the package mcp is missing", fix="pip install 'automodel-cli[mcp]'")
+        self.definitions()
+
+    def close(self) -> None:
+        """End the servers."""
+        if "_sessions" in vars(self):
+            self._sessions.close()
+
+    def definitions(self) -> list[dict[str, Any]]:
+        """See `ToolEnvironment.definitions`. Raises RunError where a server does not start."""
+        return [definition for definition, _ in self._tools.values()]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """See `ToolEnvironment.call`. Raises ConnectionError where the server is gone."""
+        _, server = self._tools[name]
+        result = await asyncio.wrap_future(self._sessions.begin_call(server, name, arguments))
+        text = "\n".join(_text_of(part) for part in result["content"])
+        if result.get("isError"):
+            raise ToolError(text)
+        return text
+
+    @cached_property
+    def _sessions(self) -> _Sessions:
+        commands = {name: words_of(command) for name, command in self.servers.items()}
+        return _Sessions(commands, self.variables, self.start_timeout)
+
+    @cached_property
+    def _tools(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """Definition and server of each tool, by name."""
+        found: dict[str, tuple[dict[str, Any], str]] = {}
+        for server in self.servers:
+            listed = self._sessions.tools(server)
+            wanted = self.tools_of_server.get(server, [tool["name"] for tool in listed])
+            offered = {tool["name"]: tool for tool in listed}
+            for name in wanted:
+                if name not in offered:
+                    raise ConfigError(
+                        f"tools_of_server.{server}: the server has no tool {name!r}, only {', '.join(offered)}",
+                        keys=(f"tools_of_server.{server}",),
+                    )
+                if name in found:
+                    raise ConfigError(
+                        f"servers.{server} and servers.{found[name][1]} both have a tool {name!r}",
+                        keys=("tools_of_server",),
+                        fix=f"tools_of_server.{server}={[n for n in wanted if n != name]}",
+                    )
+                found[name] = (_definition(offered[name]), server)
+        return found
+
+
+class _Sessions:
+    """Open servers, in a loop of their own: it must outlive the calls, which come from several loops."""
+
+    def __init__(self, commands: dict[str, list[str]], variables: dict[str, str], start_timeout: float):
+        self._commands, self._variables, self._timeout = commands, variables, start_timeout
+        self._loop = LoopThread("mcp")
+        self._open: dict[str, tuple[Any, asyncio.Event, Future[None]]] = {}
+        self._starting: dict[str, asyncio.Lock] = {}
+        self._once = threading.Lock()
+
+    def tools(self, server: str) -> Sequence[dict[str, Any]]:
+        """What the server lists."""
+        with self._once:
+            return self._loop.run(self._listed(server))
+
+    def begin_call(self, server: str, name: str, arguments: dict[str, Any]) -> Future[dict[str, Any]]:
+        """The server's answer, as the protocol writes it."""
+        return self._loop.begin(self._called(server, name, arguments))
+
+    def close(self) -> None:
+        """End all servers."""
+        for server in list(self._open):
+            self._loop.run(self._ended(server))
+        self._loop.close()
+
+    async def _listed(self, server: str) -> list[dict[str, Any]]:
+        session = await self._session(server)
+        found, cursor = [], None
+        while True:
+            answer = _wire(await session.list_tools(**({"cursor": cursor} if cursor else {})))
+            found += answer["tools"]
+            cursor = answer.get("nextCursor")
+            if not cursor:
+                return found
+
+    async def _called(self, server: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        session = await self._session(server)
+        try:
+            return _wire(await session.call_tool(name, arguments))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if _refused(error):
+                raise ToolError(str(error)) from error
+            logger.warning("the MCP server %s is gone (%s: %s)", server, type(error).__name__, error)
+            await self._ended(server)
+            raise ConnectionError(f"the MCP server {server} is gone: {type(error).__name__}: {error}") from error
+
+    async def _session(self, server: str) -> Any:
+        async with self._starting.setdefault(server, asyncio.Lock()):
+            if server not in self._open:
+                ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                ending = asyncio.Event()
+                task = asyncio.ensure_future(self._serve(server, ready, ending))
+                try:
+                    session = await asyncio.wait_for(ready, self._timeout)
+                except Exception as error:
+                    task.cancel()
+                    words = f"did not answer within {self._timeout:g} s" if isinstance(error, TimeoutError) else error
+                    raise RunError(
+                        f"the MCP server {server} ({' '.join(self._commands[server])}) does not start: {words}",
+                        keys=("rollout.environment",),
+                        fix="try its command in a terminal",
+                    ) from error
+                self._open[server] = (session, ending, task)  # type: ignore[assignment]
+            return self._open[server][0]
+
+    async def _serve(self, server: str, ready: asyncio.Future[Any], ending: asyncio.Event) -> None:
+        """The server's life: entered and left in one task, as the package asks."""
+        from mcp import ClientSession, StdioServerParameters
+        from mcp.client.stdio import get_default_environment, stdio_client
+
+        program, *arguments = self._commands[server]
+        variables = {**get_default_environment(), **self._variables}
+        parameters = StdioServerParameters(command=program, args=arguments, env=variables)
+        try:
+            async with stdio_client(parameters) as (read, write), ClientSession(read, write) as session:
+                await session.initialize()
+                ready.set_result(session)
+                await ending.wait()
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+            else:
+                logger.debug("the MCP server %s ended with %r", server, error)
+
+    async def _ended(self, server: str) -> None:
+        if server not in self._open:
+            return
+        _, ending, task = self._open.pop(server)
+        ending.set()
+        await asyncio.wait([task], timeout=self._timeout)  # type: ignore[type-var]
+
+
+def _wire(answer: Any) -> dict[str, Any]:
+    """An answer as the protocol writes it: releases of the package name its fields differently."""
+    return dict(answer.model_dump(mode="json", by_alias=True))
+
+
+def _refused(error: Exception) -> bool:
+    """Whether the server itself says that the call is wrong (JSON-RPC's codes for that); else it is gone."""
+    code = getattr(getattr(error, "error", None), "code", None)
+    return code in (-32600, -32601, -32602)
+
+
+def _definition(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["inputSchema"]}
+    return {"type": "function", "function": function}
+
+
+def _text_of(part: dict[str, Any]) -> str:
+    """A part of an answer; of what is no text, its kind."""
+    if part.get("type") == "text":
+        return str(part["text"])
+    resource = part.get("resource") or {}
+    return str(resource.get("text") or f"[{part.get('type')}]")
