@@ -59,7 +59,8 @@ class GRPORecipe(Recipe):
         self._check_reference_update()
         self._check_selection()
         self.generation_servers()  # has rules of its own
-        if not self.rewards and (self.teacher is None or selection_of(self.objective) is not None):
+        judged = self.rewards or self.rollout.played
+        if not judged and (self.teacher is None or selection_of(self.objective) is not None):
             raise ConfigError(
                 "no reward says what a good response is",
                 keys=("rewards",),

@@ -29,7 +29,11 @@ RECIPES = (
 )
 _OPEN = {
     "objective": ("automodel_cli.objectives.sft.SFT",),
-    "data.task": ("automodel_cli.data.tasks.ChatTasks", "automodel_cli.rollout.rewards.reasoning.ReasoningTasks"),
+    "data.task": (
+        "automodel_cli.data.tasks.ChatTasks",
+        "automodel_cli.rollout.rewards.reasoning.ReasoningTasks",
+        "automodel_cli.rollout.environments.verifiers.VerifiersTasks",
+    ),
     "model.tokenizer": (
         "automodel_cli.models.tokenizer.ByteTokenizer",
         "automodel_cli.models.tokenizer.PretrainedTokenizer",
@@ -48,7 +52,10 @@ _OPEN = {
         "automodel_cli.rollout.calculator.Calculator",
         *(
             f"automodel_cli.rollout.environments.{name}"
-            for name in ("functions.FunctionTools", "python.PythonTool", "mcp.MCPTools")
+            for name in (
+                *("functions.FunctionTools", "python.PythonTool", "mcp.MCPTools"),
+                "verifiers.VerifiersEnvironment",
+            )
         ),
     ),
     "rewards": tuple(

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, sample_seed
-from automodel_cli.rollout.environment import EpisodeEnd, Message
+from automodel_cli.rollout.environment import EpisodeEnd, Message, Turn
 from automodel_cli.rollout.environment_pool import Account, EnvironmentPool, Failure
 from automodel_cli.rollout.loop_thread import in_thread
 from automodel_cli.rollout.token_turns import check_read, tokens_between
@@ -176,13 +176,16 @@ class Player:
         """What the environment makes of the model's newest message."""
         environment = self.pool.of(episode.row)
         messages = [*episode.messages, *episode.said]
-        turn = await self.pool.turn(episode.name, messages, episode.row, episode.state, episode.account)
+        try:
+            turn = await self.pool.turn(episode.name, messages, episode.row, episode.state, episode.account)
+        except DataError as error:
+            raise DataError(f"{episode.name}, turn {episode.num_turns}: {error.message}", fix=error.fix) from error
         if isinstance(turn, Failure):
             return _failed(episode, turn, environment.on_error)
-        if turn.done or episode.cut:
+        if turn.done:
             return Reply(turn.reward, end=episode.finish_reason)
-        if episode.num_turns == environment.max_turns:
-            return Reply(turn.reward, end="turns")
+        if episode.cut or episode.num_turns == environment.max_turns:
+            return await self._broken_off(episode, turn, "length" if episode.cut else "turns")
         try:
             tokens = tokens_between(self.tokenizer, self.chat_template, episode, turn.observations)
         except ConfigError:  # of the template, not of what it renders
@@ -190,9 +193,16 @@ class Player:
         except Exception as error:  # a message that no template renders ends its episode
             return _failed(episode, Failure("error", f"{type(error).__name__}: {error}"), environment.on_error)
         if len(episode.prompt) + len(episode.tokens) + len(tokens) > self.seq_len - self.params.max_new_tokens:
-            return Reply(turn.reward, end="length")
+            return await self._broken_off(episode, turn, "length")
         episode.state = turn.state
         return Reply(turn.reward, tuple(dict(message) for message in turn.observations), tuple(tokens))
+
+    async def _broken_off(self, episode: Episode, turn: Turn, end: EpisodeEnd) -> Reply:
+        """The end of an episode whose environment would have gone on."""
+        last = await self.pool.ended(episode.name, episode.row, turn.state, episode.account)
+        if isinstance(last, Failure):
+            return _failed(episode, last, self.pool.of(episode.row).on_error)
+        return Reply(turn.reward + last.reward, end=end)
 
 
 def _seed(episode: Episode, turn: int) -> int | None:

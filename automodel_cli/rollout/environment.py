@@ -97,6 +97,12 @@ class EnvironmentNode(Protocol):
         of its own."""
         ...
 
+    @abstractmethod
+    async def ended(self, state: Any) -> float:
+        """A last reward for an episode that ends although the environment would have gone on (a message was cut off, or
+        there is no turn or no room left); `state` is what its last turn has left."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
@@ -144,6 +150,10 @@ class Environment:
     def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn | Awaitable[Turn]:
         """See `EnvironmentNode.step`."""
         raise NotImplementedError
+
+    async def ended(self, state: Any) -> float:
+        """Nothing more."""
+        return 0.0
 
 
 def check_limits(node: EnvironmentNode, place: str = "") -> None:

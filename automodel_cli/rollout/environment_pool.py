@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from automodel_cli.config.errors import ConfigError
@@ -84,11 +85,26 @@ class EnvironmentPool:
         """The environment's answer, or why there is none. Waits for one of its places first, which counts against no
         limit."""
         environment = self.of(row)
+        return await self._placed(name, row, partial(environment.step, messages, row, state), account)
+
+    async def ended(self, name: str, row: Mapping[str, Any], state: Any, account: Account) -> Turn | Failure:
+        """The environment's last reward for an episode that ends although it would have gone on."""
+        environment = self.of(row)
+
+        async def last() -> Turn:
+            return Turn(reward=await environment.ended(state))
+
+        return await self._placed(name, row, last, account)
+
+    async def _placed(
+        self, name: str, row: Mapping[str, Any], step: Callable[[], Any], account: Account
+    ) -> Turn | Failure:
+        environment = self.of(row)
         places = self._places.setdefault(self.name_of(row), asyncio.Semaphore(environment.concurrency))
         async with places:
             began = time.monotonic()
             try:
-                return await self._tried(environment, name, lambda: environment.step(messages, row, state), account)
+                return await self._tried(environment, name, step, account)
             finally:
                 spent = time.monotonic() - began
                 account.seconds += spent
@@ -105,14 +121,16 @@ class EnvironmentPool:
             try:
                 if seconds <= 0:
                     raise TimeoutError
-                return _checked(await asyncio.wait_for(_called(step, environment), _finite(seconds)))
+                return _checked(await asyncio.wait_for(_called(step), _finite(seconds)))
             except TimeoutError:
                 account.timeouts += 1
                 over = seconds >= room
                 key, value = ("episode_timeout", limit) if over else ("turn_timeout", environment.turn_timeout)
                 failure = Failure("timeout", f"took longer than {key}={value} s")
                 last = over or attempt == environment.retries
-            except Exception as error:  # whatever an environment raises belongs to its episode
+            except ConfigError:  # what no try can mend
+                raise
+            except Exception as error:  # whatever else an environment raises belongs to its episode
                 failure, last = Failure("error", f"{type(error).__name__}: {error}"), attempt == environment.retries
             if last:
                 break
@@ -125,10 +143,9 @@ class EnvironmentPool:
         return failure
 
 
-async def _called(step: Callable[[], Any], environment: EnvironmentNode) -> Any:
-    if inspect.iscoroutinefunction(environment.step):
-        return await step()
-    found = await in_thread(step)
+async def _called(step: Callable[[], Any]) -> Any:
+    """A step of an `async def` is awaited here; any other runs in a thread, and what it returns may be awaitable."""
+    found = step() if inspect.iscoroutinefunction(step) else await in_thread(step)
     return await found if isinstance(found, Awaitable) else found
 
 

@@ -66,7 +66,8 @@ class Rollouts(Callback):
         self.objective = objective
         self.mesh, self.model = session.mesh, session.model
         check_columns(rewards, _rows(session))
-        self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=teacher is None)
+        required = teacher is None and not config.played
+        self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=required)
         self.pool = self._build_pool()
         self.engine = self.config.engine.build(EngineHost(session, shares_gpus=config.shares_gpus))
         capabilities = self.engine.capabilities

@@ -131,3 +131,48 @@ def test_what_several_turns_cannot_be_combined_with_is_refused(tmp_path: Path) -
     ):
         done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *TOOL, *overrides)
         assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
+
+
+THEIRS = """
+import verifiers as vf
+from datasets import Dataset
+
+def rows():
+    return Dataset.from_list([{"question": f"Say {n}", "answer": str(n)} for n in range(40)])
+
+async def letters(completion):
+    return sum(c in "abcdefg" for c in str(completion[-1].content)) / 8
+
+class Twice(vf.MultiTurnEnv):
+    async def env_response(self, messages, state):
+        return [vf.UserMessage(content="Again")]
+
+def load_environment():
+    return Twice(dataset=rows(), eval_dataset=rows(), rubric=vf.Rubric(funcs=[letters]), max_turns=2)
+"""
+
+
+def test_a_run_in_an_environment_of_verifiers(tmp_path: Path) -> None:
+    verifiers = pytest.importorskip("verifiers")
+    if not hasattr(verifiers, "load_environment"):
+        pytest.skip("this release of verifiers has no load_environment")
+    write_config(tmp_path)
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    node = "automodel_cli.rollout.environments.verifiers"
+    overrides = [
+        f"data.task={{_target_: {node}.VerifiersTasks, environment: theirs, num_validation: 4}}",
+        f"rollout.environment={{_target_: {node}.VerifiersEnvironment, environment: theirs}}",
+        "rewards=none",
+        *("~rewards.digit", "~rewards.other", "data.seq_len=128", "train.max_steps=2", STOPS),
+    ]
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", "--trust-package", "theirs", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = samples_of(tmp_path / "runs" / "tiny")
+    assert len(samples) == 32 and {sample["finish_reason"] for sample in samples} <= {"stop", "length"}
+    for sample in samples:
+        roles = [turn["role"] for turn in sample["turns"]]
+        assert roles == (["assistant", "user", "assistant"] if sample["finish_reason"] == "stop" else roles)
+        right = sum(c in "abcdefg" for c in sample["completion"]) / 8
+        assert sample["reward"] == pytest.approx(right if roles[-1] == "assistant" else 0)
+    for row in (row for row in metrics(tmp_path / "runs" / "tiny") if "loss" in row):
+        assert row["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5) and row["environment_failed"] == 0

@@ -149,7 +149,10 @@ class _Sessions:
                 return found
 
     async def _called(self, server: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        session = await self._session(server)
+        try:
+            session = await self._session(server)
+        except RunError as error:  # it has started before: a later try may find it
+            raise ConnectionError(error.message) from error
         try:
             return _wire(await session.call_tool(name, arguments))
         except asyncio.CancelledError:

@@ -93,8 +93,7 @@ class ToolEnvironment(Environment):
         return Turn(tuple(said), reward, done=False)
 
     def _calls(self, text: str) -> Iterator[Call | ToolError]:
-        for found in re.finditer(self.pattern, text, re.DOTALL):
-            yield read_call(found[1])
+        return calls_in(self.pattern, text)
 
     async def _made(self, call: Call | ToolError) -> str:
         if isinstance(call, ToolError):
@@ -108,6 +107,12 @@ class ToolEnvironment(Environment):
         if len(text) <= self.max_result_chars:
             return text
         return f"{text[: self.max_result_chars]} ... ({len(text) - self.max_result_chars} more characters)"
+
+
+def calls_in(pattern: str, text: str) -> Iterator[Call | ToolError]:
+    """What the first group of `pattern` captures, each as a call."""
+    for found in re.finditer(pattern, text, re.DOTALL):
+        yield read_call(found[1])
 
 
 def read_call(text: str) -> Call | ToolError:

@@ -63,6 +63,8 @@ class Free:
         pass
     def close(self):
         pass
+    async def ended(self, state):
+        return 0.0
     def step(self, messages, row, state):
         return Turn()
 """

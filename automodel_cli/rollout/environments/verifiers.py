@@ -1,0 +1,289 @@
+"""Environments of the `verifiers` package (extra `verifiers`): their rows, their turns and their rubric. Torch-free.
+
+Such an environment runs its own conversation and asks a client for the model's messages. Here the client waits for
+the engine: each question of the environment is a turn of an episode, so tokens stay those that the model drew. Every
+turn is asserted that the conversation which it asks about is the one that was played so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import json
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from automodel_cli.config import trust
+from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.rollout.environment import Environment, Message, Turn
+from automodel_cli.rollout.environments.tools import Call, calls_in
+from automodel_cli.rollout.rewards.text import check_pattern
+
+if TYPE_CHECKING:
+    from verifiers import Environment as Theirs
+
+_VERSION = 1  # part of every cache key
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiersTasks:
+    """The rows of an environment of `verifiers`; fits `data.task`. `environment` is the module that has its
+    `load_environment` (a name with `_`, not `-`), `arguments` are those of that function. The command line must allow
+    the module: `--trust-package`.
+
+    Of its training rows the first `num_train` are taken (null: all), of those for evaluation `num_validation`. Of the
+    answer the rows hold nothing that the model sees.
+    """
+
+    environment: str = field(metadata=trust.imports())
+    arguments: dict[str, Any] = field(default_factory=dict)
+    num_train: int | None = None
+    num_validation: int = 64
+
+    def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
+        """Dicts with `messages`, `answer`, `kind` (the environment) and `entry`, what the environment needs."""
+        loaded = load(self.environment, self.arguments)
+        count = self.num_train if split == "train" else self.num_validation
+        if count == 0:
+            return
+        read = loaded.get_dataset if split == "train" else loaded.get_eval_dataset
+        for entry in read(n=-1 if count is None else count):
+            messages = [_message(message) for message in entry["prompt"]]
+            answer = str(entry.get("answer") or "")
+            kept = {key: value for key, value in entry.items() if value is not None}
+            yield {"messages": messages, "answer": answer, "kind": self.environment, "entry": kept}
+
+    def cache_key(self) -> str:
+        """Hex digest of what decides the rows, the package's version included."""
+        from importlib.metadata import version
+
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        text = json.dumps([_VERSION, version("verifiers"), fields], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiersEnvironment(Environment):
+    """An environment of `verifiers` on the rows of `VerifiersTasks` with the same `environment` and `arguments`.
+
+    Its rubric's reward is the environment's; a rubric that compares the samples of a group is refused. It ends after
+    its own number of turns, at most `max_turns`. Its tools are shown by the chat template with `show_tools`, and called
+    as `ToolEnvironment` reads calls (`pattern`). `retries` must be 0: a conversation of theirs cannot go back one turn.
+    """
+
+    environment: str = field(metadata=trust.imports())
+    arguments: dict[str, Any] = field(default_factory=dict)
+    pattern: str = r"<tool_call>(.*?)</tool_call>"
+    show_tools: bool = True
+    max_turns: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern("pattern", self.pattern, groups=1)
+        if self.retries:
+            raise ConfigError(
+                f"retries={self.retries}: a conversation of verifiers cannot go back one turn",
+                keys=("retries",),
+                fix="retries=0",
+            )
+
+    def check(self) -> None:
+        """Raise ConfigError where the package is missing, or the environment compares samples of a group."""
+        if self._theirs.rubric.has_group_rewards:
+            raise ConfigError(
+                f"{self.environment}: its rubric judges the samples of a group together, and episodes end one by one",
+                keys=("rollout.environment",),
+            )
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """The environment's tools as OpenAI's definitions."""
+        defined = (self._theirs.tool_defs or []) if self.show_tools else []
+        described = [dict(tool.model_dump(include={"name", "description", "parameters"})) for tool in defined]
+        return [{"type": "function", "function": function} for function in described]
+
+    async def step(self, messages: Sequence[Message], row: Mapping[str, Any], state: Any) -> Turn:
+        """See `EnvironmentNode.step`. Raises DataError where the environment asks about another conversation."""
+        talk = state
+        if talk is None:
+            talk = _Talk(self._theirs, row["entry"])
+        try:
+            if state is None:
+                await talk.asked(messages[:-1])
+            text = str(messages[-1]["content"])
+            talk.answer(text, [call for call in calls_in(self.pattern, text) if isinstance(call, Call)])
+            said = await talk.asked(messages)
+        except BaseException:
+            talk.task.cancel()
+            raise
+        if said is None:
+            output = talk.task.result()
+            if output["error"] is not None:
+                raise RuntimeError(f"{self.environment}: {output['error']}")
+            return Turn(reward=float(output["reward"] or 0.0))
+        return Turn(tuple(said), done=False, state=talk)
+
+    async def ended(self, state: Any) -> float:
+        """The rubric's reward for a conversation that has no room for another message."""
+        output = await state.broken_off()
+        return float(output["reward"] or 0.0)
+
+    @property
+    def _theirs(self) -> Theirs:
+        return load(self.environment, self.arguments)
+
+
+class _Talk:
+    """One conversation of theirs: a task that asks, and what it was told."""
+
+    def __init__(self, theirs: Theirs, entry: Mapping[str, Any]):
+        self._question: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
+        self._reply: asyncio.Future[Any] | None = None
+        client = _client_class()(self._ask)
+        work = theirs.run_rollout(dict(entry), client, "policy", {})  # type: ignore[arg-type]
+        self.task = asyncio.ensure_future(work)
+
+    async def asked(self, known: Sequence[Message]) -> list[Message] | None:
+        """What follows on the messages `known` when it asks next; None when it has ended."""
+        await asyncio.wait([self.task, self._question], return_when=asyncio.FIRST_COMPLETED)
+        if not self._question.done():
+            return None
+        question = self._question.result()
+        for number, (theirs, ours) in enumerate(zip(question, known, strict=False)):
+            if theirs != _message(ours):
+                raise DataError(
+                    f"message {number + 1}: the environment asks about a conversation with {theirs}, and the model has "
+                    f"read and said {_message(ours)}: it rewrites what was said, which cannot be trained on"
+                )
+        if len(question) < len(known):
+            raise DataError(
+                f"the environment asks about {len(question)} messages of the {len(known)} that the model has read and "
+                "said: it leaves some out, which cannot be trained on"
+            )
+        return question[len(known) :]
+
+    def answer(self, text: str, calls: Sequence[Call]) -> None:
+        """The model's message."""
+        assert self._reply is not None
+        self._question = asyncio.get_running_loop().create_future()
+        self._reply.set_result(_response(text, calls))
+
+    async def broken_off(self) -> Any:
+        """How it ends when it gets no further message."""
+        from verifiers.errors import OverlongPromptError
+
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(OverlongPromptError("no room for another message"))
+        return await self.task
+
+    async def _ask(self, messages: Sequence[Any]) -> Any:
+        self._reply = asyncio.get_running_loop().create_future()
+        self._question.set_result([_message(message) for message in messages])
+        return await self._reply
+
+
+@functools.cache
+def _client_class() -> Any:
+    from verifiers.clients import Client
+
+    class Waiting(Client):  # type: ignore[type-arg]
+        """A client whose answers come from elsewhere."""
+
+        def __init__(self, ask: Any):
+            super().__init__(ask)
+            self._ask = ask
+
+        async def get_response(
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
+        ) -> Any:
+            return await self._ask(prompt)
+
+        async def close(self) -> None:
+            pass
+
+        def setup_client(self, config: Any) -> Any:
+            raise NotImplementedError
+
+        async def to_native_tool(self, tool: Any) -> Any:
+            raise NotImplementedError
+
+        async def to_native_prompt(self, messages: Any) -> Any:
+            raise NotImplementedError
+
+        async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+        async def raise_from_native_response(self, response: Any) -> None:
+            raise NotImplementedError
+
+        async def from_native_response(self, response: Any) -> Any:
+            raise NotImplementedError
+
+    return Waiting
+
+
+def _response(text: str, calls: Sequence[Call]) -> Any:
+    from verifiers.types import Response, ResponseMessage, ToolCall
+
+    made = [ToolCall(id=uuid.uuid4().hex, name=call.name, arguments=json.dumps(call.arguments)) for call in calls]
+    message = ResponseMessage(
+        content=text, tool_calls=made or None, finish_reason="tool_calls" if made else "stop", is_truncated=False
+    )
+    return Response(id=uuid.uuid4().hex, created=int(time.time()), model="policy", message=message)
+
+
+def _message(message: Any) -> Message:
+    """Role and text; of content in parts, their texts."""
+    fields = message if isinstance(message, Mapping) else message.model_dump()
+    content = fields.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
+    return {"role": str(fields["role"]), "content": str(content or "")}
+
+
+def load(environment: str, arguments: Mapping[str, Any]) -> Theirs:
+    """The environment, loaded once in a process. Raises ConfigError where it cannot be."""
+    return _loaded(environment, json.dumps(arguments, sort_keys=True))
+
+
+@functools.cache
+def _loaded(environment: str, arguments: str) -> Theirs:
+    if importlib.util.find_spec("verifiers") is None:
+        raise ConfigError("the package verifiers is missing", fix="pip install 'automodel-cli[verifiers]'")
+    import verifiers
+
+    if not environment.replace(".", "_").isidentifier():
+        raise ConfigError(
+            f"environment={environment!r} is no name of a module",
+            keys=("environment",),
+            fix=f"environment={environment.rpartition('/')[2].replace('-', '_')}",
+        )
+    with _handlers_kept():
+        try:
+            return verifiers.load_environment(environment, **json.loads(arguments))
+        except Exception as error:  # whatever the module raises
+            raise ConfigError(
+                f"environment={environment!r} cannot be loaded: {error}", keys=("environment",)
+            ) from error
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Their environments put handlers of SIGTERM and SIGINT in the place of the run's, which end it in good order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
