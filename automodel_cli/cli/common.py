@@ -119,6 +119,16 @@ def say_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 5)
         click.echo(f"{label}  {need.key}={value} ({composed.origin(need.key)}) {need.what}: a run needs {need.option}")
 
 
+def gpus_to_train_on(recipe: ConfigRoot, num_gpus: int) -> int:
+    """How many of a run's GPUs have a rank; says where the others are."""
+    servers, train_on = recipe.generation_servers(), recipe.gpus_to_train_on(num_gpus)
+    if servers is not None and servers.gpus:
+        size = f"{servers.number} vLLM server{'s' * (servers.number > 1)} of {servers.gpus} GPUs"
+        where = "on the GPUs that train, in turns" if servers.colocated else f"on {servers.own_gpus} of {num_gpus} GPUs"
+        click.echo(f"generation: {size}, {where}; the rest is of the {train_on} GPUs that train\n")
+    return train_on
+
+
 def run_folder(name: str, *fetched: Literal["checkpoint", "export"]) -> Path:
     """The folder of a run, given as a path, a name below runs/ or a URL. Raises ConfigError.
 

@@ -62,10 +62,11 @@ def dryrun(
 
     Needs no GPU, no weights and, for models of bundled recipes, no network.
     """
-    number = None if rank == _ALL else _number(rank, gpus)
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
     common.say_untrusted(composed, untrusted)
+    gpus = common.gpus_to_train_on(recipe, gpus)
+    number = None if rank == _ALL else _number(rank, gpus)
     from automodel_cli.dryrun.command import dry_run
     from automodel_cli.dryrun.request import Request
 

@@ -37,6 +37,7 @@ def plan(
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
     common.say_untrusted(composed, untrusted)
+    gpus = common.gpus_to_train_on(recipe, gpus)
     from automodel_cli.run.plan import print_plan
 
     trace = None

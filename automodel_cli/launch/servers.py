@@ -20,6 +20,8 @@ class GenerationServers:
     port: int
     command: tuple[str, ...]
     colocated: bool = False
+    memory_share: float | None = None
+    """Of each GPU, that a server takes; None is its own choice."""
 
     @property
     def own_gpus(self) -> int:

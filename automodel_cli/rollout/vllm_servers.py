@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
@@ -23,6 +23,9 @@ class VLLMServers:
     the GPUs, so a server holds gpus / tensor_parallel copies, which share its requests; `expert_parallel` spreads the
     experts of a mixture over all GPUs of a server. `port` is that of a machine's first server, the others follow.
 
+    `dtype`: what vLLM computes in; it should be what the trainer does (`param_dtype` of its mixed precision). auto: as
+    the checkpoint is, but half precision for one in float32.
+
     `memory_share`: the share of each GPU's memory that vLLM takes. null: vLLM's own choice where it has the GPU for
     itself, 0.5 where it shares it (`rollout.placement=colocated`); what the trainer holds then must fit beside it.
 
@@ -34,6 +37,7 @@ class VLLMServers:
     gpus: int = 1
     tensor_parallel: int = 1
     expert_parallel: bool = False
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     memory_share: float | None = None
     port: int = 8000
     program: str | list[str] = field(
@@ -99,13 +103,14 @@ class VLLMServers:
             PORT,
         ]
         words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-        words += ["--max-model-len", str(max_tokens)]
+        words += ["--max-model-len", str(max_tokens), "--dtype", self.dtype]
         words += [] if model.revision is None else ["--revision", model.revision]
         words += ["--trust-remote-code"] if model.trust_remote_code else []
         words += self._on_gpus(colocated=colocated) if self.gpus else []
         if backend is not None:
             words += ["--weight-transfer-config", json.dumps({"backend": backend})]
-        return GenerationServers(self.number, self.gpus, self.port, (*words, *self.options), colocated)
+        share = self.share(colocated=colocated)
+        return GenerationServers(self.number, self.gpus, self.port, (*words, *self.options), colocated, share)
 
     def _on_gpus(self, *, colocated: bool) -> list[str]:
         copies = self.gpus // self.tensor_parallel

@@ -14,7 +14,7 @@ from automodel_cli.models import shipped
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.planning.plan import Request
+    from automodel_cli.planning.plan import Plan, Request
     from automodel_cli.planning.render import Traced
     from automodel_cli.run.recipe import Recipe
 
@@ -55,10 +55,26 @@ def print_plan(
     if recomputed is not None:
         print(f"recompute: {recomputed}\n")
     print(render.render(plan, memory_gib=memory_gib, traced=traced, width=width))
+    if (line := _while_it_generates(recipe, plan, memory_gib)) is not None:
+        print(line)
     if svg is not None:
         svg.write_text(render.svg(plan), encoding="utf-8")
         print(f"\ntimeline written to {svg}")
     return 0
+
+
+def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | None:
+    """What stays of the trainer beside servers that share its GPUs: parameters and the optimizer's states."""
+    servers = recipe.generation_servers()
+    if servers is None or not servers.colocated or servers.memory_share is None:
+        return None
+    stays = max(memory.parameters + memory.optimizer for memory in plan.memory) / 2**30
+    taken = servers.memory_share * memory_gib
+    verdict = "fits" if stays + taken <= memory_gib else "DOES NOT FIT (a smaller rollout.engine.servers.memory_share)"
+    return (
+        f"while it generates, {verdict}: {taken:.1f} GiB of vLLM (memory_share={servers.memory_share:g}) beside "
+        f"{stays:.1f} GiB of parameters and optimizer, of {memory_gib:g} GiB"
+    )
 
 
 def plan_request(recipe: Recipe, layout: Layout) -> Request:

@@ -20,6 +20,10 @@ from tests.marks import slow
 _BYTES = "model.tokenizer={_target_: automodel_cli.models.tokenizer.ByteTokenizer}"
 
 
+_ELSEWHERE = ("rollout.engine.servers=null", "rollout.engine.url=http://localhost:8000")
+"""Servers that the run starts need the name of a model."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A rank of a recipe. `waits` of the host and `kernels` are bounds for `microbatches` of them together."""
@@ -31,6 +35,7 @@ class Case:
     kernels: int
     microbatches: int = 2
     layers: int | None = None
+    more: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.recipe}-{self.layers or 'all'}"
@@ -44,13 +49,16 @@ SLOW = [
     Case("llama3_2_1b", 1, 0, waits=1, kernels=5453),
     Case("dpo_llama3_8b_pp2", 8, 4, waits=1, kernels=4586),
     Case("grpo_moonlight_16b_pp2ep4", 8, 4, waits=27, kernels=9932),
+    Case("grpo_qwen3_moe_30b_separate", 16, 0, waits=5, kernels=2666, layers=2, more=_ELSEWHERE),
 ]
 
 
 @cache
 def traced(case: Case) -> RankResult:
     overrides = () if case.layers is None else _fewer_layers(case.recipe, case.layers)
-    return trace_rank(Request(case.recipe, overrides, case.gpus, case.rank, microbatches=case.microbatches))
+    return trace_rank(
+        Request(case.recipe, (*overrides, *case.more), case.gpus, case.rank, microbatches=case.microbatches)
+    )
 
 
 def _fewer_layers(recipe: str, layers: int) -> tuple[str, ...]:

@@ -6,9 +6,13 @@ generation_config.json recommends what the run does not want, and the server is 
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
@@ -336,6 +340,33 @@ def test_a_server_that_is_killed_ends_the_run_and_the_run_goes_on_with_another(
     resumed = automodel(tmp_path, "resume", "runs/run", "train.max_steps=6")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert max(curve(run, "gen_kl_error")) < 1e-5
+
+
+def test_serve_hands_the_export_to_vllm(served: Served, model_folder: Path, tmp_path: Path) -> None:
+    """By the line that the command prints; greedy, so the library's own answer is the same."""
+    export = tmp_path / "runs" / "mine" / "export"
+    shutil.copytree(model_folder, export)
+    port = free_port()
+    more = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+    command = [sys.executable, "-m", "automodel_cli", "serve", "mine", "--port", str(port), "--", *more]
+    path = f"{VLLM}/bin:{os.environ['PATH']}"
+    server = Server(f"http://127.0.0.1:{port}", timeout=60, retries=0)
+    words = ["env", f"PATH={path}", *(f"{n}={v}" for n, v in served.environment.items()), *command]
+    process = ServerProcess(["env", "-C", str(tmp_path), *words], server, tmp_path / "log", timeout=300)
+    try:
+        line = next(line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("curl "))
+        body = json.loads(shlex.split(line)[-1])
+        question = body["messages"]
+        answer = server.post("/v1/chat/completions", body | {"temperature": 0, "max_tokens": 16, "top_k": -1})
+        tokenizer = AutoTokenizer.from_pretrained(export)
+        model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+        asked = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        ids = tokenizer.apply_chat_template(question, **asked)["input_ids"]
+        wanted = model.generate(ids, max_new_tokens=16, do_sample=False, repetition_penalty=1.3)[0, ids.shape[1] :]
+        said = answer["choices"][0]["message"]["content"]
+        assert said == tokenizer.decode(wanted, skip_special_tokens=True)
+    finally:
+        process.close()
 
 
 def test_a_model_of_another_vocabulary_is_said_at_once(engine: VLLMEngine) -> None:

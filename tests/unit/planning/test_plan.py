@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import replace
@@ -279,3 +280,19 @@ def test_command_prints_a_plan_or_says_what_does_not_fit(tmp_path: Path) -> None
     flat = automodel(tmp_path, "plan", "-c", "tiny.yaml", "--gpus", "1", "--svg", "no.svg")
     assert flat.returncode == 2 and "timeline of a pipeline" in flat.stderr
     assert not (tmp_path / "no.svg").exists()
+
+
+def test_nodes_that_generate_are_not_planned_as_ranks(tmp_path: Path) -> None:
+    """The recipes of four nodes: two of them serve, or all do both in turns."""
+    separate = automodel(tmp_path, "plan", "-c", "grpo_qwen3_moe_30b_separate", "--gpus", "32")
+    assert separate.returncode == 0, separate.stderr
+    assert "2 vLLM servers of 8 GPUs, on 16 of 32 GPUs" in separate.stdout
+    assert "layout    16 GPUs, fsdp2: dp=16 x ep=8" in separate.stdout and "\nfits: " in separate.stdout
+    few = automodel(tmp_path, "plan", "-c", "grpo_qwen3_moe_30b_separate", "--gpus", "16")
+    assert few.returncode == 2 and "leave none of 16 to train on" in few.stderr
+    colocated = automodel(tmp_path, "plan", "-c", "grpo_qwen3_moe_30b_colocated", "--gpus", "32")
+    assert "layout    32 GPUs, fsdp2: dp=32 x ep=8" in colocated.stdout
+    row = next(line.split() for line in colocated.stdout.splitlines() if line.startswith("   0  "))
+    parameters, optimizer = float(row[1]), float(row[3])
+    said = re.search(r"while it generates, fits: 40.0 GiB of vLLM .* beside (\d+\.\d) GiB", colocated.stdout)
+    assert said is not None and float(said[1]) == pytest.approx(parameters + optimizer, abs=0.1)

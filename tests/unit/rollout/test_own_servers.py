@@ -56,7 +56,7 @@ def test_a_server_is_told_what_training_needs_of_it() -> None:
     assert words[:5] == ["env", "VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "Qwen/Qwen3-0.6B"]
     assert (after(words, "--host"), after(words, "--port")) == ("0.0.0.0", "8001")
     assert after(words, "--logprobs-mode") == "processed_logprobs" and after(words, "--generation-config") == "vllm"
-    assert after(words, "--max-model-len") == "4096"
+    assert after(words, "--max-model-len") == "4096" and after(words, "--dtype") == "auto"
     assert (after(words, "--tensor-parallel-size"), after(words, "--data-parallel-size")) == ("2", "2")
     assert not {"--enable-sleep-mode", "--gpu-memory-utilization", "--enable-expert-parallel"} & set(words)
     assert (servers.number, servers.own_gpus) == (2, 8)
