@@ -66,7 +66,7 @@ class Completion:
     `tokens` includes the end-of-sequence token when `finish_reason` is "stop". `logprobs[i]` is the log-probability of
     `tokens[i]` under the distribution it was drawn from: after temperature, top-k and top-p; the plain softmax when
     greedy. `weight_version` counts the weight updates that the engine had seen. `prompt_tokens`: what the engine says
-    that it read, None where it does not say.
+    that it read where that is not the prompt.
     """
 
     tokens: list[int]
@@ -84,6 +84,7 @@ class Capabilities:
     them a completion's tokens are its text tokenised again, fit for evaluation, not for training. `weight_updates`:
     `update_weights` works. `seeds`: a sample depends on its own seed alone, not on what else is in the call.
     `live_weights`: it reads the very weights that are trained, so it cannot generate while they are updated.
+    `at_once`: how many calls of `generate` may run at once in threads; 1: none beside another.
     `hub_names`: the weight stream must name tensors as checkpoints on the hub do, not as the model's parameters.
     """
 
@@ -93,6 +94,7 @@ class Capabilities:
     seeds: bool = True
     live_weights: bool = False
     hub_names: bool = False
+    at_once: int = 1
 
 
 class Engine(Protocol):

@@ -16,10 +16,12 @@ from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
 from automodel_cli.rollout.environment import EnvironmentNode
 from automodel_cli.rollout.environment_pool import EnvironmentPool
 from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.model_engines import RankZeroEngine
 from automodel_cli.rollout.prefetcher import SampleRequest
 from automodel_cli.rollout.rewards.base import Judged
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
 from automodel_cli.rollout.rules import ENVIRONMENT
+from automodel_cli.rollout.token_turns import check_read
 
 if TYPE_CHECKING:
     from automodel_cli.distributed.mesh import Mesh
@@ -40,7 +42,8 @@ def play_episodes(
     params: SamplingParams,
     seeds: Sequence[int] | None,
 ) -> list[Episode]:
-    """Episodes on the prompts of this rank. Collective over all ranks, which take every turn together."""
+    """Episodes on the prompts of this rank. Collective over all ranks, which take every turn together; an engine that
+    answers several calls at once is not waited for, so that each episode goes on at its own pace."""
     data, tokenizer = session.recipe.data, session.tokenizer
     of_sample = [None] * len(requests) if seeds is None else seeds
     episodes = [
@@ -49,8 +52,24 @@ def play_episodes(
     ]
     template = resolve_chat_template(data.chat_template, tokenizer)
     player = Player(engine, tokenizer, pool, params, data.seq_len, template)
+    if isinstance(engine, RankZeroEngine) and engine.at_once() > 1:
+        mine = episodes if is_group_leader(session.mesh) else []
+        return _played_on_first_rank(player, engine, mine)
     player.together(episodes, lambda ask: exchange_replies(session.mesh, ask))
     return episodes
+
+
+def _played_on_first_rank(player: Player, engine: RankZeroEngine, mine: list[Episode]) -> list[Episode]:
+    """Episodes of all ranks, each at its own pace, by the process that speaks to the engine; the environments run there
+    too."""
+
+    def play(inner: Engine, episodes: list[Episode]) -> None:
+        dataclasses.replace(player, engine=inner).freely(episodes, engine.at_once())
+        for episode in episodes:
+            episode.state = None
+            episode.weight_versions = [engine.weight_version] * episode.num_turns
+
+    return engine.for_all(mine, play)
 
 
 def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
@@ -127,6 +146,8 @@ def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: A
     place, index, prompt = request
     nothing = Score(0.0, {}, {})
     if isinstance(answer, Completion):
+        if answer.prompt_tokens is not None:
+            check_read(prompt.tokens, answer.prompt_tokens, _name(index, prompt))
         text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
         drawn = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version)
         return Sample(place, index, prompt, *drawn, nothing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,8 @@ def stop_token_ids(tokenizer: Any, hf_config: PretrainedConfig) -> list[int]:
     return list(dict.fromkeys(i for i in (tokenizer.eos_token_id, *more) if i is not None))
 
 
+T = TypeVar("T")
+
 Start = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Begins a call; what it returns waits for the call, and returns or raises what that did."""
 
@@ -113,18 +115,37 @@ class RankZeroEngine:
             drawing = start(lambda: engine.generate([list(p) for p, _ in unique], params, [seed for _, seed in unique]))
 
         def finish() -> list[Completion]:
-            done = self._for_all(drawing, version)
+            done = [dataclasses.replace(c, weight_version=version) for c in self._for_all(drawing)]
             found = dict(zip(unique, done, strict=True))
             return [found[pair] for pair in asked]
 
         return finish
 
-    def _for_all(self, drawing: Callable[[], list[Completion]] | None, version: int) -> list[Completion]:
+    def at_once(self) -> int:
+        """How many calls of the engine may run at once; 1 where it has GPUs in turns with the ranks."""
+        return 1 if self._shares_gpus else self.capabilities.at_once
+
+    def for_all(self, mine: list[T], call: Callable[[Engine, list[T]], None]) -> list[T]:
+        """`call` the engine, on the rank that has it, with what all ranks pass, and give back to each what became of
+        its own. Collective."""
+        everywhere: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, mine)
+        engine = self._engine
+
+        def called() -> list[list[T]]:
+            assert engine is not None
+            call(engine, [item for of_rank in everywhere for item in of_rank])
+            return everywhere
+
+        found: list[list[T]] = self._for_all(None if engine is None else called)
+        return found[dist.get_rank()]
+
+    def _for_all(self, drawing: Callable[[], list[Any]] | None) -> list[Any]:
         """What the first rank's `drawing` returns, on every rank. Collective."""
         outcome: list[Any] = [None, None, {}]
         if drawing is not None:
             try:
-                outcome[0] = [dataclasses.replace(c, weight_version=version) for c in drawing()]
+                outcome[0] = drawing()
                 outcome[2] = getattr(self._engine, "metrics", {})
             except ConfigError as error:  # of the server: every rank must hear of it
                 outcome[1] = error

@@ -58,7 +58,11 @@ class OpenAIEngine:
         self.weight_version = 0
         self._token_ids, self._logprobs = self._probe()
         self.capabilities = Capabilities(
-            logprobs=self._logprobs and trust_logprobs, weight_updates=False, token_ids=self._token_ids, seeds=False
+            logprobs=self._logprobs and trust_logprobs,
+            weight_updates=False,
+            token_ids=self._token_ids,
+            seeds=False,
+            at_once=concurrency,
         )
 
     def generate(
@@ -103,7 +107,9 @@ class OpenAIEngine:
         logprobs = _token_logprobs(choice) if self.capabilities.logprobs else []
         if self.capabilities.logprobs and len(logprobs) != len(tokens):
             raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
-        return Completion(list(tokens), logprobs, reason, version)
+        read = choice.get("prompt_token_ids")  # where the server says so
+        other = None if read is None or list(read) == list(prompt) else list(read)
+        return Completion(list(tokens), logprobs, reason, version, other)
 
     def _finished(self, body: dict[str, Any]) -> tuple[dict[str, Any], FinishReason]:
         """A completion that came to its end. One that the server broke off (`abort`) is no sample of the policy: it is

@@ -75,11 +75,13 @@ class ServerPool(Generic[E]):
         self._concurrency, self._every = concurrency, health_every
         self._changed = threading.Condition()
         self._looked = time.monotonic()
-        self.capabilities, self.weight_version = engines[0].capabilities, 0
+        at_once = concurrency * len(engines)
+        self.capabilities, self.weight_version = replace(engines[0].capabilities, at_once=at_once), 0
         for engine in engines[1:]:
-            if engine.capabilities != self.capabilities:
+            if engine.capabilities != engines[0].capabilities:
                 raise ConfigError(
-                    f"{engines[0].server.url} and {engine.server.url} do not give the same: {self.capabilities} and "
+                    f"{engines[0].server.url} and {engine.server.url} do not give the same: "
+                    f"{engines[0].capabilities} and "
                     f"{engine.capabilities}",
                     keys=("rollout.engine.url",),
                     fix="start all servers with the same command",

@@ -59,7 +59,9 @@ class VLLMEngine(OpenAIEngine):
                 keys=("rollout.engine.url",),
                 fix="vllm serve MODEL --logprobs-mode processed_logprobs",
             )
-        self.capabilities = Capabilities(logprobs=True, weight_updates=True, seeds=False, hub_names=True)
+        self.capabilities = Capabilities(
+            logprobs=True, weight_updates=True, seeds=False, hub_names=True, at_once=concurrency
+        )
         self._transfer = transfer
         self._given: str | None = None
         _check_dev_mode(server)

@@ -278,6 +278,10 @@ def through_the_first_rank(rank: int, world: int, folder: Path) -> list[list[int
     mine = list(range(len(prompts)))[rank::world]
     done = shared.generate([prompts[i] for i in mine], PARAMS, [sample_seed(0, i) for i in mine])
     assert {completion.weight_version for completion in done} == {1}
+    asked = [(rank, i, [engine is not None]) for i in range(rank + 1)]
+    assert shared.for_all(asked, lambda engine, items: [item[2].append(len(items)) for item in items]) == [
+        (rank, i, [rank == 0, world * (world + 1) // 2]) for i in range(rank + 1)
+    ]
     return [completion.tokens for completion in done]
 
 

@@ -7,14 +7,17 @@ same of a real vLLM; what is here needs a server that misbehaves.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +28,10 @@ from safetensors.torch import load_file
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
+from automodel_cli.rollout.conversation import Episode, Player
 from automodel_cli.rollout.engine import SamplingParams
+from automodel_cli.rollout.environment import Environment, Turn
+from automodel_cli.rollout.environment_pool import EnvironmentPool
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.openai import OpenAIEngine
@@ -205,7 +211,12 @@ class VLLMDouble:
         (completion,) = self.oracle.generate([body["prompt"]], params, [body.get("seed", 0)])
         logprobs = {"token_logprobs": completion.logprobs}
         reason = completion.finish_reason
-        return {"text": "", "finish_reason": reason, "token_ids": completion.tokens, "logprobs": logprobs}
+        said = {"text": "", "finish_reason": reason, "token_ids": completion.tokens, "logprobs": logprobs}
+        return said | ({"prompt_token_ids": self.reads(body["prompt"])} if body.get("return_token_ids") else {})
+
+    def reads(self, prompt):
+        """The prompt as the server has it."""
+        return prompt
 
 
 class Refused(Exception):
@@ -233,6 +244,61 @@ def test_vllm_completions_are_token_in_token_out(double, tokenizer):
     assert [c.tokens for c in got] == [c.tokens for c in want]
     for ours, theirs in zip(got, want, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again(Environment):
+    """Asks three times, and takes longest for whoever comes first."""
+
+    async def step(self, messages, row, state):
+        count = (state or 0) + 1
+        await asyncio.sleep(0.02 * (5 - row["number"]))
+        return Turn(({"role": "user", "content": "7"},), reward=1.0, done=count == 3, state=count)
+
+
+def episodes_of(tokenizer):
+    messages = [[{"role": "user", "content": str(number)}] for number in range(5)]
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return [Episode(f"sample {n}", asked[n], messages[n], {"number": n}, 50 + n) for n in range(5)]
+
+
+def brief(tokenizer):
+    """A model that ends most of its messages."""
+    stops = [tokenizer.eos_token_id, *range(100, 300)]
+    return HFEngine(build_model(tokenizer), stop_token_ids=stops, pad_token_id=0)
+
+
+@pytest.fixture
+def talker(tokenizer):
+    double = VLLMDouble(brief(tokenizer))
+    yield double
+    double.server.shutdown()
+
+
+CHAT = SamplingParams(max_new_tokens=9, temperature=0.0)
+
+
+def test_conversations_at_their_own_pace_are_those_of_one_process(talker, tokenizer):
+    """The server's answers to whoever is ready, against the library's own generation turn by turn."""
+    got, want = episodes_of(tokenizer), episodes_of(tokenizer)
+    engine = engine_at(talker, tokenizer)
+    assert engine.capabilities.at_once > 1
+    with EnvironmentPool({"environment": Again()}) as pool:
+        Player(engine, tokenizer, pool, CHAT, 300).freely(got, 3)
+        Player(brief(tokenizer), tokenizer, pool, CHAT, 300).together(want)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.tokens == theirs.tokens and ours.rewards == theirs.rewards
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    assert {len(episode.rewards) for episode in got} >= {3}
+
+
+def test_a_server_that_reads_other_tokens_is_told_with_turn_and_tokens(talker, tokenizer):
+    talker.reads = lambda prompt: prompt if len(prompt) < 5 else [*prompt[:-1], 9]
+    with EnvironmentPool({"environment": Again()}) as pool, pytest.raises(RunError) as caught:
+        Player(engine_at(talker, tokenizer), tokenizer, pool, CHAT, 300).freely(episodes_of(tokenizer), 1)
+    assert re.search(
+        r"sample \d, turn 2: the engine read other tokens .* became .*, 9\] at position", str(caught.value)
+    )
 
 
 def test_the_servers_generation_config_has_no_say(double, tokenizer):
