@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import yaml
@@ -19,8 +20,10 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.server_process import ServerProcess
-from tests.e2e.command import automodel, curve
-from tests.e2e.test_grpo import TINY, write_config
+from tests.e2e.command import automodel, curve, metrics
+from tests.e2e.test_grpo import TINY, samples_of, write_config
+from tests.e2e.test_grpo_turns import STOPS
+from tests.pages import undocumented_metrics
 from tests.unit.rollout.test_http_servers import free_port
 
 FILES = "rollout.engine.transport=files"
@@ -34,16 +37,17 @@ from tests.unit.rollout.test_http_servers import VLLMDouble
 print("the double starts", flush=True)
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{model!r}), dtype=torch.float32).eval()
-double = VLLMDouble(HFEngine(model, stop_token_ids=[{stop}], pad_token_id=0), {port})
+double = VLLMDouble(HFEngine(model, stop_token_ids={stops}, pad_token_id=0), {port})
 time.sleep(600)
 """
 
 
-def double_at(folder: Path, port: int) -> list[str]:
+def double_at(folder: Path, port: int, *stops: int) -> list[str]:
+    """Its command; `stops` end a message besides the end-of-sequence token."""
     script = folder / "double.py"
     model = yaml.safe_load(TINY.format(family="llama"))["model"]["config"]
-    stop = ByteTokenizer().build().eos_token_id
-    script.write_text(DOUBLE.format(root=str(Path(__file__).parents[2]), port=port, model=model, stop=stop))
+    ends = [ByteTokenizer().build().eos_token_id, *stops]
+    script.write_text(DOUBLE.format(root=str(Path(__file__).parents[2]), port=port, model=model, stops=ends))
     return [sys.executable, str(script)]
 
 
@@ -116,21 +120,46 @@ def test_a_run_gives_its_server_the_weights_of_every_step(tmp_path: Path) -> Non
     assert not list((run_dir / "rollout_weights").iterdir()) and not answers(f"http://127.0.0.1:{port}")
 
 
-def test_two_servers_share_a_run(tmp_path: Path) -> None:
+def test_two_servers_share_a_run_of_conversations_in_two_environments(tmp_path: Path) -> None:
     write_config(tmp_path)
+    calculator = "_target_: automodel_cli.rollout.calculator.Calculator, pattern: '([a-zA-Z0-9])', call_reward: 1.0"
+    environments = f"{{add: {{{calculator}, max_turns: 3, weight: 0.5}}, subtract: {{{calculator}, max_turns: 2}}}}"
+    played = [
+        f"rollout.environments={environments}",
+        "rollout.environment_column=kind",
+        "data.task.kinds={add: 3, subtract: 1}",
+        "data.seq_len=128",
+        STOPS,
+    ]
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     with ExitStack() as servers:
         for port, url in zip(ports, urls, strict=True):
-            command, log = double_at(tmp_path, port), tmp_path / f"{port}.log"
+            command, log = double_at(tmp_path, port, *range(100, 260)), tmp_path / f"{port}.log"
             servers.callback(ServerProcess(command, Server(url), log, timeout=60).close)
         few = ["train.max_steps=2", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
         engine = ["rollout=vllm", FILES, f"rollout.engine.url=[{','.join(urls)}]"]
-        done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine)
+        done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine, *played)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "runs" / "tiny"
     assert curve(run_dir, "token_mult_prob_error") == pytest.approx([1.0] * 2, abs=1e-5)
     assert curve(run_dir, "live_servers") == [2, 2]
+    longest = {"add": 3, "subtract": 2}
+    by_name = tuple(f"environment_{name}_" for name in longest)
+    assert all(key.startswith(by_name) for key in undocumented_metrics(run_dir))
+    for row in (row for row in metrics(run_dir) if "loss" in row):
+        mine = [sample for sample in samples_of(run_dir) if sample["step"] == row["step"]]
+        for name, most in longest.items():
+            of_name = [sample for sample in mine if sample["environment"] == name]
+            assert row.get(f"environment_{name}_share", 0) == len(of_name) / len(mine)
+            if of_name:
+                assert row[f"environment_{name}_reward"] == pytest.approx(mean(s["reward"] for s in of_name))
+            assert all(1 <= (len(sample["turns"]) + 1) // 2 <= most for sample in of_name)
+            for sample in of_name:
+                parts, weight = sample["parts"], {"add": 0.5, "subtract": 1.0}[name]
+                assert sample["reward"] == parts["digit"] + 0.5 * parts["other"] + weight * parts["environment"]
+        assert row["environment_failed"] == 0 and row["turns"] > 1
+    assert {sample["environment"] for sample in samples_of(run_dir)} == set(longest)
 
 
 def test_a_run_starts_its_servers_and_takes_turns_with_them(tmp_path: Path) -> None:
