@@ -38,7 +38,7 @@ KEPT_RESULTS = frozenset(
 
 
 def apply_activation_checkpointing(
-    layers: Sequence[nn.Module], mode: bool | int | str, compile_backend: str | None = None
+    layers: Sequence[nn.Module], mode: bool | int | str, compile_backend: Callable[..., Any] | None = None
 ) -> None:
     """Mark layers for recomputation: `False`, `True` or "full", "selective", "minimal", or n for every n-th.
 
@@ -108,7 +108,11 @@ def _kept_products() -> tuple[_Context, _Context]:
 
 
 class _KeepListed(TorchDispatchMode):
-    """Keeps the results of `KEPT_RESULTS`, whatever else runs."""
+    """Keeps the results of `KEPT_RESULTS`, whatever else runs. Compiled glue has none of them."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else nothing is compiled inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         make = functools.partial(func, *args, **(kwargs or {}))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
+from automodel_cli.distributed.fused import Fuser
 from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of
 from automodel_cli.distributed.kept import declare
 from automodel_cli.distributed.mesh import Mesh
@@ -41,12 +42,15 @@ def experts_modules(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.modules() if is_experts(child)]
 
 
-def apply_expert_parallel(part: nn.Module, mesh: Mesh, dispatch: str = "all_to_all") -> None:
+def apply_expert_parallel(
+    part: nn.Module, mesh: Mesh, dispatch: str = "all_to_all", fuser: Fuser | None = None
+) -> None:
     """Distribute the experts of a part (its child `model` is the library's) over `mesh.ep`, in place.
 
-    Parameters may be on the meta device, filled afterwards, or hold the same values on every rank. A pipeline stage
-    without any experts is left alone. Raises ConfigError for a model without experts, for experts that the library
-    does not call through its interface, and for a number of experts that does not divide.
+    `fuser` runs what is between the experts' products. Parameters may be on the meta device, filled afterwards, or hold
+    the same values on every rank. A pipeline stage without any experts is left alone. Raises ConfigError for a model
+    without experts, for experts that the library does not call through its interface, and for a number of experts that
+    does not divide.
     """
     assert mesh.ep is not None, "this layout distributes no experts"
     modules = experts_modules(part)
@@ -59,7 +63,7 @@ def apply_expert_parallel(part: nn.Module, mesh: Mesh, dispatch: str = "all_to_a
             shard = distribute_tensor(param.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
             experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
         experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
-        experts.forward = _dispatched(experts, dispatch, num_local, mesh)
+        experts.forward = _dispatched(experts, dispatch, num_local, mesh, fuser)
         declare(experts)
 
 
@@ -71,10 +75,12 @@ def make_dispatcher(dispatch: str, num_local_experts: int, mesh: Mesh) -> TokenD
     return AllToAll(num_local_experts, mesh.ep_group)
 
 
-def _dispatched(experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh) -> Callable[..., Tensor]:
+def _dispatched(
+    experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh, fuser: Fuser | None
+) -> Callable[..., Tensor]:
     """A forward with the contract of the family's own, for tokens whose experts are anywhere on `mesh.ep`."""
     tp_group = mesh.tp.get_group() if mesh.tp.size() > 1 else None
-    compute = _sorted_once(experts, num_local, mesh) if dispatch == "all_to_all" else None
+    compute = _sorted_once(experts, num_local, mesh, fuser) if dispatch == "all_to_all" else None
     if compute is None:
         compute = _by_own_code(experts, make_dispatcher(dispatch, num_local, mesh))
 
@@ -89,11 +95,11 @@ def _dispatched(experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh) -
     return forward
 
 
-def _sorted_once(experts: nn.Module, num_local: int, mesh: Mesh) -> _Compute | None:
+def _sorted_once(experts: nn.Module, num_local: int, mesh: Mesh, fuser: Fuser | None) -> _Compute | None:
     """Experts whose arithmetic is known: no row is sorted twice. None for others, and where the user chose a kernel."""
     if experts.config._experts_implementation != _LIBRARYS_CHOICE:  # type: ignore[union-attr]
         return None
-    known = GatedExperts.of(experts, num_local, mesh.ep_group)
+    known = GatedExperts.of(experts, num_local, mesh.ep_group, fuser)
     if known is None:
         return None
     return lambda hidden_TD, index_TK, weight_TK: known(

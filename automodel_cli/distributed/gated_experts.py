@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, grouped_mm
 
+from automodel_cli.distributed.fused import Fuser, Glue
 from automodel_cli.distributed.kept import is_keeping, keep
 from automodel_cli.distributed.token_dispatch import Routes, find_routes
 
@@ -34,26 +35,40 @@ _TOLERANCE = 1e-5  # float32, relative to the largest; another activation or lay
 _PROBE = {"experts": 3, "hidden": 8, "inner": 16, "tokens": 12}
 
 
-@dataclass(frozen=True)
 class GatedExperts:
     """The arithmetic of one module of experts, of which `num_local` are on this rank."""
 
-    gate: Callable[[Tensor], Tensor]
-    """[N, F] -> [N, I]."""
-    transposed: bool
-    """Whether weights are stored [L, in, out]."""
-    num_local: int
-    group: dist.ProcessGroup | None
-    """The ranks that hold the other experts; None where there are none."""
+    def __init__(self, experts: nn.Module, num_local: int, group: dist.ProcessGroup | None, fuser: Fuser | None = None):
+        self.transposed, self.num_local, self.group = bool(experts.is_transposed), num_local, group
+        self._family = copy.copy(experts)  # what its gate reads
+        self._family._parameters = {}
+        # each as written, or as `fuser` runs it
+        self._gate, self._through_gate, self.sum_of_pairs = (
+            (None if fuser is None else fuser(glue)) or glue.function for glue in _glue(self._family)
+        )
 
     @classmethod
-    def of(cls, experts: nn.Module, num_local: int, group: dist.ProcessGroup | None) -> GatedExperts | None:
-        """None for experts that compute something else, or with parameters of their own."""
+    def of(
+        cls, experts: nn.Module, num_local: int, group: dist.ProcessGroup | None, fuser: Fuser | None = None
+    ) -> GatedExperts | None:
+        """None for experts that compute something else, or with parameters of their own. Without a `group` all experts
+        are here."""
         names = {name for name, _ in experts.named_parameters()}
         dtypes = {param.dtype for _, param in experts.named_parameters()}
         if names not in ({*_WEIGHTS}, {*_WEIGHTS, *_BIASES}) or not dtypes <= _DTYPES or not _is_standard(experts):
             return None
-        return cls(experts._apply_gate, bool(experts.is_transposed), num_local, group)  # type: ignore[arg-type]
+        return cls(experts, num_local, group, fuser)
+
+    def gate(self, inner_NF: Tensor) -> Tensor:
+        """[N, F] -> [N, I]."""
+        result: Tensor = self._gate(self._family, inner_NF)
+        return result
+
+    def through_gate(self, inner_NF: Tensor, of_gated_NI: Tensor, weight_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the gate makes of `inner_NF`, times the weights; the gradients of the weights [N] and of `inner_NF`,
+        given that of an unweighted result, which is overwritten."""
+        result: tuple[Tensor, Tensor, Tensor] = self._through_gate(self._family, inner_NF, of_gated_NI, weight_N1)
+        return result
 
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """[T, D]. `parameters`: first weight, second weight, and both biases where there are any; local ones."""
@@ -140,7 +155,7 @@ class _Experts(torch.autograd.Function):
             result_ND = experts.product(experts.gate(inner_NF), second, rows.ends_L)
             if biases:
                 result_ND.add_(biases[1].index_select(0, rows.expert_N))
-            return _sum_of_pairs(rows.back(result_ND), rows.place_P, weight_TK).to(hidden_TD.dtype)
+            return experts.sum_of_pairs(rows.back(result_ND), rows.place_P, weight_TK, hidden_TD.dtype)
 
         rows, rows_ND = keep(arrive)
         inner_NF = keep(multiply, product=True)
@@ -159,19 +174,14 @@ class _Experts(torch.autograd.Function):
             grad_PD = grads[0].to(first.dtype).index_select(0, order_P // weight_TK.shape[1])
             grad_ND = rows.there(grad_PD)
             weight_N1 = rows.there(weight_TK.flatten().index_select(0, order_P))[:, None]
-            with torch.enable_grad():
-                gated_NI = experts.gate(inner_NF := inner_NF.detach().requires_grad_())
             of_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
-            gated_NI, gate_output = gated_NI.detach(), gated_NI
+            weighted_NI, grad_weight_N, of_inner_NF = experts.through_gate(inner_NF, of_gated_NI, weight_N1)
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
             grad_weight_TK = None
             if wants_weight:
-                grad_weight_N = (of_gated_NI * gated_NI).sum(-1, dtype=weight_TK.dtype)
                 if biases:
                     grad_weight_N += ((grad_ND @ biases[1].t()) * is_of_NL).sum(-1, dtype=weight_TK.dtype)
                 grad_weight_TK = rows.back(grad_weight_N).index_select(0, rows.place_P).view_as(weight_TK)
-            weighted_NI = torch.mul(gated_NI, weight_N1, out=torch.empty_like(gated_NI))
-            (of_inner_NF,) = torch.autograd.grad(gate_output, inner_NF, of_gated_NI.mul_(weight_N1))
             found: list[Tensor | None] = [
                 experts.weight_gradient(rows_ND, of_inner_NF, ends_L) if wants[0] else None,
                 experts.weight_gradient(weighted_NI, grad_ND, ends_L) if wants[1] else None,
@@ -184,10 +194,50 @@ class _Experts(torch.autograd.Function):
         return None, None, grad_TD, grad_weight_TK, *found
 
 
-def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor) -> Tensor:
+def _gate(family: Any, inner_NF: Tensor) -> Tensor:
+    gated_NI: Tensor = family._apply_gate(inner_NF)
+    return gated_NI
+
+
+def _through_gate(
+    family: Any, inner_NF: Tensor, of_gated_NI: Tensor, weight_N1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    gated_NI, back = torch.func.vjp(family._apply_gate, inner_NF)  # type: ignore[misc]  # two, without `has_aux`
+    grad_weight_N = (of_gated_NI * gated_NI).sum(-1, dtype=weight_N1.dtype)
+    weighted_NI = torch.mul(gated_NI, weight_N1, out=torch.empty_like(gated_NI))
+    (of_inner_NF,) = back(of_gated_NI.mul_(weight_N1))
+    return weighted_NI, grad_weight_N, of_inner_NF
+
+
+def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, D]: results of sorted pairs, weighted and added up by token; rounded as the library does it."""
     result_TKD = result_PD.index_select(0, place_P).view(*weight_TK.shape, -1)
-    return (result_TKD * weight_TK.unsqueeze(-1)).sum(1)
+    return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(dtype)
+
+
+def _glue(family: Any) -> list[Glue]:
+    """The three above, for experts of this family."""
+    kind, width, generator = type(family).__name__, 16, torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def gate_sample(rows: int) -> tuple[Any, ...]:
+        return family, numbers(rows, width)
+
+    def through_sample(rows: int) -> tuple[Any, ...]:
+        inner_NF = numbers(rows, width)
+        return family, inner_NF, numbers(*family._apply_gate(inner_NF).shape), numbers(rows, 1).abs()
+
+    def sum_sample(rows: int) -> tuple[Any, ...]:
+        place_P = torch.randperm(2 * rows, generator=generator)
+        return numbers(2 * rows, width), place_P, numbers(rows, 2).abs(), torch.float32
+
+    return [
+        Glue(f"gate {kind}", _gate, None, gate_sample),
+        Glue(f"backward of gate {kind}", _through_gate, None, through_sample),
+        Glue("sum over experts", _sum_of_pairs, None, sum_sample),
+    ]
 
 
 def _inverse(order_P: Tensor) -> Tensor:
@@ -205,7 +255,7 @@ def _is_standard(experts: nn.Module) -> bool:
     index_TK = torch.stack([torch.randperm(_PROBE["experts"], generator=generator)[:2] for _ in hidden_TD])
     weight_TK = torch.rand(index_TK.shape, generator=generator)
     given = [hidden_TD, weight_TK, *parameters_of(tiny)]
-    arithmetic = GatedExperts(tiny._apply_gate, bool(tiny.is_transposed), _PROBE["experts"], None)  # type: ignore
+    arithmetic = GatedExperts(tiny, _PROBE["experts"], None)
     try:
         want = _with_gradients(lambda: loop(tiny, hidden_TD, index_TK, weight_TK), given)
         got = _with_gradients(lambda: arithmetic(hidden_TD, index_TK, weight_TK, given[2:]), given)

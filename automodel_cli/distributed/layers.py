@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import torch_compat
 from automodel_cli.distributed.activation_checkpointing import apply_activation_checkpointing
+from automodel_cli.distributed.fused import compilations
 from automodel_cli.distributed.strategies.base import ParallelizerConfig, torch_dtype
 
 
@@ -17,12 +21,14 @@ def prepare_layers(model: nn.Module, config: ParallelizerConfig, device_type: st
     # What the compiler has made is no list of products, from which "selective" would choose what to keep: it must see
     # the choice in its graph. A break in that graph would make it leave the whole layer alone, and say nothing.
     whole = mode == "selective"
-    inside = config.compile_backend if config.enable_compile and not whole else None
-    apply_activation_checkpointing(layers, mode, inside)
-    if config.enable_compile:
+    backend = None
+    if config.enable_compile is True:
+        backend = torch_compat.counted_backend(config.compile_backend, functools.partial(compilations.append, "layer"))
+    apply_activation_checkpointing(layers, mode, None if whole else backend)
+    if backend is not None:
         for layer in layers:  # in place: parameter names stay, unlike with torch.compile(layer)
-            if inside is None or not getattr(layer, "gradient_checkpointing", False):
-                layer.compile(backend=config.compile_backend, fullgraph=whole)
+            if whole or not getattr(layer, "gradient_checkpointing", False):
+                layer.compile(backend=backend, fullgraph=whole)
     if config.autocast_dtype is not None:
         autocast = torch.autocast(device_type, torch_dtype(config.autocast_dtype))
         model.forward = autocast(model.forward)  # type: ignore[method-assign]  # the whole part, whoever calls it

@@ -1,10 +1,10 @@
 """From one part of a model to the same part on many ranks. The order of everything, on one screen:
 
-    tensor parallel -> expert parallel -> context parallel -> activation checkpointing -> compile, layer by layer
-    -> data parallel, which a strategy of `strategies/` does
+    glue -> tensor parallel -> expert parallel -> context parallel -> activation checkpointing -> compile, layer by
+    layer -> data parallel, which a strategy of `strategies/` does
 
-Data parallelism shards what tensor and expert parallelism left on this rank, and owns the outermost parameters; compile
-must see the checkpointing inside the layer. Data parallelism is applied on one rank too, where it still installs mixed
+Glue is compiled inside the modules that all others wrap. Data parallelism shards what tensor and expert parallelism
+left on this rank, and owns the outermost parameters. It is applied on one rank too, where it still installs mixed
 precision; FSDP2 leaves a rank alone that it has nothing to do for.
 """
 
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import importlib
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import fused
+from automodel_cli.distributed.glue import fuse_layers
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.distributed.strategies.base import GLUE, Strategy
 from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_strategy_parallelize
 
 __all__ = ["fsdp2_strategy_parallelize", "import_classes_from_paths", "parallelize", "to_cpu"]
@@ -33,6 +36,12 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
     strategy.check_mesh(mesh.layout.to_config())
     strategy.check_installed()
     options = strategy.axis_options()
+    stored = next((param.dtype for param in part.parameters() if param.is_floating_point()), torch.float32)
+    fuser = fused.chosen(
+        strategy.enable_compile, strategy.compile_backend, mesh.device, strategy.compute_dtype() or stored
+    )
+    if fuser is not None:
+        fuse_layers(part, fuser)
     if mesh.layout.tp > 1:
         from automodel_cli.distributed.tensor_parallel import apply_tensor_parallel
 
@@ -40,7 +49,9 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
     if mesh.ep is not None:
         from automodel_cli.distributed.expert_parallel import apply_expert_parallel
 
-        apply_expert_parallel(part, mesh, options.expert_dispatch)
+        apply_expert_parallel(part, mesh, options.expert_dispatch, fuser)
+    if isinstance(fuser, fused.Compiled):
+        fuser.settle(by_name=strategy.enable_compile == GLUE)
     if mesh.layout.cp > 1:
         from automodel_cli.distributed.context_parallel import apply_context_parallel
 

@@ -82,4 +82,9 @@ def seconds(gpu: Gpu, func: Any, work: float, moved: int, dtype: torch.dtype) ->
         rate = gpu.peak_bf16 * gpus.ATTENTION
     if dtype == torch.float32:
         rate = gpu.peak_fp32 * gpus.FP32_PRODUCTS
-    return max(work / rate, moved / (gpu.bandwidth * gpus.MEMORY), gpus.KERNEL_SECONDS)
+    return max(work / rate, memory_seconds(gpu, moved))
+
+
+def memory_seconds(gpu: Gpu, moved: int) -> float:
+    """Of a kernel without products."""
+    return max(moved / (gpu.bandwidth * gpus.MEMORY), gpus.KERNEL_SECONDS)

@@ -68,6 +68,15 @@ class TracedRank(TorchDispatchMode):
         finally:
             self._aside = before
 
+    def ran_as_one(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """One kernel of compiled code, which none of these operators launched."""
+        if not any(_is_cuda(t) for t in written):
+            return
+        for t in written:
+            self.memory.add(t, name)
+        unique = {id(t): t for t in (*read, *written)}.values()
+        self._took(name, kernels.memory_seconds(self.gpu, sum(t.numel() * t.element_size() for t in unique)), 0.0)
+
     def synchronised(self, what: str) -> None:
         """The host waits for the device, at the line that is running."""
         self.clock.host_waits()
@@ -202,6 +211,9 @@ class TracedRank(TorchDispatchMode):
         on_device = [t for t in tensors if _is_cuda(t)]
         moved = kernels.num_bytes(func, on_device, [t for t in outs if _is_cuda(t)])
         took = kernels.seconds(self.gpu, func, work, moved, tensors[0].dtype if tensors else torch.bfloat16)
+        self._took(name, took, work)
+
+    def _took(self, name: str, took: float, work: float) -> None:
         self.clock.kernel(took)
         if self.counts.on:
             self.counts.kernels[name] += 1

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import fused
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.dryrun import fake_cuda, rows, torch_compat
@@ -126,6 +127,7 @@ def trace(recipe: Any, request: Request) -> RankResult:
         torch_compat.start_group(request.rank, request.num_gpus)
         torch_compat.on_resize(run.memory.resized)
         torch_compat.without_shape_inference(run.mode.aside)
+        fused.use_instead(fused.as_one(run.mode.aside, run.mode.ran_as_one))
         mesh = build_mesh(layout, "cuda")
         times = _run(run, mesh, fake, columns)
         result = _result(run, mesh, plan, times, columns)
@@ -296,8 +298,10 @@ def _hop(recipe: Any, request: Request, layout: Layout, tokens: int) -> float:
 
 def _notes(recipe: Any, request: Request) -> list[str]:
     notes = []
-    if recipe.parallelizer.enable_compile:
+    if recipe.parallelizer.enable_compile is True:
         notes.append("enable_compile=true: counted as if it were false")
+    elif recipe.parallelizer.enable_compile:
+        notes.append(f"enable_compile={recipe.parallelizer.enable_compile}: glue counted as compiled")
     if recipe.parallelizer.autocast_dtype is not None:
         notes.append("autocast_dtype: counted in the dtype that parameters have, torch does not cast fakes")
     if request.route == "worst":

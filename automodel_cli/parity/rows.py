@@ -7,7 +7,7 @@ from typing import Any
 
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
 from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.distributed.strategies.base import GLUE, Strategy
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.config import PipelineConfig
@@ -55,7 +55,8 @@ class Row:
         words = words or ["one rank"]
         settings = {
             "recompute": self.parallelizer.activation_checkpointing,
-            f"compiled:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile,
+            f"compiled:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile is True,
+            f"glue:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile == GLUE,
             "lora": self.lora is not None,
             f"own-stages:{self.mesh.pp_size}": self.own_layers,
             str(self.compute_dtype): self.compute_dtype is not None,

@@ -9,6 +9,7 @@ from typing import Any
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.strategies.base import GLUE
 from automodel_cli.parity.choice import MAX_RANKS, small_attention, small_pipeline
 from automodel_cli.parity.rows import Row
 
@@ -76,14 +77,14 @@ def _precision(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 def _compiled(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     parallelizer = recipe.parallelizer
-    if not parallelizer.enable_compile:
+    if parallelizer.enable_compile not in (True, GLUE):
         return [], []
     key = f"parallelizer.compile_backend={parallelizer.compile_backend}"
     if parallelizer.compile_backend == "inductor" and not (shutil.which("c++") or shutil.which("g++")):
         return [], [f"{key}: this machine has no C++ compiler"]
     missing = []
     plain = parallelizer.exact((), compiled=True)
-    if plain.activation_checkpointing == "selective":
+    if plain.activation_checkpointing == "selective" and plain.enable_compile is True:
         missing.append("parallelizer.enable_compile=true with activation_checkpointing=selective: CUDA devices only")
         plain = replace(plain, activation_checkpointing=False)
     return [replace(rows[0], parallelizer=plain)], missing

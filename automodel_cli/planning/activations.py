@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing import KEPT_RESULTS, recomputed_every
 from automodel_cli.distributed.expert_parallel import experts_modules
+from automodel_cli.distributed.fused import as_one
 from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of
+from automodel_cli.distributed.glue import fuse_layers
 from automodel_cli.distributed.layers import transformer_layers
 from automodel_cli.models.part import ModelPart
 
@@ -65,16 +68,20 @@ def trace_activations(
     rows: int,
     seq_len: int,
     exchanges_tokens: bool = False,
+    fuses_glue: bool = False,
 ) -> Activations:
     """Run `part` (on the meta device, not touched) forward in `dtype` on rows x seq_len tokens and count.
 
     `exchanges_tokens`: experts are distributed over ranks, each of which receives as many tokens as it sends.
+    `fuses_glue`: what is between products is compiled.
     """
     from transformers import AttentionInterface
 
     model: Any = copy.deepcopy(part.model)
     model.to(dtype)
     layers = transformer_layers(model)
+    if fuses_glue:
+        fuse_layers(model, as_one(nullcontext, lambda name, read, written: None))
     watch = _Watch(layers, {StorageWeakRef(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())})
     if exchanges_tokens:
         for experts in experts_modules(model):

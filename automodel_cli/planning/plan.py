@@ -11,7 +11,7 @@ from torch import nn
 
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.layout import Layout
-from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.distributed.strategies.base import AUTO, GLUE, Strategy
 from automodel_cli.distributed.tensor_parallel import cut_parameters
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
@@ -125,6 +125,7 @@ def _make_plan(request: Request) -> Plan:
         rows=request.rows,
         seq_len=tokens,
         exchanges_tokens=request.layout.ep > 1,
+        fuses_glue=request.parallelizer.enable_compile in (AUTO, GLUE),  # what is planned is for GPUs
     )
     if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)

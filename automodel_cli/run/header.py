@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from automodel_cli import __version__
 from automodel_cli.config import bundled
+from automodel_cli.distributed import fused
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.launch import startup
 from automodel_cli.models import attention_choice
@@ -47,6 +48,7 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
         ),
         ("layout", f"{ranks}   {_layout(recipe, session.mesh)}"),
         *([("recompute", session.recomputed)] if session.recomputed else []),
+        *([("glue", fused.last())] if fused.last() else []),
         *(_of_cuda(recipe) if session.mesh.device.type == "cuda" else []),
         ("data", "\n".join(session.data.report.lines())),
         ("steps", f"{steps}   {num_rows} {recipe.row_name} a step{begin}"),

@@ -12,6 +12,7 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
+from automodel_cli.distributed import fused
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.sharded import weights_changed
 from automodel_cli.models import attention_choice, compat
@@ -26,6 +27,7 @@ from automodel_cli.models.support import Rows, probe_context, probe_packing
 from automodel_cli.objectives.base import request_of
 from automodel_cli.objectives.documents import at_last_token
 from automodel_cli.pipelining.build import build_stages
+from automodel_cli.training.compile_watch import CompileWatch
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepHook
 
@@ -58,7 +60,8 @@ class Model:
         """Around `empty_stages` that have since been given their weights. Collective."""
         parts = _parts(stages)
         weights_changed(parts)
-        return cls(mesh, stages, parts, *_count_parameters(parts, mesh), _watch_routers(parts, recipe, mesh))
+        hooks = [*_watch_routers(parts, recipe, mesh), *([CompileWatch()] if fused.last() or _whole(recipe) else [])]
+        return cls(mesh, stages, parts, *_count_parameters(parts, mesh), hooks)
 
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
@@ -127,22 +130,26 @@ def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
     """Packed attention on the CPU reads document boundaries on the host, where a checkpointed graph may not break."""
     parallelizer = recipe.parallelizer
     if (
-        parallelizer.enable_compile
+        parallelizer.enable_compile is True
         and parallelizer.activation_checkpointing == "selective"
         and recipe.model.attention == PACKED
         and mesh.device.type == "cpu"
     ):
         raise ConfigError(
-            "enable_compile with activation_checkpointing=selective cannot run packed attention on the CPU",
+            "enable_compile=true with activation_checkpointing=selective cannot run packed attention on the CPU",
             keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention"),
             fix="parallelizer.activation_checkpointing=full, or model.attention=sdpa",
         )
 
 
+def _whole(recipe: Recipe) -> bool:
+    return recipe.parallelizer.enable_compile is True
+
+
 def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[StepHook]:
     """None for a dense model. Compiled layers are left whole unless the hooks are there to act on training."""
     moe = recipe.model.moe
-    if recipe.parallelizer.enable_compile and not (moe.aux_loss_coef or moe.bias_update_speed):
+    if _whole(recipe) and not (moe.aux_loss_coef or moe.bias_update_speed):
         return []
     watch = RouterWatch(parts, moe, mesh)
     return [] if watch.is_empty else [watch]

@@ -84,7 +84,7 @@ def check_transformer_engine(parallelizer: Strategy, model: ModelConfig, mesh: M
             keys=("model.transformer_engine.attention", "mesh.cp_size"),
             fix="model.transformer_engine.attention=false, or mesh.cp_size=1",
         )
-    if parallelizer.enable_compile:
+    if parallelizer.enable_compile is True:
         raise ConfigError(
             "enable_compile=true cannot look into Transformer Engine's layers",
             keys=("parallelizer.enable_compile", "model.transformer_engine"),
@@ -109,7 +109,7 @@ def check_4bit_base(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig
             keys=("model.lora.base_quantization", "parallelizer"),
             fix="parallelizer=fsdp2",
         )
-    if parallelizer.enable_compile:
+    if parallelizer.enable_compile is True:
         raise ConfigError(
             f"{quantization}: enable_compile=true is not tested with 4-bit layers",
             keys=("parallelizer.enable_compile", "model.lora.base_quantization"),

@@ -260,12 +260,14 @@ def test_recomputation_exchanges_nothing_again(family):
 
 
 def _compiled(rank, world, family):
-    """(all-to-alls of tokens, gradients, graphs) of one step of compiled layers: kept, recomputed, and exchanged again;
-    the first of them once more as written."""
+    """(all-to-alls of tokens, gradients, graphs) of one step as written, and of compiled layers: kept, recomputed, and
+    exchanged again; of compiled glue with products kept."""
     mesh = build_mesh(EP2.resolve(world), "cpu")
     compiled = replace(FSDP2, enable_compile=True, compile_backend="aot_eager")
+    configs = [FSDP2, *(replace(compiled, activation_checkpointing=mode) for mode in (False, "full", "minimal"))]
+    configs.append(replace(compiled, enable_compile="glue", activation_checkpointing="selective"))
     found = []
-    for config in (FSDP2, *(replace(compiled, activation_checkpointing=mode) for mode in (False, "full", "minimal"))):
+    for config in configs:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         stages = build_stages(Case(family, EP2, config=config), mesh)
@@ -278,9 +280,9 @@ def _compiled(rank, world, family):
 
 @pytest.mark.parametrize("family", [*slow("qwen3_moe"), "deepseek_v3"])
 def test_layers_are_compiled_around_the_experts_and_recomputed_without_another_exchange(family):
-    (exchanges, want, none), plain, full, minimal = launch(_compiled, 2, family)
-    assert none == 0 and plain[0] == full[0] == exchanges < minimal[0]
-    for _, got, num_graphs in (plain, full, minimal):
+    (exchanges, want, none), plain, full, minimal, glue = launch(_compiled, 2, family)
+    assert none == 0 and plain[0] == full[0] == glue[0] == exchanges < minimal[0]
+    for _, got, num_graphs in (plain, full, minimal, glue):
         assert num_graphs >= 2 and tiny.gradient_error(want, got) <= TOLERANCE
 
 

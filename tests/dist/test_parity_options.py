@@ -49,6 +49,11 @@ COMPILED = {
     ),
     "ddp, checkpointing": DDPConfig(enable_compile=True, compile_backend="aot_eager", activation_checkpointing=True),
 }
+GLUE = {"enable_compile": "glue", "compile_backend": "aot_eager"}
+COMPILED |= {
+    "fsdp2, glue": replace(FSDP2, activation_checkpointing=2, **GLUE),
+    "tp, glue": replace(FSDP2, sequence_parallel=True, **GLUE),
+}
 REDUCED = {
     "bfloat16": replace(FSDP2, mp_policy=MixedPrecision()),
     "bfloat16 by default": replace(FSDP2, mp_policy=None),
@@ -68,11 +73,13 @@ def _compiled(rank, world, case):
     return errors, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("option", ["fsdp2, selective", "ddp, checkpointing", *slow("fsdp2")])
+@pytest.mark.parametrize("option", ["fsdp2, selective", "ddp, checkpointing", "fsdp2, glue", *slow("fsdp2", "tp, glue")])
 def test_compiled_layers_give_the_same_numbers(option):
     case = Case("qwen3", config=COMPILED[option])
     if "selective" in option:  # must be one graph, which packed attention on a CPU breaks
         case = replace(case, packed=False, attention="eager")
+    if "tp" in option:
+        case = replace(case, mesh=MeshConfig(tp_size=2))
     (errors,), num_graphs = launch(_compiled, 2, case)
     assert errors.within(TOLERANCE) and num_graphs > 0, (errors, num_graphs)
 

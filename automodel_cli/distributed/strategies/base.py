@@ -24,6 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 BACKENDS = ("nccl", "gloo")
 DEFAULT_COMPILE_BACKEND = "inductor"
 AUTO = "auto"
+GLUE = "glue"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Strategy(Protocol):
     @property
     def backend(self) -> str: ...
     @property
-    def enable_compile(self) -> bool: ...
+    def enable_compile(self) -> bool | str: ...
     @property
     def compile_backend(self) -> str: ...
 
@@ -114,9 +115,12 @@ class ParallelizerConfig:
     `automodel plan` on the run's GPUs, and says so in the header; on a CPU, none.
     `autocast_dtype`: run forward under autocast.
     `backend`: process-group backend; "nccl" on a machine without CUDA means gloo on the CPU.
-    `enable_compile`: torch.compile each layer in place with `compile_backend` ("inductor"; "aot_eager" compiles in a
-    second and is what the tests use). Together with activation_checkpointing=selective a layer must compile whole: on a
-    CUDA device it should; on a CPU, packed attention cannot.
+    `enable_compile`: "glue" (norms, gates of MLPs and experts, rotary positions and the sum over experts as one kernel
+    each) | "auto" = "glue" on a CUDA device, of what compiles there and computes the same in a small example, and
+    nothing on a CPU | true (each layer in place, as whole as can be) | false. By torch.compile with `compile_backend`
+    ("inductor"; "aot_eager" compiles in a second and is what the tests use). true with
+    activation_checkpointing=selective needs whole layers: on a CUDA device they should compile so; on a CPU, packed
+    attention cannot.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset()
@@ -124,7 +128,7 @@ class ParallelizerConfig:
     activation_checkpointing: bool | int | str = False
     autocast_dtype: str | None = None
     backend: str = "nccl"
-    enable_compile: bool = False
+    enable_compile: bool | str = AUTO
     compile_backend: str = DEFAULT_COMPILE_BACKEND
 
     def __post_init__(self) -> None:
@@ -138,6 +142,12 @@ class ParallelizerConfig:
                 f"activation_checkpointing={value!r} is not one of {choices}",
                 keys=("activation_checkpointing",),
                 fix="parallelizer.activation_checkpointing=full",
+            )
+        if not isinstance(self.enable_compile, bool) and self.enable_compile not in (GLUE, AUTO):
+            raise ConfigError(
+                f"enable_compile={self.enable_compile!r} is not one of auto, glue, true, false",
+                keys=("enable_compile",),
+                fix="parallelizer.enable_compile=auto",
             )
         if self.compile_backend != DEFAULT_COMPILE_BACKEND and not self.enable_compile:
             raise ConfigError(
@@ -190,12 +200,12 @@ class ParallelizerConfig:
         """The same options in float32, uncompiled, without what needs a CUDA device or an axis that is not in `axes`:
         what `automodel verify` compares with one process. `precision` and `compiled` keep those of the options."""
         recomputed = self.activation_checkpointing
-        compiled = compiled and self.enable_compile
+        compiled = compiled and self.enable_compile in (True, GLUE)
         return replace(
             self,
             activation_checkpointing="full" if recomputed == AUTO else recomputed,
             autocast_dtype=self.autocast_dtype if precision else None,
-            enable_compile=compiled,
+            enable_compile=self.enable_compile if compiled or self.enable_compile == AUTO else False,
             compile_backend=self.compile_backend if compiled else DEFAULT_COMPILE_BACKEND,
             backend="gloo",
         )

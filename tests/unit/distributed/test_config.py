@@ -24,7 +24,7 @@ COMMON = {
     "activation_checkpointing": False,
     "autocast_dtype": None,
     "backend": "nccl",
-    "enable_compile": False,
+    "enable_compile": "auto",
     "compile_backend": "inductor",
 }
 FSDP2_FIELDS = COMMON | {
@@ -115,7 +115,12 @@ REFUSED = {
     "megatron nccl": (MegatronFSDPConfig, {"nccl_ub": True, "backend": "gloo"}, "but backend=gloo"),
     "depth": (FSDP2Config, {"fsdp2_forward_prefetch_depth": -1}, "not a number of layers"),
     "idle depth": (FSDP2Config, {"fsdp2_backward_prefetch_depth": 3}, "does nothing while enable_fsdp2_prefetch=false"),
-    "idle compile backend": (DDPConfig, {"compile_backend": "eager"}, "does nothing while enable_compile=false"),
+    "idle compile backend": (
+        DDPConfig,
+        {"compile_backend": "eager", "enable_compile": False},
+        "does nothing while enable_compile=false",
+    ),
+    "compile": (DDPConfig, {"enable_compile": "layers"}, "is not one of auto, glue, true, false"),
     "policy": (FSDP2Config, {"mp_policy": "bf16"}, "neither a MixedPrecision nor torch's MixedPrecisionPolicy"),
     "offload": (FSDP2Config, {"offload_policy": True}, "neither a CPUOffload nor torch's CPUOffloadPolicy"),
     "dtype": (MixedPrecision, {"param_dtype": "bf16"}, "is not one of float32, bfloat16, float16"),

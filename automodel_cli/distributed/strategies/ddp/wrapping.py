@@ -47,7 +47,7 @@ def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> Distribut
     """Wrap a part whose parameters are whole on every rank. Meta parameters are allocated first, still unfilled: DDP
     builds its buckets around the tensors themselves. Whoever fills them must give every rank the same values."""
     layers = prepare_layers(part, config, mesh.device.type)
-    if config.enable_compile:
+    if config.enable_compile is True:
         # Cuts graphs at bucket boundaries, which layers do already, and cannot cut a checkpointed layer.
         torch._dynamo.config.optimize_ddp = False
     materialize(part, mesh.device)

@@ -127,9 +127,10 @@ class FSDP2Config(ParallelizerConfig):
         self._check_autocast()
         check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL, "parallelizer.context_parallel")
         check_choice("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCH, "parallelizer.expert_dispatch")
-        if self.enable_async_tensor_parallel and not self.enable_compile:
+        if self.enable_async_tensor_parallel and self.enable_compile is not True:
             raise ConfigError(
-                "enable_async_tensor_parallel is something that the compiler does, but enable_compile=false",
+                f"enable_async_tensor_parallel is something that the compiler does with whole layers, but "
+                f"enable_compile={str(self.enable_compile).lower()}",
                 keys=("enable_async_tensor_parallel", "enable_compile"),
                 fix="parallelizer.enable_compile=true",
             )
@@ -168,7 +169,7 @@ class FSDP2Config(ParallelizerConfig):
         """Refuse what this strategy cannot do on this mesh."""
         super().check_mesh(mesh)
         refuse_idle_tp_options(self, ("sequence_parallel", "enable_async_tensor_parallel", "tp_plan"), mesh)
-        if (mesh.ep_size or 1) > 1 and self.enable_compile and self.activation_checkpointing == "selective":
+        if (mesh.ep_size or 1) > 1 and self.enable_compile is True and self.activation_checkpointing == "selective":
             raise ConfigError(
                 f"mesh.ep_size={mesh.ep_size}: how many tokens reach an expert is known only while the layer runs, so "
                 "it cannot compile whole, as activation_checkpointing=selective together with enable_compile needs",

@@ -67,9 +67,11 @@ class MegatronFSDPConfig(ParallelizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, (refused, reason) in _MEGATRON_REFUSALS.items():
-            if bool(getattr(self, name)) is refused:
+            value = getattr(self, name)
+            is_on = value is True if name == "enable_compile" else bool(value)  # glue is inside of what has hooks
+            if is_on is refused:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} is refused under megatron_fsdp: {reason}",
+                    f"{name}={value} is refused under megatron_fsdp: {reason}",
                     keys=(name,),
                     fix=f"parallelizer.{name}={str(not refused).lower()}",
                 )

@@ -1,0 +1,231 @@
+"""Glue: functions of elementwise operations and sums between a layer's products, each run as one kernel.
+
+A `Glue` is found in a model (`glue`) or written down (`gated_experts`); a `Fuser` says how it runs. `Compiled` is
+torch's compiler with dynamic numbers of tokens, after a probe has shown that it gives the same values and gradients;
+`as_one` is for tensors without values, where only what is kept and launched counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import torch_compat
+from automodel_cli.distributed.strategies.base import AUTO, GLUE
+
+logger = logging.getLogger(__name__)
+
+_FLOATS = {torch.float32: 1e-5, torch.float64: 1e-10}
+_REDUCED_ULPS = 4.0  # of lower precision: a compiled function keeps float32 where the family's code rounds in between
+
+
+@dataclass(frozen=True)
+class Glue:
+    """`function` takes tensors whose leading dims count tokens, and besides what torch's compiler takes for constant
+    (modules, functions). `kept`: which of its tensors its backward needs, parameters of modules after all others; None
+    where it never has one. `sample(rows)` gives arguments for a probe."""
+
+    name: str
+    function: Callable[..., Any]
+    kept: tuple[int, ...] | None
+    sample: Callable[[int], tuple[Any, ...]]
+    by_element: bool = False
+    """Whether vectors are elements, of any number; else they are weights, of a fixed one."""
+
+
+class Fuser(Protocol):
+    """How glue runs: `glue.function`, or something that computes the same; None where it may not be fused."""
+
+    def __call__(self, glue: Glue) -> Callable[..., Any] | None: ...
+
+
+class Compiled:
+    """By torch's compiler. What it cannot compile on `device`, or computes otherwise, stays as written, and `refused`
+    says why."""
+
+    def __init__(self, backend: str, device: torch.device, dtype: torch.dtype):
+        self.backend, self.device, self.dtype = backend, device, dtype
+        self.found: Counter[str] = Counter()
+        self.refused: dict[str, str] = {}
+        self._known: dict[tuple[str, Any], Callable[..., Any] | None] = {}
+
+    def __call__(self, glue: Glue) -> Callable[..., Any] | None:
+        key = (glue.name, glue.function)
+        if key not in self._known:
+            compiled = _function_of(glue, self.backend)
+            reason = difference(glue, compiled, self.device, self.dtype)
+            if reason:
+                self.refused[glue.name] = reason
+            self._known[key] = None if reason else compiled
+        run = self._known[key]
+        if run is not None:
+            self.found[glue.name] += 1
+        return run
+
+    def settle(self, *, by_name: bool) -> None:
+        """All glue of a part has been seen. Raises ConfigError where some asked for `by_name` stays as written."""
+        global _last
+        _last = str(self)
+        logger.info("glue: %s", _last)
+        if by_name and self.refused:
+            name, reason = next(iter(self.refused.items()))
+            raise ConfigError(
+                f"enable_compile=glue: {name} cannot be compiled by {self.backend} on {self.device.type}: {reason}",
+                keys=("parallelizer.enable_compile", "parallelizer.compile_backend"),
+                fix="parallelizer.enable_compile=auto",
+            )
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{count} {name}" for name, count in self.found.items()) or "nothing"
+        left = "".join(f"; not {name}: {reason}" for name, reason in self.refused.items())
+        return f"{found} by {self.backend}{left}"
+
+
+_stand_in: Fuser | None = None
+_last = ""
+_functions: dict[tuple[str, Any, str], Callable[..., Any]] = {}
+compilations: list[str] = []
+"""The name of the glue of every graph that was compiled in this process, in order."""
+
+
+def _function_of(glue: Glue, backend: str) -> Callable[..., Any]:
+    key = (glue.name, glue.function, backend)
+    if key not in _functions:
+        compiled = torch_compat.compiled(glue.function, backend, lambda: compilations.append(glue.name))
+
+        def run(*args: Any) -> Any:
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+                return glue.function(*args)  # sharded by tensor parallelism
+            for tensor in tensors:
+                torch_compat.mark_dynamic(tensor, _token_dims(tensor, glue.by_element))
+            return compiled(*args)
+
+        _functions[key] = run
+    return _functions[key]
+
+
+def _token_dims(tensor: Tensor, by_element: bool) -> tuple[int, ...]:
+    """Rows, rows and tokens, or (with heads between them) rows and tokens; all of an index; none of a weight."""
+    if tensor.ndim == 1:
+        return () if tensor.is_floating_point() and not by_element else (0,)
+    return {0: (), 2: (0,), 3: (0, 1)}.get(tensor.ndim, (0, 2))
+
+
+def difference(glue: Glue, run: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> str:
+    """What keeps `run` from standing for `glue.function`: how it fails, or by how much it differs on two samples."""
+    try:
+        for rows in (5, 12):
+            args = [_placed(arg, device, dtype, grad=glue.kept is not None) for arg in glue.sample(rows)]
+            with torch.set_grad_enabled(glue.kept is not None):
+                want, got = _with_gradients(glue.function, args), _with_gradients(run, args)
+            for a, b in zip(want, got, strict=True):
+                limit = _FLOATS.get(a.dtype, _REDUCED_ULPS * torch.finfo(a.dtype).eps) * float(a.abs().max())
+                error = float((a - b).abs().max())
+                if not error <= limit:
+                    return f"compiled code differs by {error:.1e} where {limit:.1e} is rounding"
+            with torch.no_grad():
+                run(*_copies(args))
+    except Exception as failure:  # a compiler's failures have no common class
+        return " ".join(f"{type(failure).__name__}: {failure}".split("\n")[:2])  # the compiler's, then its cause
+    return ""
+
+
+def _placed(arg: Any, device: torch.device, dtype: torch.dtype, *, grad: bool) -> Any:
+    if isinstance(arg, nn.Module):
+        return arg.to(device, dtype)
+    if isinstance(arg, Tensor):
+        return arg.to(device, dtype).requires_grad_(grad) if arg.is_floating_point() else arg.to(device)
+    return arg
+
+
+def _copies(args: Sequence[Any]) -> list[Any]:
+    """Some glue writes into its arguments; and none of a model's are leaves."""
+    return [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+
+
+def _with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
+    result = function(*_copies(args))
+    results = list(result) if isinstance(result, tuple) else [result]
+    if not any(tensor.requires_grad for tensor in results):
+        return results
+    wanted = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    wanted += [param for arg in args if isinstance(arg, nn.Module) for param in arg.parameters()]
+    total = torch.stack([tensor.float().square().sum() for tensor in results]).sum()
+    grads = torch.autograd.grad(total, wanted, allow_unused=True)
+    return [*(tensor.detach() for tensor in results), *(grad for grad in grads if grad is not None)]
+
+
+Ran = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
+
+
+def as_one(aside: Callable[[], Any], ran: Ran) -> Fuser:
+    """For tensors without values: every glue keeps what its backward needs and no more. `ran(name, read, written)` is
+    told of each kernel; `aside()` is entered while the function's own operators run for their shapes."""
+
+    def fuse(glue: Glue) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            modules = [arg for arg in args if isinstance(arg, nn.Module)]
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            if any(torch_compat.is_dtensor(tensor) for tensor in tensors):
+                return glue.function(*args)
+            parameters = [param for module in modules for param in module._parameters.values() if param is not None]
+            return _AsOne.apply(glue, aside, ran, args, *tensors, *parameters)
+
+        return run
+
+    return fuse
+
+
+class _AsOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, glue: Glue, aside: Any, ran: Ran, args: Sequence[Any], *tensors: Tensor) -> Any:
+        with aside():
+            result = glue.function(*args)
+        ran(glue.name, tensors, result if isinstance(result, tuple) else (result,))
+        ctx.save_for_backward(*(tensors[i] for i in glue.kept or ()))
+        ctx.glue, ctx.ran = glue, ran
+        ctx.inputs = [(t.shape, t.dtype, t.device) for t in tensors]
+        ctx.of_tokens = [t.ndim > 1 for t in tensors]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[4:]
+        made = [
+            torch.empty(shape, dtype=dtype, device=device) if wants else None
+            for (shape, dtype, device), wants in zip(ctx.inputs, wanted, strict=True)
+        ]
+        read = [*ctx.saved_tensors, *grads]
+        for many in (True, False):  # gradients of weights are sums over tokens: a kernel of their own
+            written = [g for g, is_many in zip(made, ctx.of_tokens, strict=True) if g is not None and is_many is many]
+            if written:
+                ctx.ran(f"{ctx.glue.name}, backward", read, written)
+        return None, None, None, None, *made
+
+
+def chosen(mode: bool | str, backend: str, device: torch.device, dtype: torch.dtype) -> Fuser | None:
+    """The fuser of a run: for "glue", and for "auto" on a CUDA device; None where layers run as written or whole."""
+    global _last
+    _last = ""
+    if mode != GLUE and not (mode == AUTO and device.type == "cuda"):
+        return None
+    return Compiled(backend, device, dtype) if _stand_in is None else _stand_in
+
+
+def use_instead(fuser: Fuser) -> None:
+    """For the rest of this process, which has tensors without values."""
+    global _stand_in
+    _stand_in = fuser
+
+
+def last() -> str:
+    """What the latest part of this process had compiled, and what not and why; empty where nothing was asked for."""
+    return _last

@@ -1,0 +1,42 @@
+"""What stands between products, compiled on CUDA: all that is found compiles, and gradients stay what they were."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from automodel_cli.distributed import fused
+from automodel_cli.distributed.fused import Compiled
+from automodel_cli.distributed.gated_experts import GatedExperts
+from automodel_cli.distributed.glue import fuse_layers
+from tests import tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_glue_compiles_on_this_gpu_and_computes_the_same(family: str, dtype: torch.dtype):
+    fuser = Compiled("inductor", torch.device("cuda"), dtype)
+    plain = tiny.build_hf(family)
+    for experts in (module for module in plain.modules() if hasattr(module, "is_transposed")):
+        GatedExperts.of(experts, int(experts.num_experts), None, fuser)
+    model = copy.deepcopy(plain)
+    fuse_layers(model, fuser)
+    assert fuser.found and not fuser.refused, str(fuser)
+    found = []
+    for one in (plain.to("cuda", dtype), model.to("cuda", dtype)):
+        for tokens in (12, 17, 30):
+            before = len(fused.compilations)
+            one.zero_grad()
+            one(
+                input_ids=torch.arange(2 * tokens, device="cuda").view(2, -1) % 40
+            ).logits.float().square().mean().backward()
+        assert len(fused.compilations) == before, "other numbers of tokens are the same graphs"
+        found.append(tiny.gradients(one))
+    assert tiny.gradient_error(*found) < (1e-5 if dtype == torch.float32 else 0.05)
