@@ -151,6 +151,12 @@ def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer, device: torch.dev
     return True
 
 
+def refuses_by_found_inf(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """An optimizer class whose steps change nothing while its `found_inf` is 1, as `step_unless` wants them."""
+    kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return kind
+
+
 def dump_cuda_memory(path: Path) -> None:
     """Every segment and block of CUDA's allocator on the current device, as torch's memory viewer reads it."""
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
