@@ -134,16 +134,17 @@ class StepLoader(Generic[T]):
         """Epochs seen so far."""
         return self.position / self.stream.rows_per_epoch
 
-    def next_rows(self) -> np.ndarray:
-        """Row numbers of this rank's next step, `[microbatches, microbatch_size]`, without moving on."""
-        rows = self.stream.rows(self.position, self.global_batch_size)
+    def next_rows(self, ahead: int = 0) -> np.ndarray:
+        """Row numbers of this rank's next step (or the one `ahead` steps after it), `[microbatches, microbatch_size]`,
+        without moving on."""
+        rows = self.stream.rows(self.position + ahead * self.global_batch_size, self.global_batch_size)
         return rows.reshape(-1, self.dp_size, self.microbatch_size)[:, self.dp_rank]
 
-    def peek_step(self) -> list[T]:
-        """What `next_step` will return, without moving on."""
-        if self._ahead is not None and self._ahead[0] == self.position:  # else a state was loaded since
+    def peek_step(self, ahead: int = 0) -> list[T]:
+        """What `next_step` will return (or return after `ahead` further steps), without moving on."""
+        if not ahead and self._ahead is not None and self._ahead[0] == self.position:  # else a state was loaded since
             return self._ahead[1].result()
-        return self._collated(self.next_rows())
+        return self._collated(self.next_rows(ahead))
 
     def next_step(self) -> list[T]:
         """This rank's microbatches of one optimizer step; the stream goes on into the next epoch."""

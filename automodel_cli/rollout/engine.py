@@ -65,8 +65,9 @@ class Completion:
 
     `tokens` includes the end-of-sequence token when `finish_reason` is "stop". `logprobs[i]` is the log-probability of
     `tokens[i]` under the distribution it was drawn from: after temperature, top-k and top-p; the plain softmax when
-    greedy. `weight_version` counts the weight updates that the engine had seen. `prompt_tokens`: what the engine says
-    that it read where that is not the prompt.
+    greedy. `weight_version` counts the weight updates that the engine had seen when it drew the oldest of the tokens;
+    `token_versions` says it of each, None where it is the same (or known) for all. `prompt_tokens`: what the engine
+    says that it read where that is not the prompt.
     """
 
     tokens: list[int]
@@ -74,6 +75,12 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     prompt_tokens: list[int] | None = None
+    token_versions: list[int] | None = None
+
+    @property
+    def versions(self) -> list[int]:
+        """The weight version of each token."""
+        return [self.weight_version] * len(self.tokens) if self.token_versions is None else self.token_versions
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,8 @@ class Capabilities:
     `update_weights` works. `seeds`: a sample depends on its own seed alone, not on what else is in the call.
     `live_weights`: it reads the very weights that are trained, so it cannot generate while they are updated.
     `at_once`: how many calls of `generate` may run at once in threads; 1: none beside another.
+    `in_flight_updates`: `generate` may be called from several threads, and `update_weights` while they generate; each
+    completion tells by which weights it was drawn.
     `hub_names`: the weight stream must name tensors as checkpoints on the hub do, not as the model's parameters.
     """
 
@@ -95,6 +104,7 @@ class Capabilities:
     live_weights: bool = False
     hub_names: bool = False
     at_once: int = 1
+    in_flight_updates: bool = False
 
 
 class Engine(Protocol):

@@ -17,10 +17,10 @@ from automodel_cli.rollout.environment import EnvironmentNode
 from automodel_cli.rollout.environment_pool import EnvironmentPool
 from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.model_engines import RankZeroEngine
-from automodel_cli.rollout.prefetcher import SampleRequest
 from automodel_cli.rollout.rewards.base import Judged
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
 from automodel_cli.rollout.rules import ENVIRONMENT
+from automodel_cli.rollout.sample_queue import SampleRequest
 from automodel_cli.rollout.token_turns import check_read
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: A
             check_read(prompt.tokens, answer.prompt_tokens, _name(index, prompt))
         text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
         drawn = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version)
-        return Sample(place, index, prompt, *drawn, nothing)
+        return Sample(place, index, prompt, *drawn, nothing, token_versions=answer.token_versions)
     text = str(answer.said[-1]["content"])
     drawn_by = min(answer.weight_versions)
     sample = (answer.tokens, answer.logprobs, text, answer.finish_reason, drawn_by, nothing)

@@ -50,6 +50,7 @@ class Sample:
     said: list[Message] = field(default_factory=list)
     environment: str | None = None
     account: Account | None = None
+    token_versions: list[int] | None = None
 
     @property
     def failed(self) -> bool:
@@ -69,6 +70,13 @@ class Sample:
     def num_generated(self) -> int:
         """Tokens that the model drew."""
         return len(self.tokens) if self.generated is None else sum(self.generated)
+
+    @property
+    def drawn_versions(self) -> list[int]:
+        """By which weights each token was drawn that the model drew; the oldest of the sample's where it is not known
+        of each."""
+        known = [self.weight_version] * len(self.tokens) if self.token_versions is None else self.token_versions
+        return known if self.generated is None else [v for v, drawn in zip(known, self.generated, strict=True) if drawn]
 
     @property
     def num_turns(self) -> int:

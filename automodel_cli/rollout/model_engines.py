@@ -92,6 +92,11 @@ class RankZeroEngine:
         self.metrics: dict[str, float] = {}
         """What the engine tells about itself besides its answers, where it has `metrics`; as of the last answers."""
 
+    @property
+    def answers_here(self) -> bool:
+        """Whether this rank is the one that speaks to it."""
+        return self._engine is not None
+
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Completion]:
@@ -110,12 +115,10 @@ class RankZeroEngine:
         everywhere: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, asked)
         unique = list(dict.fromkeys(pair for of_rank in everywhere for pair in of_rank))
-        engine, drawing, version = self._engine, None, self.weight_version
-        if engine is not None:
-            drawing = start(lambda: engine.generate([list(p) for p, _ in unique], params, [seed for _, seed in unique]))
+        drawing = start(lambda: self._drawn(unique, params)) if self.answers_here else None
 
         def finish() -> list[Completion]:
-            done = [dataclasses.replace(c, weight_version=version) for c in self._for_all(drawing)]
+            done = self._for_all(None if drawing is None else lambda: self._counted(drawing()))
             found = dict(zip(unique, done, strict=True))
             return [found[pair] for pair in asked]
 
@@ -139,6 +142,30 @@ class RankZeroEngine:
 
         found: list[list[T]] = self._for_all(None if engine is None else called)
         return found[dist.get_rank()]
+
+    def _drawn(self, asked: Sequence[tuple[tuple[int, ...], int]], params: SamplingParams) -> list[Completion]:
+        """On the rank that speaks to the engine, in whichever thread."""
+        assert self._engine is not None
+        version = self.weight_version
+        found = self._engine.generate([list(p) for p, _ in asked], params, [seed for _, seed in asked])
+        if self.capabilities.in_flight_updates:
+            return found
+        return [dataclasses.replace(completion, weight_version=version) for completion in found]
+
+    def _counted(self, found: list[Completion]) -> list[Completion]:
+        """With the versions of an engine that counts its own updates as the run counts them."""
+        assert self._engine is not None
+        if not self.capabilities.in_flight_updates:
+            return found
+        behind = self.weight_version - self._engine.weight_version
+        return [
+            dataclasses.replace(
+                completion,
+                weight_version=completion.weight_version + behind,
+                token_versions=completion.token_versions and [v + behind for v in completion.token_versions],
+            )
+            for completion in found
+        ]
 
     def _for_all(self, drawing: Callable[[], list[Any]] | None) -> list[Any]:
         """What the first rank's `drawing` returns, on every rank. Collective."""

@@ -20,7 +20,8 @@ class Rollout:
 
     `trained`: numbers of the samples that are trained on. `differs_N`: of each sample, whether the rewards of its group
     are not all the same. `num_sampled`: samples drawn, those of dropped groups too. `version`: that of the weights
-    which the step updates. `seconds` of the whole rollout, `reward_seconds` those of them in which rewards judged.
+    which the step updates. `seconds` of the whole rollout, `reward_seconds` those of them in which rewards judged;
+    `wait_seconds` in which training waited for samples that are drawn beside it (None: the two take turns).
     `of_engine`: what the engine tells about itself.
     """
 
@@ -34,6 +35,7 @@ class Rollout:
     num_sampled: int
     seconds: float
     reward_seconds: float
+    wait_seconds: float | None
     of_engine: Mapping[str, float]
 
     def passes(self) -> Iterator[list[Batch]]:
@@ -78,6 +80,8 @@ class Rollout:
             "weight_version": min(sample.weight_version for sample in samples),
             "staleness": self.staleness,
             **environment_metrics(samples),
+            "staleness_mean": self.staleness_mean,
+            **({} if self.wait_seconds is None else {"rollout_wait_seconds": self.wait_seconds}),
             **self.of_engine,
         }
 
@@ -98,6 +102,12 @@ class Rollout:
     def staleness(self) -> int:
         """By how many steps the oldest weights that drew a sample are behind those that it trains."""
         return self.version - min(sample.weight_version for sample in self.samples)
+
+    @property
+    def staleness_mean(self) -> float:
+        """The same, as a mean over all tokens that were drawn."""
+        behind = [sum(self.version - version for version in sample.drawn_versions) for sample in self.samples]
+        return sum(behind) / max(1, sum(sample.num_generated for sample in self.samples))
 
 
 def _mean_part(samples: Sequence[Sample], name: str) -> float:

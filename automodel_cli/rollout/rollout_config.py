@@ -93,8 +93,9 @@ class RolloutConfig:
     several of them by name, and `environment_column` of a row says whose it is; `only` of a reward may name the same
     column.
 
-    `max_staleness` 1: the samples of a step are drawn while the step before trains, by weights that are one step old;
-    0: with the newest weights, in turns.
+    `max_staleness` 0: samples are drawn by the newest weights, and sampling and training take turns. k: up to k
+    rollouts are drawn while steps before them train, and no token that is trained on was drawn by weights that are more
+    than k steps old (docs/grpo.md).
 
     `placement`: on which GPUs vLLM generates. `separate`: on others than those that train, of the same machine or of
     further nodes. `colocated`: on the same ones in turns; while one works the other keeps little in their memory. null:
@@ -272,11 +273,11 @@ class RolloutConfig:
             )
 
     def _check_staleness(self) -> None:
-        if self.max_staleness not in (0, 1):
+        if self.max_staleness < 0:
             raise ConfigError(
-                f"max_staleness={self.max_staleness} must be 0, or 1: samples are drawn at most one step ahead",
+                f"max_staleness={self.max_staleness} steps must be at least 0",
                 keys=("max_staleness",),
-                fix="max_staleness=1",
+                fix="max_staleness=0",
             )
         if self.max_staleness and self.engine.capabilities.live_weights:
             name = type(self.engine).__name__

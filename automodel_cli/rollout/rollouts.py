@@ -30,12 +30,12 @@ from automodel_cli.rollout.environment_pool import EnvironmentPool, check_rows
 from automodel_cli.rollout.episodes import is_group_leader, play_episodes, scored_samples, unscored_samples
 from automodel_cli.rollout.experience import RowPlan, Sample, kl_sums, plan_updates
 from automodel_cli.rollout.model_engines import RankZeroEngine
-from automodel_cli.rollout.prefetcher import Generated, RolloutPrefetcher, SampleRequest
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
+from automodel_cli.rollout.sample_queue import Generated, SampleQueue, SampleRequest
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.scorer import Scorer
 from automodel_cli.rollout.token_advantages import TokenAdvantages
@@ -78,7 +78,7 @@ class Rollouts(Callback):
                 keys=("rollout.engine",),
                 fix="rollout=sampler",
             )
-        self._prefetcher = self._build_prefetcher()
+        self._queue = self._build_queue()
         self._scorer = Scorer(session, config, objective, teacher, reference_update)
         self._plan = RowPlan(
             seq_len=self.recipe.data.seq_len,
@@ -93,7 +93,7 @@ class Rollouts(Callback):
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
         self._told: set[str] = set()
         self._alarms = Alarms(config.max_new_tokens)
-        self._reward_seconds = 0.0
+        self._reward_seconds = self._wait_seconds = self._drawing_seconds = 0.0
         self.sync(session.first_step)
         self._check_agreement()
 
@@ -101,12 +101,12 @@ class Rollouts(Callback):
 
     def on_start(self, run: Run, state: Any) -> None:
         """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""
-        if self._prefetcher is not None and state is not None:
-            self._prefetcher.restore(state)
+        if self._queue is not None and state is not None:
+            self._queue.restore(state)
 
     def on_checkpoint(self, run: Run, step: int) -> Any:
         """What is drawn and not yet trained on. Collective."""
-        return None if self._prefetcher is None else self._prefetcher.state()
+        return None if self._queue is None else self._queue.state()
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """The mean reward of greedy responses to the held-out prompts. Collective."""
@@ -127,8 +127,8 @@ class Rollouts(Callback):
 
     def on_end(self, run: Run, succeeded: bool) -> None:
         """End what generates and judges in other threads and processes."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        if self._queue is not None:
+            self._queue.close()
         self.rewards.close()
         if self.pool is not None:
             self.pool.close()
@@ -139,13 +139,14 @@ class Rollouts(Callback):
     def collect(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Rollout:
         """Samples to the prompts of this rank and, with dynamic sampling, to more of them; and their updates.
 
-        With `max_staleness` the former were drawn during the step before, and those of the next step are begun; further
-        prompts are answered by the newest weights. Collective over all ranks.
+        With `max_staleness` the former were drawn while steps before this one trained, and as many rollouts ahead are
+        begun as it allows. Further prompts are those of the next rollout drawn ahead; where there is none, the newest
+        weights answer. Collective over all ranks.
         """
         began, self._reward_seconds = time.perf_counter(), 0.0
         dynamic = self.config.dynamic_sampling
-        drawn = self._prefetched(step, prompts)
-        samples = self._sample(step, prompts) if drawn is None else self._judged(drawn.requests, drawn.completions)
+        self._wait_seconds, self._drawing_seconds = 0.0, 0.0
+        samples = self._sample(step, prompts)
         num_sampled, num_batches = len(samples), 1
         if dynamic is not None:
             samples, equal = self._different(samples)
@@ -157,11 +158,8 @@ class Rollouts(Callback):
             if len(samples) < self.config.samples_per_step:
                 self._tell_once("dynamic_sampling", too_few(step, samples, equal, self.config))
             samples = (samples + equal)[: self.config.samples_per_step]
-        seconds = time.perf_counter() - began + (drawn.seconds if drawn is not None else 0.0)
-        if self._prefetcher is not None and step < self.session.num_steps:
-            loader = self.session.loader
-            requests, seeds = self._requests(step + 1, loader.peek_step(), loader.position)
-            self._prefetcher.begin(requests, self.config.params(), seeds)
+        seconds = time.perf_counter() - began + self._drawing_seconds
+        self._draw_ahead(step)
         self._rest(weights_follow=True)
         return self._learnt_from(step, samples, num_sampled, seconds)
 
@@ -170,20 +168,38 @@ class Rollouts(Callback):
         if isinstance(self.engine, RankZeroEngine):
             self.engine.rest(weights_follow=weights_follow)
 
-    def _prefetched(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Generated | None:
-        """What was drawn during the step before, in this process or in the one whose checkpoint it goes on from."""
-        if self._prefetcher is None:
-            return None
-        drawn = self._prefetcher.take()
-        if drawn is not None:
-            return drawn
-        requests, _ = self._requests(step, prompts, self.session.loader.position - self.config.prompts_per_step)
-        return self._prefetcher.kept(requests, self.config.params())
+    def _draw_ahead(self, step: int) -> None:
+        """Begin what is missing of the next `max_staleness` rollouts, on the prompts that the loader gives next."""
+        if self._queue is None:
+            return
+        loader, lag = self.session.loader, self.config.max_staleness
+        for ahead in range(len(self._queue), min(lag, self.session.num_steps - step)):
+            place = loader.position + ahead * self.config.prompts_per_step
+            requests, seeds = self._requests(step + 1 + ahead, loader.peek_step(ahead), place)
+            self._queue.begin(requests, self.config.params(), seeds, oldest=step + ahead - lag)
 
     def _sample(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> list[Sample]:
-        """Everything that all ranks draw for the prompts that the loader gave last, in their order."""
+        """Everything that all ranks draw for the prompts that the loader gave last, in their order: drawn ahead, in
+        this process or in the one whose checkpoint it goes on from, or else now."""
         requests, seeds = self._requests(step, prompts, self.session.loader.position - self.config.prompts_per_step)
-        return self._judged(requests, self._generated(requests, self.config.params(), seeds))
+        drawn = self._drawn_ahead(step, requests)
+        if drawn is None:
+            return self._judged(requests, self._generated(requests, self.config.params(), seeds))
+        self._drawing_seconds += drawn.seconds
+        return self._judged(drawn.requests, drawn.completions)
+
+    def _drawn_ahead(self, step: int, requests: list[SampleRequest]) -> Generated | None:
+        """The samples of `requests`, which are the oldest that were begun."""
+        if self._queue is None:
+            return None
+        began, oldest = time.perf_counter(), step - 1 - self.config.max_staleness
+        drawn = self._queue.take()
+        self._wait_seconds += time.perf_counter() - began
+        if drawn is None:
+            return self._queue.kept(requests, self.config.params(), oldest)
+        assert [sample[:2] for sample in drawn.requests] == [sample[:2] for sample in requests]
+        assert min((c.weight_version for c in drawn.completions), default=oldest) >= oldest, "older than allowed"
+        return drawn
 
     def _requests(
         self, step: int, prompts: Sequence[Sequence[Prompt]], first_place: int
@@ -199,6 +215,8 @@ class Rollouts(Callback):
     def _generated(
         self, requests: Sequence[SampleRequest], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> Sequence[Completion | Episode]:
+        if self._queue is not None:
+            self._queue.settle()
         if self.pool is None:
             return self.engine.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
         return play_episodes(self.session, self.pool, self.engine, requests, params, seeds)
@@ -274,7 +292,8 @@ class Rollouts(Callback):
             advantages_N = self._advantages(samples, rewards_N).advantages_N
             updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
         passes, trained = self.config.passes, [number for numbers in units for number in numbers]
-        told = (seconds, self._reward_seconds, getattr(self.engine, "metrics", {}))
+        waited = None if self._queue is None else self._wait_seconds
+        told = (seconds, self._reward_seconds, waited, getattr(self.engine, "metrics", {}))
         return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *told)
 
     def _token_advantages(self) -> TokenAdvantages | None:
@@ -294,10 +313,10 @@ class Rollouts(Callback):
             return EnvironmentPool(environments, self.config.environment_column)
         return EnvironmentPool(environments) if environments else None
 
-    def _build_prefetcher(self) -> RolloutPrefetcher | None:
+    def _build_queue(self) -> SampleQueue | None:
         if not self.config.max_staleness:
             return None
-        return RolloutPrefetcher(self.engine, self.mesh.device)
+        return SampleQueue(self.engine, self.mesh.device, self.config.max_staleness)
 
     def scoring(self) -> AbstractContextManager[None]:
         """Inside, the trainer's log-probs are those that the objective compares with the sampler's."""
@@ -306,18 +325,18 @@ class Rollouts(Callback):
     # -- weights, and how good they are
 
     def sync(self, version: int) -> None:
-        """Give the engine, once it is idle, the weights as they are after step `version`. Collective."""
-        if self._prefetcher is not None:
-            self._prefetcher.wait()
+        """Give the engine the weights as they are after step `version`. Collective."""
         parts = self.model.parts
-        self.engine.update_weights(
-            iter_hf_weights(
-                parts,
-                dtype=parts[0].model.dtype,
-                hub_names=self.engine.capabilities.hub_names,
-                pp_group=self.model.pp_group,
-            )
+        stream = iter_hf_weights(
+            parts,
+            dtype=parts[0].model.dtype,
+            hub_names=self.engine.capabilities.hub_names,
+            pp_group=self.model.pp_group,
         )
+        if self._queue is not None:
+            self._queue.update(stream, version)
+            return
+        self.engine.update_weights(stream)
         self.engine.weight_version = version
 
     def _check_agreement(self) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.prompts import Prompt
-from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, sample_seed
+from automodel_cli.rollout.engine import Capabilities, Completion, Engine, SamplingParams, sample_seed
 from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.prefetcher import RolloutPrefetcher, SampleRequest
 from automodel_cli.rollout.model_engines import RankZeroEngine
+from automodel_cli.rollout.sample_queue import SampleQueue, SampleRequest
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 
@@ -56,7 +56,7 @@ def beside_collectives(rank: int, world: int, shared: bool, fails: bool) -> list
     mine = held(fails=fails) if not shared or rank == 0 else None
     engine: Engine = RankZeroEngine(mine) if shared else mine  # type: ignore[assignment]
     engine.weight_version = 7
-    ahead = RolloutPrefetcher(engine, torch.device("cpu"))
+    ahead = SampleQueue(engine, torch.device("cpu"))
     asked = all_asked()[rank::world]
     ahead.begin(asked, PARAMS, [sample_seed(0, place, index) for place, index, _ in asked])
     for number in range(NUM_COLLECTIVES):  # as training makes them, while nothing can have been drawn yet
@@ -84,17 +84,59 @@ def test_the_samples_are_those_of_a_plain_call(shared):
     assert [got[i % 2][i // 2] for i in range(len(want))] == [(tokens, 7) for tokens in want]
 
 
+def weights(seed: int) -> list[list[tuple[str, torch.Tensor]]]:
+    return [list(tiny.build_hf("llama", seed=seed).named_parameters())]
+
+
+def in_line(rank: int, world: int, shared: bool) -> list[list[tuple[list[int], int]]]:
+    """Two rollouts with an update between them, all asked for before anything can have been drawn."""
+    mine = held() if not shared or rank == 0 else None
+    engine: Engine = RankZeroEngine(mine) if shared else mine  # type: ignore[assignment]
+    queue, asked = SampleQueue(engine, torch.device("cpu"), 3), all_asked()[rank::world]
+    seeds = [sample_seed(0, place, index) for place, index, _ in asked]
+    queue.update(weights(1), 7)
+    queue.begin(asked, PARAMS, seeds)
+    queue.update(weights(2), 8)
+    queue.begin(asked, PARAMS, seeds)
+    assert len(queue) == 2
+    if mine is not None:
+        mine.go.set()
+    queue.settle()
+    drawn = [queue.take(), queue.take()]
+    queue.close()
+    assert queue.take() is None and len(queue) == 0
+    return [[(completion.tokens, completion.weight_version) for completion in d.completions] for d in drawn if d]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["every rank", "first rank"])
+def test_weights_change_between_two_rollouts_in_the_order_in_which_they_were_asked_for(shared):
+    asked, want = all_asked(), []
+    seeds = [sample_seed(0, place, index) for place, index, _ in asked]
+    for seed in (1, 2):
+        model = tiny.build_hf("llama", seed=seed)
+        model.set_attn_implementation("sdpa")
+        engine = HFEngine(model, stop_token_ids=[2], pad_token_id=0)
+        want.append([c.tokens for c in engine.generate([prompt.tokens for _, _, prompt in asked], PARAMS, seeds)])
+    got = launch_all(in_line, 2, shared)
+    for number, version in enumerate((7, 8)):
+        found = [got[i % 2][number][i // 2] for i in range(len(asked))]
+        assert found == [(tokens, version) for tokens in want[number]]
+    assert want[0] != want[1], "the test shows nothing"
+
+
 class Instant:
     """Answers with the seed; its log-probs have no short decimal form."""
 
-    weight_version = 3
+    weight_version, capabilities = 3, Capabilities(logprobs=True, weight_updates=True)
 
     def generate(self, prompts, params, seeds=None):
-        return [Completion([seed % 97, 5], [-1 / 3, -(seed % 97) / 7], "stop", 3) for seed in seeds]
+        logprobs = [[-1 / 3, -(seed % 97) / 7] for seed in seeds]
+        drawn = zip(seeds, logprobs, strict=True)
+        return [Completion([seed % 97, 5], of_seed, "stop", 3, token_versions=[3, 4]) for seed, of_seed in drawn]
 
 
 def _state_of_two_ranks(rank: int, world: int) -> dict:
-    ahead = RolloutPrefetcher(Instant(), torch.device("cpu"))
+    ahead = SampleQueue(Instant(), torch.device("cpu"))
     assert ahead.state() is None
     asked = all_asked()[rank::world]
     ahead.begin(asked, PARAMS, [sample_seed(0, place, index) for place, index, _ in asked])
@@ -106,7 +148,7 @@ def _state_of_two_ranks(rank: int, world: int) -> dict:
 
 
 def _restored(rank: int, world: int, state: dict) -> None:
-    ahead, asked = RolloutPrefetcher(Instant(), torch.device("cpu")), all_asked()[rank::world]
+    ahead, asked = SampleQueue(Instant(), torch.device("cpu")), all_asked()[rank::world]
     seeds = [sample_seed(0, place, index) for place, index, _ in asked]
     ahead.restore(state)
     drawn = ahead.kept(asked, PARAMS)
@@ -117,6 +159,8 @@ def _restored(rank: int, world: int, state: dict) -> None:
     assert ahead.kept(asked, dataclasses.replace(PARAMS, temperature=0.7)) is None
     ahead.restore(state)
     assert ahead.kept([*asked, (9, 0, asked[0][2])], PARAMS) is None
+    ahead.restore(state)
+    assert ahead.kept(asked, PARAMS, oldest=4) is None, "they are too old"
     ahead.restore(None)
     assert ahead.kept(asked, PARAMS) is None
 

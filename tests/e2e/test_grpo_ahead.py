@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import stop_token_ids
-from tests.e2e.command import automodel, curve, environment, metrics, start
+from tests.e2e.command import automodel, curve, environment, kill_after_step, metrics, start
 from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config
 
 HF = ("rollout=hf", "logging.report=false", "objective.correction=truncate", "objective.correction_max=2.0")
@@ -83,19 +83,23 @@ def test_they_are_those_of_the_weights_of_one_step_earlier(whole: Path) -> None:
 DYNAMIC = ["rollout.dynamic_sampling={max_batches: 8}", "rollout.group_size=2"]
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(DYNAMIC, marks=pytest.mark.slow)], ids=["plain", "dynamic sampling"])
-def test_without_learning_it_is_the_synchronous_run(tmp_path: Path, more: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("more", "depth"),
+    [([], 2), pytest.param(DYNAMIC, 1, marks=pytest.mark.slow)],
+    ids=["plain", "dynamic sampling"],
+)
+def test_without_learning_it_is_the_synchronous_run(tmp_path: Path, more: list[str], depth: int) -> None:
     write_config(tmp_path)
     rest = (*HF, *more, "optimizer.lr=1e-30", "optimizer.weight_decay=0", "train.max_steps=3")
     run(tmp_path, *rest, "run_name=turns")
-    run(tmp_path, *rest, "run_name=ahead", "rollout.max_staleness=1")
+    run(tmp_path, *rest, "run_name=ahead", f"rollout.max_staleness={depth}")
     turns, ahead = (tmp_path / "runs" / name for name in ("turns", "ahead"))
     keys = ("step", "prompt", "completion", "reward", "advantage", "trained", "finish_reason", "origin")
     left, right = ([{key: s[key] for key in keys} for s in samples_of(folder)] for folder in (turns, ahead))
     assert left == right
     for key in ("loss", "grad_norm", "reward", "num_sampled", "gen_kl_error"):
         assert curve(turns, key) == curve(ahead, key), key
-    assert curve(turns, "staleness") == [0, 0, 0] and curve(ahead, "staleness") == [0, 1, 1]
+    assert curve(turns, "staleness") == [0, 0, 0] and curve(ahead, "staleness") == [0, 1, min(depth, 2)]
     if more:
         assert max(curve(ahead, "num_sampled")) > PROMPTS * 2, "the test shows nothing"
 
@@ -168,6 +172,13 @@ def stopped_after_two_steps(folder: Path, num_steps: int) -> int:
     return stopped
 
 
+def same_runs(left: Path, right: Path) -> bool:
+    """Every sample, and the numbers of every step, to the bit."""
+    keys = ("loss", "grad_norm", "staleness", "staleness_mean", "weight_version")
+    return samples_of(left) == samples_of(right) and all(curve(left, key) == curve(right, key) for key in keys)
+
+
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bitwise(tmp_path: Path) -> None:
     """With the samples that were drawn when it stopped, by weights that no longer exist then."""
     write_config(tmp_path)
@@ -175,11 +186,40 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path: Path) -> None:
     resumed = automodel(tmp_path, "resume", "runs/tiny")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     run(tmp_path, *AHEAD, "train.max_steps=12", "run_name=whole")
-    runs = tmp_path / "runs"
-    assert curve(runs / "tiny", "staleness") == [0, *[1] * 11]
-    assert samples_of(runs / "tiny") == samples_of(runs / "whole")
-    for name in ("loss", "grad_norm"):
-        assert curve(runs / "tiny", name) == curve(runs / "whole", name)
+    assert curve(tmp_path / "runs" / "tiny", "staleness") == [0, *[1] * 11]
+    assert same_runs(tmp_path / "runs" / "tiny", tmp_path / "runs" / "whole")
+
+
+DEEP = (*AHEAD, "rollout.max_staleness=2", "train.max_steps=12")
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two rollouts ahead, uninterrupted."""
+    folder = tmp_path_factory.mktemp("deep")
+    write_config(folder)
+    run(folder, *DEEP)
+    return folder / "runs" / "tiny"
+
+
+def test_two_rollouts_ahead_samples_are_those_of_the_weights_of_two_steps_earlier(whole: Path, deep: Path) -> None:
+    """Step 4 samples with the weights after step 1; what was begun at the start has the first weights."""
+    assert curve(deep, "staleness") == curve(deep, "staleness_mean") == [0, 1, *[2] * 10]
+    assert all(sample["weight_version"] == max(0, sample["step"] - 3) for sample in samples_of(deep))
+    exported = whole / "first" / "export"
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="sdpa")
+    assert drawn_by(model, tokenizer, deep, 4) == texts(deep, 4)
+    assert drawn_by(model, tokenizer, deep, 5) != texts(deep, 5), "the test shows nothing"
+
+
+def test_a_run_that_was_killed_two_rollouts_ahead_goes_on_bitwise(deep: Path, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    run_dir = tmp_path / "runs" / "tiny"
+    kill_after_step(start(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *DEEP), run_dir, 5)
+    resumed = automodel(tmp_path, "resume", "runs/tiny")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert same_runs(run_dir, deep)
 
 
 @pytest.mark.slow

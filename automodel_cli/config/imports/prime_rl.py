@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from automodel_cli.config.imports import hugging_face as hf
-from automodel_cli.config.imports.engine import Default, Draft, Kind, Row, Table, none, to
+from automodel_cli.config.imports.engine import Default, Draft, Kind, Table, none, to
 
 _SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 
@@ -113,7 +113,6 @@ def _grpo(draft: Draft) -> None:
 
 _SERVER = none("no server is needed: our sampler generates on the trained weights (rollout=vllm takes one)")
 _ENVIRONMENT = none("environments are packages of theirs; ours are rewards and rollout.environment (docs/rollout.md)")
-_STALENESS = {"0": 0, "1": 1}
 _TRACKER = none("logging.trackers takes a WandB node")
 
 _SHARED = {
@@ -164,7 +163,7 @@ TABLE = Table(
         "orchestrator.train.env[].*": _ENVIRONMENT,
         "orchestrator.env[].*": _ENVIRONMENT,
         "orchestrator.eval*": _ENVIRONMENT,
-        "orchestrator.max_off_policy_steps": Row("rollout.max_staleness", values=_STALENESS),
+        "orchestrator.max_off_policy_steps": to("rollout.max_staleness"),
         "orchestrator.renderer.*": none("the chat template is the tokenizer's own (data.chat_template)"),
         "orchestrator.*": none("the rollout section has its own keys (docs/rollout.md)"),
         "inference*": _SERVER,
@@ -187,8 +186,8 @@ TABLE = Table(
         "dist_timeout_seconds": none("train.step_timeout"),
         "clean_output_dir": none("a run never overwrites another: each has a folder of its own"),
         "matmul_precision": hf.SPEED,
-        "async_level": Row("rollout.max_staleness", values=_STALENESS),
-        "max_async_level": Row("rollout.max_staleness", values=_STALENESS),
+        "async_level": to("rollout.max_staleness"),
+        "max_async_level": to("rollout.max_staleness"),
         "bench*": none("scripts/bench_*.py"),
         "heartbeat*": none("no such watch"),
     },

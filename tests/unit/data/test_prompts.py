@@ -118,7 +118,6 @@ def test_overlong_responses(overlong, reward, num_tokens, truncated, expected):
         lambda: RolloutConfig(max_new_tokens=8, overlong=Overlong(buffer=9)),
         lambda: RolloutConfig(engine=ServerConfig(url="http://localhost:1")),
         lambda: RolloutConfig(max_staleness=1, engine=SamplerConfig()),
-        lambda: RolloutConfig(max_staleness=2, engine=HFConfig()),
         lambda: RolloutConfig(max_staleness=-1, engine=HFConfig()),
         lambda: Overlong(penalty=2.0),
         lambda: Overlong(factor=1.5),
