@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from automodel_cli.cli import complete
+from automodel_cli.config.errors import ConfigError
 
 
 @click.command(short_help="One offline page of curves, samples and configs, for one run or several.")
@@ -19,13 +21,27 @@ from automodel_cli.cli import complete
 def report(names: tuple[str, ...], out: Path | None) -> None:
     """Write one HTML file that shows runs, also those that go on; it loads nothing.
 
-    RUN is a folder or a name below runs/; a folder of runs stands for all in it.
+    RUN is a folder, a name below runs/ or a URL, whose records come here first; a folder of runs stands for all in it.
     """
     from automodel_cli.runs.catalogue import named
     from automodel_cli.runs.page import FILE, write_own_page, write_page
 
-    runs = named(names)
+    runs = named([str(folder) for name in names for folder in _folders(name)])
     if len(runs) == 1 and out is None:
         click.echo(write_own_page(runs[0].folder))
     else:
         click.echo(write_page(runs, out or Path(FILE)))
+
+
+def _folders(name: str) -> Iterator[str | Path]:
+    """The name itself; of a URL the local folders of the runs there."""
+    from automodel_cli.run.storage import fetch, is_url, runs_at
+
+    if not is_url(name):
+        yield name
+        return
+    found = runs_at(name)
+    if not found:
+        raise ConfigError(f"no run at {name}", fix=f"automodel runs ls {name}")
+    for url in found:
+        yield fetch(url)

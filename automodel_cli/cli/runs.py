@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,27 +26,44 @@ def runs() -> None:
 
 
 @runs.command()
-@click.argument("folder", default="runs", type=click.Path(path_type=Path))
+@click.argument("folder", default="runs", metavar="[FOLDER|URL]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def ls(folder: Path, as_json: bool) -> None:
-    """One line for each run in FOLDER (default: runs), the newest last."""
+def ls(folder: str, as_json: bool) -> None:
+    """One line for each run in FOLDER (default: runs) or at a URL of object storage, the newest last."""
+    from automodel_cli.run.storage import is_url
     from automodel_cli.runs.catalogue import find
 
-    found = find(folder)
+    if is_url(folder):
+        with TemporaryDirectory() as home:
+            _list(_at_url(folder, Path(home)), folder, as_json)
+    else:
+        _list([(str(run.folder), run) for run in find(Path(folder))], str(Path(folder)), as_json)
+
+
+def _list(found: Sequence[tuple[str, Run]], folder: str, as_json: bool) -> None:
     if as_json:
-        for run in found:
-            click.echo(json.dumps(_as_json(run)))
+        for name, run in found:
+            click.echo(json.dumps(_as_json(run) | {"folder": name}))
         return
     if not found:
         click.echo(f"no runs in {folder}; begin one with: automodel finetune llm -c quickstart")
         return
     table = tables.table("run", "recipe", "state", "steps", "loss", "val loss", "metric", "age")
-    for run in found:
-        name = run.folder.relative_to(folder) if run.folder.is_relative_to(folder) else run.folder
+    for name, run in found:
         of = f"/{run.num_steps}" if run.num_steps else ""
         numbers = (tables.number(run.last("loss")), tables.number(run.last("val_loss")), _metric(run))
-        table.add_row(str(name), run.recipe, tables.state(run), f"{run.step}{of}", *numbers, tables.age(run.age))
+        shown = name.removeprefix(folder.rstrip("/")).strip("/") or run.name
+        table.add_row(shown, run.recipe, tables.state(run), f"{run.step}{of}", *numbers, tables.age(run.age))
     tables.console().print(table)
+
+
+def _at_url(url: str, home: Path) -> list[tuple[str, Run]]:
+    """(URL, run) of each run there; only their records come here, into `home`."""
+    from automodel_cli.run.storage import records, runs_at
+    from automodel_cli.runs.catalogue import Run, oldest_first
+
+    found = {Run(records(each, home / str(n)), is_copy=True): each for n, each in enumerate(runs_at(url))}
+    return [(found[run], run) for run in oldest_first(found)]
 
 
 @runs.command()

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Collection
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 CHECKPOINTS, BEST = "checkpoints", "checkpoints/best"
 MARK = ".storage"
 """In a local folder: the URL that it is a copy of."""
+_RECORDS = ("config.yaml", "run.json", "metrics.jsonl")
+_DEPTH = 3
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -114,6 +117,12 @@ class Remote:
         content: bytes = fs.cat_file(f"{path}/{name}")
         return content
 
+    def written(self, name: str) -> float:
+        """When, in seconds since 1970."""
+        fs, path = self._opened
+        found: datetime = fs.modified(f"{path}/{name}")
+        return found.timestamp()
+
     def write(self, name: str, content: bytes) -> None:
         fs, path = self._opened
         fs.pipe_file(f"{path}/{name}", content)
@@ -152,6 +161,42 @@ def newest_in(files: Collection[str]) -> str | None:
     return next((name for name, whole in reversed(checkpoints_in(files).items()) if whole), None)
 
 
+def runs_at(url: str) -> list[str]:
+    """The run at `url`, or those below it (sweeps too), as URLs. Raises ConfigError and RunError where it cannot be
+    read."""
+    check_url(url)
+    remote = Remote(url.rstrip("/"))
+    with _readable(url):
+        configs = [name for name in remote.files() if name.rpartition("/")[2] == "config.yaml"]
+    folders = [name.rpartition("/")[0] for name in sorted(configs) if name.count("/") <= _DEPTH]
+    return [remote.at(folder).url if folder else remote.url for folder in folders]
+
+
+def records(url: str, target: Path) -> Path:
+    """What `runs ls` reads of the run at `url`, in a new folder of `target`; with the times at which it was written
+    there. Raises RunError."""
+    remote, folder = Remote(url.rstrip("/")), target / Path(url.rstrip("/")).name
+    with _readable(url):
+        for name in _RECORDS:
+            with suppress(FileNotFoundError):
+                remote.download(name, folder / name)
+                written = remote.written(name)
+                os.utime(folder / name, (written, written))
+    return folder
+
+
+@contextmanager
+def _readable(url: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the storage's library raises
+        raise RunError(
+            f"{url} cannot be read: {reason_of(error)}", fix="credentials and a network that reach it"
+        ) from error
+
+
 def fetch(url: str, wanted: Collection[str] = ()) -> Path:
     """The local folder of the run at `url`, with what is missing of it; its records come along always.
 
@@ -165,7 +210,7 @@ def fetch(url: str, wanted: Collection[str] = ()) -> Path:
     with _alone(folder):
         if folder.is_dir() and is_held(folder):
             return folder
-        try:
+        with _readable(url):
             files = remote.files()
             if "config.yaml" not in files:
                 known = [name for name in Remote(parent).folders() if not name.startswith(".")]
@@ -173,12 +218,6 @@ def fetch(url: str, wanted: Collection[str] = ()) -> Path:
                     f"no run at {url}: it has no config.yaml" + (f"; there are {', '.join(known[:5])}" if known else "")
                 )
             _bring(remote, files, folder, wanted)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever the storage's library raises
-            raise RunError(
-                f"{url} cannot be read: {reason_of(error)}", fix="credentials and a network that reach it"
-            ) from error
     return folder
 
 

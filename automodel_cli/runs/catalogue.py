@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -22,9 +22,13 @@ _JOB = "job.sbatch"
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder. Everything is read when it is asked for, and then kept."""
+    """One run folder. Everything is read when it is asked for, and then kept.
+
+    `is_copy`: its records come from elsewhere, and nobody here sees its lock: it goes on where its record says so.
+    """
 
     folder: Path
+    is_copy: bool = False
 
     @property
     def name(self) -> str:
@@ -49,7 +53,7 @@ class Run:
     @cached_property
     def state(self) -> str:
         """One of `STATES`. What goes on is known by its lock; a start that ended without a word has failed."""
-        held = is_held(self.folder)
+        held = None if self.is_copy else is_held(self.folder)
         last = self.attempts[-1]["state"] if self.attempts else ""
         if held or (held is None and last == "running"):
             return "running"
@@ -102,7 +106,11 @@ class Run:
 
 def find(folder: Path) -> list[Run]:
     """The run in `folder`, or the runs below it (sweeps too), oldest first."""
-    return sorted(_below(folder, depth=3), key=lambda run: -run.age)
+    return oldest_first(_below(folder, depth=3))
+
+
+def oldest_first(runs: Iterable[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: -run.age)
 
 
 def _below(folder: Path, depth: int) -> Iterator[Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -70,8 +71,25 @@ def _killed_deleted_and_resumed(folder: Path, url: str) -> None:
     assert fs.cat_file(f"{path}/export/model.safetensors") == weights
     assert fs.cat_file(f"{path}/metrics.jsonl") == (run / "metrics.jsonl").read_bytes()
     assert b'"finished"' in fs.cat_file(f"{path}/run.json")
+    _lists_and_shows(folder, url, run)
     steps = sorted(name.split("/")[-2] for name in fs.glob(f"{path}/checkpoints/step-*/meta.json"))
     assert steps[-3:] == ["step-000012", "step-000014", "step-000016"] and len(steps) <= 4  # three and the best
+
+
+def _lists_and_shows(folder: Path, url: str, run: Path) -> None:
+    """From elsewhere, what is said of the runs at the URL is what is said of them here."""
+    home = folder / "another_machine"
+    home.mkdir()
+    here = json.loads(automodel(folder, "runs", "ls", str(run.parent), "--json").stdout)
+    listed = automodel(home, "runs", "ls", url, "--json")
+    there = json.loads(listed.stdout)
+    assert there["folder"] == f"{url}/killed" and here["state"] == "finished"
+    same = {key: value for key, value in here.items() if key not in ("folder", "age_seconds")}
+    assert {key: there[key] for key in same} == same and not (home / "runs").exists()
+    assert abs(there["age_seconds"] - here["age_seconds"]) < 60
+    assert "killed  " in automodel(home, "runs", "ls", url).stdout
+    written = automodel(home, "report", url)
+    assert "<h1>killed" in (home / written.stdout.strip()).read_text(), written.stderr
 
 
 def test_a_run_that_lost_its_disk_goes_on_from_its_url(tmp_path: Path) -> None:

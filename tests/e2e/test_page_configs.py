@@ -1,0 +1,116 @@
+"""Every YAML block of the pages is a config that is accepted, and every command line one that the real parser takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from automodel_cli.cli.main import cli, run
+from automodel_cli.cli.search import axes
+from automodel_cli.config import bundled
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
+from automodel_cli.config.trust import Trust
+from automodel_cli.evaluation.config import EvalConfig
+from tests.pages import PAGES, ROOT, Block, blocks, commands
+
+MINE = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("# my_run.yaml"))
+YAML = [(page, block) for page in PAGES for block in blocks(page) if block.language == "yaml"]
+OWN = ("own_format", "day_reward")
+"""Modules of a reader's own that blocks name: of examples/, and of a page."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every file that a page shows, and `my_run.yaml`, which many start from."""
+    made = tmp_path_factory.mktemp("pages")
+    for page in PAGES:
+        for block in blocks(page):
+            if block.title:
+                (made / block.title).write_text(block.text)
+    (made / "my_tasks").mkdir()
+    (made / "my_run.yaml").write_text(MINE.text)
+    for name in ("A", "B", "C"):
+        (made / f"{name}.yaml").write_text(MINE.text)
+    return made
+
+
+def whole(block: Block) -> str:
+    """A block that is a part of a config, as what it changes in `my_run.yaml`."""
+    is_root = re.search(r"^(defaults|_target_|tasks):", block.text, re.M)
+    return block.text if is_root else f"defaults: [my_run, _self_]\n{block.text}"
+
+
+@pytest.mark.parametrize(("page", "block"), YAML, ids=lambda x: x.name if isinstance(x, Path) else x.text[:30])
+def test_a_yaml_block_is_accepted(page: Path, block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(folder), str(ROOT / "examples"), *sys.path])
+    path = folder / "block.yaml"
+    path.write_text(whole(block))
+    kind = EvalConfig if re.search(r"^tasks:", block.text, re.M) else None
+    check(compose(path), Trust(frozenset(), OWN), kind=kind)
+
+
+def typed(page: Path) -> list[list[str]]:
+    """The command lines of a page's blocks, as words; those of its text are only names of commands."""
+    fenced = "".join(block.text for block in blocks(page) if block.language in ("bash", "console")).replace("\\\n", " ")
+    lines = [re.sub(r" +#.*", "", line.removeprefix("$ ")) for line in fenced.splitlines()]
+    words = [shlex.split(re.split(r" [|>] ", part)[0]) for line in lines for part in re.split(r" && |; ", line)]
+    return [line[1:] for line in words if line[:1] == ["automodel"]]
+
+
+def parsed(words: list[str]) -> tuple[click.Command, dict[str, object]]:
+    """What click makes of it, without running it. Raises UsageError."""
+    command, name = cli, ["automodel"]
+    with click.Context(cli) as context:
+        while isinstance(command, click.Group):
+            found = command.get_command(context, words[0])
+            if found is None:
+                raise click.UsageError(f"no command {words[0]}")
+            command, name, words = found, [*name, words[0]], words[1:]
+    context = command.make_context(" ".join(name), list(words), parent=click.Context(cli, obj=words))
+    return command, context.params
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if typed(p)], ids=lambda page: page.name)
+def test_a_command_of_a_block_is_one_that_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser takes it; and its config with its overrides is accepted, or is a reader's own."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    for words in typed(page):
+        _, params = parsed(words)
+        conf, overrides = params.get("conf"), params.get("overrides") or ()
+        if conf is None or words[0] == "eval":
+            continue
+        assert isinstance(conf, str) and (Path(conf).is_file() or conf in bundled.names()), f"{page.name}: {words}"
+        if words[0] == "sweep":
+            axes(overrides)
+        else:  # what a URL needs may not be installed
+            check(compose(conf, [o for o in overrides if not o.startswith("output_dir=s3:")]), Trust(frozenset(), OWN))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "-c", "my_run.yaml", "data.path=my_run.jsonl", "model.pretrained=owner/name"],
+        ["options", "data"],
+        ["recipes", "ls"],
+        ["runs", "ls"],
+        ["sweep", "-c", "my_run.yaml", "optimizer.lr=1e-5,3e-5", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_what_costs_nothing_is_run(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "my_run.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    assert run(words) == 0
+
+
+def test_a_block_that_no_parser_takes_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(click.UsageError):
+        parsed(["plan", "-c", "quickstart"])  # --gpus is required
+    assert typed(ROOT / "docs" / "runs.md").count(["chat", "my_run"]) == 1 and commands(ROOT / "README.md")
