@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.command import automodel, metrics
+from tests.e2e.command import automodel, curve, kill_after_step, metrics, start
 from tests.e2e.test_grpo import run, same_run, samples_of, write_config
 
 STOPS = f"+model.config.eos_token_id={[1, *range(100, 260)]}"  # so many that random weights end their messages
@@ -131,6 +131,57 @@ def test_what_several_turns_cannot_be_combined_with_is_refused(tmp_path: Path) -
     ):
         done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *TOOL, *overrides)
         assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
+
+
+LATE = """
+import asyncio, random
+from dataclasses import dataclass
+from automodel_cli.rollout.calculator import Calculator
+
+@dataclass(frozen=True, kw_only=True)
+class Late(Calculator):
+    async def step(self, messages, row, state):
+        await asyncio.sleep(random.SystemRandom().random() / 4)
+        return super().step(messages, row, state)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_is_bitwise_the_same_in_any_order_of_answers_and_after_a_kill(played: Path, tmp_path: Path) -> None:
+    """Answers come after random times, and the run is killed between its two steps; the other had neither."""
+    write_config(tmp_path)
+    (tmp_path / "late.py").write_text(LATE)
+    words = ["grpo", "llm", "-c", "tiny.yaml", "--trust-package", "late", *TOOL, "checkpoint.every=1"]
+    killed = start(tmp_path, *words, "rollout.environment._target_=late.Late")
+    folder, reference = tmp_path / "runs" / "tiny", played / "runs" / "tiny"
+    kill_after_step(killed, folder, 1)
+    resumed = automodel(tmp_path, "resume", "runs/tiny")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert samples_of(folder) == samples_of(reference)
+    for key in ("loss", "grad_norm", "reward"):
+        assert curve(folder, key) == curve(reference, key), key
+    weights = [(path / "export" / "model.safetensors").read_bytes() for path in (folder, reference)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_call_its_tool(tmp_path: Path) -> None:
+    """Random weights call the calculator in 3 of 100 messages; each call that gives a number is worth 1, in two turns.
+    Nothing else is rewarded, and the held-out conversations are greedy."""
+    write_config(tmp_path)
+    tool = "_target_: automodel_cli.rollout.calculator.Calculator, pattern: '([0-9])', max_turns: 2, call_reward: 1.0"
+    learning = [
+        f"rollout.environment={{{tool}}}",
+        *("rewards=none", "~rewards.digit", "~rewards.other", STOPS, "data.seq_len=96", "logging.report=false"),
+        *("rollout.prompts_per_step=8", "rollout.group_size=8", "rollout.top_p=1.0", "rollout.temperature=1.0"),
+        *("train.global_batch_size=64", "train.microbatch_size=16", "train.max_steps=40", "optimizer.lr=3e-3"),
+        *("objective.kl_coef=0", "objective.top_entropy=null", "checkpoint.every=1000"),
+    ]
+    run(tmp_path, *learning)
+    folder = tmp_path / "runs" / "tiny"
+    rewards = curve(folder, "reward")
+    assert sum(rewards[:4]) / 4 < 0.2 and sum(rewards[-4:]) / 4 > 1.5
+    assert curve(folder, "val_reward")[0] < 0.5 and curve(folder, "val_reward")[-1] > 1.5
 
 
 THEIRS = """
