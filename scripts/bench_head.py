@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.models.head import HeadKind, default_chunk_size, fused_logprobs
+from automodel_cli.models.head import default_chunk_size
+from automodel_cli.models.head_fused import HeadKind, Settings, fused_scores
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -26,8 +27,8 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     index = (labels != IGNORE_INDEX).nonzero()[:, 0]
-    logprobs = fused_logprobs(hidden[index], weight, labels[index], HeadKind("plain"), chunk)
-    return -logprobs.sum()
+    scores = fused_scores(hidden[index], weight, labels[index, None], Settings(HeadKind("plain"), chunk))
+    return -scores.logprobs_SN.sum()
 
 
 def peak_mib() -> float:

@@ -25,7 +25,7 @@ from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
 from automodel_cli.dryrun.mode import TracedRank
 from automodel_cli.dryrun.request import GIB, Line, RankResult, Request
 from automodel_cli.dryrun.strategies import Strategies
-from automodel_cli.models import shipped
+from automodel_cli.models import head_kernels, shipped
 from automodel_cli.models.source import hf_config
 from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
 from automodel_cli.pipelining.torch_runtime.compat import Runtime
@@ -141,6 +141,8 @@ def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Tim
     recipe = run.recipe
     if mesh.layout.pp > 1:
         run.watch_stages()
+    kernels: Any = head_kernels
+    kernels.usable = lambda device_type: device_type == "cuda"  # nothing could be compared, nor be compiled
     run.strategies = Strategies(run.clock, lambda part: _materialise(part, CUDA), lambda: run.faking(fake))
     stages = empty_stages(recipe, mesh)
     run.phase, run.parts = "buffers", list(stages.parts)

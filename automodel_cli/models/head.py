@@ -20,6 +20,7 @@ likeliest ones.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
-from automodel_cli.models import compat
+from automodel_cli.models import compat, head_kernels
 from automodel_cli.models.head_fused import HeadKind, Scores, Settings, fused_scores, merged, plain_scores
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.vocabulary import WHOLE, Vocabulary, vocabulary_of
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES_CPU = 24 * 2**20  # of fp32 logits: what stays in the last-level cache
 _CHUNK_BYTES_DEVICE = 512 * 2**20
+_CHUNK_BYTES_KERNELS = 1024 * 2**20  # of logits in the compute dtype: as much memory as the other way's copies take
 _PROBE_VOCAB = 64
 
 
@@ -100,22 +102,26 @@ class Head:
         if self.kind.name == "generic" or not _is_plain_linear(linear):
             return head_logits(self.model, hidden_SD[None])[0].float()
         weight_VD, vocabulary = vocabulary_of(linear.weight)
-        settings = self._settings(LOGPROBS, len(weight_VD), hidden_SD.device, vocabulary)
+        settings = self._settings(LOGPROBS, len(weight_VD), hidden_SD, vocabulary)
         return vocabulary.gather(settings.logits(hidden_SD, weight_VD))
 
     def _scores(self, hidden_SD: Tensor, ids_SN: Tensor, request: HeadRequest) -> Scores:
         linear = self.model.get_output_embeddings()
         if self.kind.name == "generic" or not _is_plain_linear(linear):
             vocab = self.model.config.get_text_config().vocab_size
-            return self._generic(hidden_SD, ids_SN, self._settings(request, vocab, hidden_SD.device))
+            return self._generic(hidden_SD, ids_SN, self._settings(request, vocab, hidden_SD))
         weight_VD, vocabulary = vocabulary_of(linear.weight)
-        settings = self._settings(request, len(weight_VD), hidden_SD.device, vocabulary)
+        settings = self._settings(request, len(weight_VD), hidden_SD, vocabulary)
+        filters = self.shaping is not None and self.shaping.filters
+        if kernels_allow(request, ids_SN.shape[1], filters=filters) and head_kernels.usable(hidden_SD.device.type):
+            chunk = self.chunk_size or kernel_chunk_size(len(weight_VD), hidden_SD.dtype)
+            settings = replace(settings, chunk=chunk, kernels=True)
         return fused_scores(hidden_SD, weight_VD, ids_SN, settings)
 
     def _settings(
-        self, request: HeadRequest, num_logits: int, device: torch.device, vocabulary: Vocabulary = WHOLE
+        self, request: HeadRequest, num_logits: int, hidden: Tensor, vocabulary: Vocabulary = WHOLE
     ) -> Settings:
-        chunk = self.chunk_size or default_chunk_size(num_logits, device)
+        chunk = self.chunk_size or default_chunk_size(num_logits, hidden.device)
         return Settings(self.kind, chunk, self.shaping, vocabulary, request.entropy, request.topk)
 
     def _generic(self, hidden_SD: Tensor, ids_SN: Tensor, settings: Settings) -> Scores:
@@ -134,6 +140,17 @@ def default_chunk_size(vocab: int, device: torch.device) -> int:
     """Tokens per chunk, so that fp32 logits of one chunk fit the cache (CPU) or a modest share of memory."""
     budget = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES_DEVICE
     return max(16, budget // (4 * vocab))
+
+
+def kernel_chunk_size(vocab: int, dtype: torch.dtype) -> int:
+    """The same for the kernels, which keep one copy of the logits, in the dtype that is computed in."""
+    return max(16, _CHUNK_BYTES_KERNELS // (dtype.itemsize * vocab))
+
+
+def kernels_allow(request: HeadRequest, num_ids: int, *, filters: bool) -> bool:
+    """Whether the Triton kernels have what is asked for: log-probs of `num_ids` tokens at each position; `filters`:
+    completions were drawn with top-k or top-p."""
+    return not request.topk and not filters and num_ids <= head_kernels.MOST_COLUMNS
 
 
 def _is_plain_linear(module: nn.Module | None) -> bool:

@@ -8,6 +8,9 @@ so whatever is asked for, a chunk's logits get the gradient  -p (sum of g_i + e 
 where g_i and e are the incoming gradients of the log-prob of token i (the label, tokens that were asked for, the
 likeliest ones) and of the entropy. Then come temperature, soft cap and scale, and two matrix products.
 
+On CUDA a chunk's statistics and the gradient of its logits are one Triton kernel each (`head_kernels.py`) where what is
+asked for allows it; the arithmetic is this.
+
 Under tensor parallelism a rank has a shard of the vocabulary; logits stay local (see `vocabulary.py`).
 
 Shapes: S supervised tokens, s those of a chunk, D hidden, V vocabulary (of this rank), N tokens whose log-probs are
@@ -25,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_cli.models import head_kernels
 from automodel_cli.models.shaping import Shaping
-from automodel_cli.models.vocabulary import WHOLE, Vocabulary
+from automodel_cli.models.vocabulary import WHOLE, Statistics, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,18 @@ class Settings:
     vocabulary: Vocabulary = WHOLE
     entropy: bool = False
     topk: int = 0
+    kernels: bool = False
+    """Triton kernels compute the statistics and the gradient of logits."""
+
+    @property
+    def multiplier(self) -> float:
+        """What logits are multiplied with in the end, after a soft cap."""
+        scale = self.kind.value if self.kind.name == "scale" else 1.0
+        return scale if self.shaping is None else scale / self.shaping.temperature
+
+    @property
+    def cap(self) -> float:
+        return self.kind.value if self.kind.name == "softcap" else 0.0
 
     @property
     def filters(self) -> bool:
@@ -107,7 +123,7 @@ def fused_scores(hidden_SD: Tensor, weight_VD: Tensor, ids_SN: Tensor, settings:
     # Early gradients hold one fp32 copy of the weight's gradient through the whole backward: a fair price for a third
     # of the head's time on CPU, not on a GPU, where the head is cheap and memory is not.
     alone = ids_SN.shape[1] == 1 and not settings.entropy and not settings.topk
-    early = alone and torch.is_grad_enabled() and hidden_SD.device.type == "cpu"
+    early = alone and torch.is_grad_enabled() and hidden_SD.device.type == "cpu" and not settings.kernels
     return Scores(*_FusedScores.apply(hidden_SD, weight_VD, ids_SN, settings, early))
 
 
@@ -133,19 +149,23 @@ class _FusedScores(torch.autograd.Function):
         for start in range(0, len(ids), settings.chunk):
             part = slice(start, start + settings.chunk)
             # one chunk at a time: (s, D) hidden -> (s, V) logits -> (s, N) log-probs; only the last outlives the loop
-            z = settings.logits(hidden[part], weight)
-            drawn_from = settings.shaped(z, ids[part, 0])
-            if topk is not None and topk_ids is not None:
-                topk[part], topk_ids[part] = vocabulary.topk(drawn_from, settings.topk)
-            found = vocabulary.statistics(
-                drawn_from, ids[part], entropy=settings.entropy, masked=settings.filters, overwrite=grads is None
-            )
+            if settings.kernels:
+                found = _statistics_by_kernel(F.linear(hidden[part], weight), ids[part], settings)
+            else:
+                z = settings.logits(hidden[part], weight)
+                drawn_from = settings.shaped(z, ids[part, 0])
+                if topk is not None and topk_ids is not None:
+                    topk[part], topk_ids[part] = vocabulary.topk(drawn_from, settings.topk)
+                found = vocabulary.statistics(
+                    drawn_from, ids[part], entropy=settings.entropy, masked=settings.filters, overwrite=grads is None
+                )
+                if grads is not None:
+                    ones = _Chunk(part, ids[part], torch.ones_like(logprobs[part]))
+                    grads.add(ones, z, drawn_from, found.lse_S)
+                del z, drawn_from  # before the next chunk's: they are the largest tensors here
             lse[part], logprobs[part] = found.lse_S, found.logprobs_SN
             if entropy is not None and found.entropy_S is not None:
                 entropy[part] = found.entropy_S
-            if grads is not None:
-                grads.add(_Chunk(part, ids[part], torch.ones_like(logprobs[part])), z, drawn_from, lse[part])
-            del z, drawn_from  # before the next chunk's: they are the largest tensors here
         if topk is not None:
             topk -= lse[:, None]  # (S, K) logits -> log-probs
         kept = (grads.hidden, grads.weight) if grads is not None else (None, None)
@@ -173,10 +193,13 @@ class _FusedScores(torch.autograd.Function):
             grads = _Gradients(hidden, weight, settings, *ctx.needs_input_grad[:2])
             for start in range(0, len(ids), settings.chunk):
                 part = slice(start, start + settings.chunk)
-                z = settings.logits(hidden[part], weight)
                 chunk = _Chunk(part, ids[part], grad[part])
                 if grad_entropy is not None:
                     chunk = chunk._replace(entropy_s=entropy[part], grad_entropy_s=grad_entropy[part])
+                if settings.kernels:
+                    grads.add_by_kernel(chunk, F.linear(hidden[part], weight), lse[part])
+                    continue
+                z = settings.logits(hidden[part], weight)
                 grads.add(chunk, z, settings.shaped(z, ids[part, 0]), lse[part])
                 del z
             grad_hidden, grad_weight = grads.hidden, grads.weight
@@ -185,6 +208,16 @@ class _FusedScores(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = settings.vocabulary.sum(grad_hidden)
         return grad_hidden, grad_weight, None, None, None
+
+
+def _statistics_by_kernel(product_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Statistics:
+    """Of `hidden @ weight.T` as it is, in any dtype."""
+    vocabulary = settings.vocabulary
+    columns_sN = vocabulary.columns(ids_sN)
+    lse_s, picked_sN, entropy_s = head_kernels.statistics(
+        product_sV, columns_sN, settings.multiplier, settings.cap, settings.entropy
+    )
+    return vocabulary.whole(lse_s, picked_sN, entropy_s if settings.entropy else None, ids_sN)
 
 
 class _Chunk(NamedTuple):
@@ -218,11 +251,31 @@ class _Gradients:
             dz_sV.mul_(kind.value)
         if shaping is not None and shaping.temperature != 1:
             dz_sV.mul_(1 / shaping.temperature)
-        dz_sV = dz_sV.to(self._hidden.dtype)
+        self._multiply(chunk.part, dz_sV.to(self._hidden.dtype))
+
+    def add_by_kernel(self, chunk: _Chunk, product_sV: Tensor, lse_s: Tensor) -> None:
+        """One chunk: `hidden @ weight.T` (overwritten), and the log-sum-exp of the logits made of it."""
+        settings = self._settings
+        grad_sN = chunk.grad_sN.where(chunk.ids_sN >= 0, 0)
+        none = lse_s[:0]
+        head_kernels.gradient_(
+            product_sV,
+            settings.vocabulary.columns(chunk.ids_sN),
+            grad_sN,
+            lse_s,
+            grad_sN.sum(1),
+            none if chunk.entropy_s is None else chunk.entropy_s,
+            none if chunk.grad_entropy_s is None else chunk.grad_entropy_s,
+            settings.multiplier,
+            settings.cap,
+        )
+        self._multiply(chunk.part, product_sV)
+
+    def _multiply(self, part: slice, dz_sV: Tensor) -> None:
         if self.hidden is not None:
-            torch.mm(dz_sV, self._weight, out=self.hidden[chunk.part])
+            torch.mm(dz_sV, self._weight, out=self.hidden[part])
         if self.weight is not None:
-            add_product_(self.weight, dz_sV.t(), self._hidden[chunk.part])
+            add_product_(self.weight, dz_sV.t(), self._hidden[part])
 
     def _of_logits(self, chunk: _Chunk, logp_sV: Tensor) -> Tensor:
         """Gradient of the shaped logits, from their log-probs (overwritten)."""

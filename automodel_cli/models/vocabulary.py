@@ -42,6 +42,11 @@ class Vocabulary:
         is_own = (index >= 0) if self.size is None else (index >= 0) & (index < self.size)
         return torch.where(is_own, index, 0), is_own
 
+    def columns(self, ids: Tensor) -> Tensor:
+        """Column of each token in this rank's logits, -1 where it has none or the id is none."""
+        index, is_own = self.local(ids)
+        return index.where(is_own & (ids >= 0), -1).contiguous()
+
     def statistics(
         self, logits_SV: Tensor, ids_SN: Tensor, *, entropy: bool, masked: bool = False, overwrite: bool = False
     ) -> Statistics:
@@ -53,9 +58,14 @@ class Vocabulary:
         index_SN, is_own_SN = self.local(ids_SN)
         picked_SN = logits_SV.gather(-1, index_SN).where(is_own_SN, 0)
         own = _entropy(logits_SV, lse_S, masked, overwrite) if entropy else None
+        return self.whole(lse_S, picked_SN, own, ids_SN)
+
+    def whole(self, lse_S: Tensor, picked_SN: Tensor, entropy_S: Tensor | None, ids_SN: Tensor) -> Statistics:
+        """Of all tokens, from those of this rank's: their log-sum-exp and entropy, and the logits of the ids that are
+        its own (0 of the others)."""
         if self.group is not None:
-            lse_S, picked_SN, own = self._combine(lse_S, picked_SN, own)
-        return Statistics(lse_S, (picked_SN - lse_S[:, None]).where(ids_SN >= 0, 0), own)
+            lse_S, picked_SN, entropy_S = self._combine(lse_S, picked_SN, entropy_S)
+        return Statistics(lse_S, (picked_SN - lse_S[:, None]).where(ids_SN >= 0, 0), entropy_S)
 
     def _combine(
         self, lse_S: Tensor, picked_SN: Tensor, entropy_S: Tensor | None

@@ -8,6 +8,8 @@ what the head computes in if those are fewer than 4, else 0:
     or, where that is more:
     b V D + c V (4 + 4 cap + b) a chunk's product in the compute dtype, where the device has no product that adds to
                                 float32, with the chunk's gradient; afterwards the whole gradient in that dtype
+    with kernels (models/head_kernels.py) instead of both:
+    (b or 4) c V, or b V D      a chunk's logits, whose place their gradient takes; afterwards the whole gradient
     2 S D (b or 4)              hidden states of the label tokens and their gradient, as if every token had a label
 """
 
@@ -31,11 +33,15 @@ def head_bytes(
     tokens: int,
     chunk: int,
     trained: bool = True,
+    kernels: bool = False,
 ) -> float:
     """The sum above; `vocabulary` rows of a weight that is `trained`."""
     narrow = dtype.itemsize if dtype.itemsize < _FLOAT else 0
     weight = vocabulary * width if trained else 0
     chunk_logits = min(chunk, tokens) * vocabulary
+    if kernels:
+        working = max(chunk_logits * dtype.itemsize, narrow * weight)
+        return _FLOAT * weight + working + 2.0 * tokens * width * dtype.itemsize
     cap = 1 if kind.name == "softcap" else 0
     computing = _FLOAT * chunk_logits * (1 + cap + int(request.entropy))
     adding = narrow * weight + chunk_logits * (_FLOAT * (1 + cap) + narrow)

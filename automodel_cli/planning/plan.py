@@ -15,7 +15,7 @@ from automodel_cli.distributed.strategies.base import AUTO, GLUE, Strategy
 from automodel_cli.distributed.tensor_parallel import cut_parameters
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.head import default_chunk_size
+from automodel_cli.models.head import default_chunk_size, kernel_chunk_size, kernels_allow
 from automodel_cli.models.nf4 import num_packed
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
@@ -179,13 +179,23 @@ def _cut_over_tp(request: Request, part: ModelPart) -> frozenset[nn.Parameter]:
     return frozenset(cut_parameters(part.model, parallelizer.axis_options(), layout.tp, shard_experts=layout.ep == 1))
 
 
+def _has_kernels(request: HeadRequest) -> bool:
+    """Filters of sampling are not known here, nor how many tokens a column names: many."""
+    return request.token_ids is None and kernels_allow(request, 1, filters=False)
+
+
 def _head_bytes(request: Request, part: ModelPart, over_tp: frozenset[nn.Parameter], tokens: int) -> float:
-    """What the head computes with. Of every kind alike: a generic head holds as much of a chunk."""
+    """What the head computes with on a GPU. A generic head holds as much of a chunk as one without kernels."""
     weight = part.model.get_output_embeddings().weight
     assert isinstance(weight, nn.Parameter)
     vocabulary, width = weight.shape
     if weight in over_tp:
         vocabulary //= request.layout.tp
+    kernels = part.head.kind.name != "generic" and _has_kernels(request.head)
+    if kernels:
+        default = kernel_chunk_size(vocabulary, request.compute_dtype)
+    else:
+        default = default_chunk_size(vocabulary, torch.device("cuda"))
     return head_bytes(
         part.head.kind,
         request.head,
@@ -193,8 +203,9 @@ def _head_bytes(request: Request, part: ModelPart, over_tp: frozenset[nn.Paramet
         vocabulary=vocabulary,
         width=width,
         tokens=tokens,
-        chunk=part.head.chunk_size or default_chunk_size(vocabulary, torch.device("cuda")),
+        chunk=part.head.chunk_size or default,
         trained=weight.requires_grad,
+        kernels=kernels,
     )
 
 

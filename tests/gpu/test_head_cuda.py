@@ -1,10 +1,11 @@
-"""The head's products on CUDA: bf16 factors add up in float32 in place, in one product."""
+"""The head on CUDA: bf16 factors add up in float32 in place, in one product; the Triton kernels are the definition."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from automodel_cli.models import head_kernels
 from automodel_cli.models.head_fused import _products_add_in_float32, add_product_
 
 pytestmark = [
@@ -23,3 +24,8 @@ def test_products_of_bf16_add_up_in_float32():
     add_product_(total, left, right)
     assert (total - want).abs().max() < 1e-3  # a product rounded to bf16 would be off by 0.2
     assert torch.cuda.max_memory_allocated() - before < total.nbytes, "no copy of the total"
+
+
+def test_the_triton_kernels_agree_with_the_definition_and_are_taken():
+    assert head_kernels.disagreement(torch.device("cuda")) < 1e-5
+    assert head_kernels.usable("cuda")

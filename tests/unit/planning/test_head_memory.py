@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -64,3 +65,23 @@ def test_the_heads_buffers_are_what_is_alive_at_its_worst_moment(dtype: torch.dt
         kind, HeadRequest(entropy), dtype, vocabulary=VOCABULARY, width=WIDTH, tokens=TOKENS, chunk=CHUNK
     )
     assert planned == pytest.approx(peak.most, rel=0.01)  # beside it are a few numbers by token
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("kind", [HeadKind("plain"), HeadKind("softcap", 30.0)], ids=lambda kind: kind.name)
+def test_with_kernels_a_chunks_logits_are_the_only_copy(kind: HeadKind, entropy: bool):
+    """On fake tensors, which know what operators return: the kernels themselves allocate nothing that is large."""
+    with FakeTensorMode():
+        hidden_SD = torch.randn(TOKENS, WIDTH, requires_grad=True)
+        weight_VD = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+        ids_SN = torch.randint(0, VOCABULARY, (TOKENS, 1))
+        with Peak(hidden_SD, weight_VD, ids_SN) as peak:
+            settings = Settings(kind, CHUNK, entropy=entropy, kernels=True)
+            scores = fused_scores(hidden_SD * 1, weight_VD, ids_SN, settings)
+            total = scores.logprobs_SN.sum()
+            if scores.entropy_S is not None:
+                total = total + scores.entropy_S.sum()
+            torch.autograd.grad(total, (hidden_SD, weight_VD))
+    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "tokens": TOKENS, "chunk": CHUNK}
+    planned = head_bytes(kind, HeadRequest(entropy), torch.float32, **sizes, kernels=True)
+    assert planned == pytest.approx(peak.most, rel=0.01)
