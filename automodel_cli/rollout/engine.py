@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 WeightStream = Iterable[Sequence[tuple[str, "Tensor"]]]
 """Buckets of (hub name, full tensor); every parameter of the model once."""
+Joins = Callable[[Iterator[Sequence[tuple[str, "Tensor"]]]], None]
+"""What a rank that does not speak to a server does with the stream of new weights."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,9 @@ class Host(Protocol):
         """A copy of the model on this rank, that waits for its weights; `options` are those of `HFEngine`."""
         ...
 
-    def on_first_rank(self, make: Callable[[], Engine]) -> Engine:
-        """The engine that `make` gives on rank 0, shared by all ranks. Collective."""
+    def on_first_rank(self, make: Callable[[], Engine], *, joins: Joins | None = None) -> Engine:
+        """The engine that `make` gives on rank 0, shared by all ranks. `joins` is what the other ranks do with new
+        weights; None: nothing. Collective."""
         ...
 
     def start_server(self, command: Sequence[str], server: Server, *, timeout: float) -> None:

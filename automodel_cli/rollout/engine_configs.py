@@ -21,6 +21,7 @@ from automodel_cli.rollout.vllm_servers import VLLMServers
 if TYPE_CHECKING:
     from automodel_cli.rollout.engine import Engine, Host
     from automodel_cli.rollout.http import Server
+    from automodel_cli.rollout.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ class VLLMConfig(ServerConfig):
     `nccl`: from GPU to GPU with the package vllm, which the first rank needs too; `address` is its machine as the
     server sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it, and the
     server's command has `--weight-transfer-config
-    '{"backend": "nccl"}'`. Never run on GPUs.
+    '{"backend": "nccl"}'`. `ipc`: the server's workers read the memory of the ranks on their own GPUs
+    (`rollout.placement=colocated`, one machine), with the package vllm and its backend `ipc`. Neither has run on GPUs.
 
     `command` starts the server with the run, on the machine of the first rank, and ends it with the run; its output
     goes to `logs/rollout_server.log` in the run's folder. It must answer at `url` within `start_timeout` seconds. Null:
@@ -178,7 +180,7 @@ class VLLMConfig(ServerConfig):
     url: str | list[str] | None = None
     servers: VLLMServers | None = None
     concurrency: int = 256
-    transport: Literal["files", "nccl"] = "nccl"
+    transport: Literal["files", "nccl", "ipc"] = "nccl"
     weights_folder: str | None = None
     address: str | None = None
     port: int = 29_600
@@ -202,9 +204,11 @@ class VLLMConfig(ServerConfig):
                 keys=("trust_logprobs",),
                 fix="trust_logprobs=true",
             )
-        if self.transport not in ("files", "nccl"):
+        if self.transport not in ("files", "nccl", "ipc"):
             raise ConfigError(
-                f"transport={self.transport!r} is neither files nor nccl", keys=("transport",), fix="transport=files"
+                f"transport={self.transport!r} is neither files, nccl nor ipc",
+                keys=("transport",),
+                fix="transport=files",
             )
         if self.transport != "files" and self.weights_folder is not None:
             raise ConfigError(
@@ -255,14 +259,19 @@ class VLLMConfig(ServerConfig):
 
     def build(self, host: Host) -> Engine:
         """See `EngineConfig`. What this machine lacks is said before a server is started and waited for."""
-        if self.transport == "nccl":
-            from automodel_cli.rollout.transfer import check_nccl
+        if self.transport != "files":
+            from automodel_cli.rollout.transfer import check_gpus
 
-            check_nccl(host.device.type)
+            check_gpus(self.transport, host.device.type)
         urls = self.urls if self.servers is None else host.start_servers(timeout=self.start_timeout)
-        return host.on_first_rank(lambda: self._connected(host, urls))
+        if self.transport != "ipc":
+            return host.on_first_rank(lambda: self._connected(host, urls))
+        from automodel_cli.rollout.transfer import FactoryTransfer, ipc_init
 
-    def _connected(self, host: Host, urls: Sequence[str]) -> Engine:
+        shared = FactoryTransfer(ipc_init())
+        return host.on_first_rank(lambda: self._connected(host, urls, shared), joins=shared.join)
+
+    def _connected(self, host: Host, urls: Sequence[str], shared: Transfer | None = None) -> Engine:
         from automodel_cli.rollout.server_pool import VLLMPool
         from automodel_cli.rollout.shared_gpus import SharedGPUs
         from automodel_cli.rollout.transfer import FactoryTransfer, FileTransfer, nccl_init
@@ -273,8 +282,9 @@ class VLLMConfig(ServerConfig):
             host.start_server(words_of(self.command), servers[0], timeout=self.start_timeout)
         folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
         files = FileTransfer(folder)
-        address = self.address or _address_for(urls[0])
-        transfer = files if self.transport == "files" else FactoryTransfer(nccl_init(address, self.port))
+        transfer: Transfer = files if shared is None else shared
+        if self.transport == "nccl":
+            transfer = FactoryTransfer(nccl_init(self.address or _address_for(urls[0]), self.port))
         engines = [
             VLLMEngine(
                 server,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from automodel_cli.rollout.engine import Engine
+from automodel_cli.rollout.engine import Engine, Joins
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import (
     RankZeroEngine,
@@ -81,9 +81,9 @@ class EngineHost:
         """See `Host`."""
         return build_replica(self._session, self.stop_token_ids, **options)
 
-    def on_first_rank(self, make: Callable[[], Engine]) -> Engine:
+    def on_first_rank(self, make: Callable[[], Engine], *, joins: Joins | None = None) -> Engine:
         """See `Host`."""
-        return RankZeroEngine(make() if self._session.is_main else None, shares_gpus=self.shares_gpus)
+        return RankZeroEngine(make() if self._session.is_main else None, shares_gpus=self.shares_gpus, joins=joins)
 
     def start_server(self, command: Sequence[str], server: Server, *, timeout: float) -> None:
         """See `Host`. Its output goes to `logs/rollout_server.log` of the run."""

@@ -25,6 +25,7 @@ from automodel_cli.rollout.engine import (
     Capabilities,
     Completion,
     Engine,
+    Joins,
     SamplingParams,
     WeightStream,
     resolve_seeds,
@@ -83,8 +84,8 @@ class RankZeroEngine:
     With `shares_gpus` it works on the GPUs of the ranks, in turns with them: `rest` ends its turn.
     """
 
-    def __init__(self, engine: Engine | None, *, shares_gpus: bool = False):
-        self._engine, self._shares_gpus = engine, shares_gpus
+    def __init__(self, engine: Engine | None, *, shares_gpus: bool = False, joins: Joins | None = None):
+        self._engine, self._shares_gpus, self._joins = engine, shares_gpus, joins
         about: list[Any] = [None if engine is None else engine.capabilities]
         dist.broadcast_object_list(about, src=0, device=torch.device("cpu"))
         self.capabilities: Capabilities = about[0]
@@ -189,6 +190,8 @@ class RankZeroEngine:
             dist.barrier()
         if self._engine is not None:
             self._engine.update_weights(stream)
+        elif self._joins is not None:
+            self._joins(iter(stream))
         else:
             for _ in stream:
                 pass

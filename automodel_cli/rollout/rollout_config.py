@@ -209,6 +209,12 @@ class RolloutConfig:
                 keys=("max_staleness", "placement"),
                 fix="rollout.max_staleness=0, or rollout.placement=separate",
             )
+        if isinstance(self.engine, VLLMConfig) and self.engine.transport == "ipc" and not self.shares_gpus:
+            raise ConfigError(
+                "transport=ipc lets vLLM read the memory of the ranks on its GPUs, and it has others than they",
+                keys=("engine.transport", "placement"),
+                fix="rollout.placement=colocated, or rollout.engine.transport=files",
+            )
         if self.shares_gpus and isinstance(self.engine, VLLMConfig) and self.engine.transport == "nccl":
             raise ConfigError(
                 "transport=nccl needs GPUs of its own on either side, and placement=colocated shares them",

@@ -6,6 +6,8 @@ The calls are those of vLLM 0.31 and 0.32 (`entrypoints/rl/online`, `distributed
 
 from __future__ import annotations
 
+import base64
+import pickle
 import queue
 import shutil
 import threading
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.http import Server
@@ -99,6 +102,18 @@ class FactoryTransfer:
         self._bucket: Bucket = ()
         self._engine: Any = None
 
+    def join(self, buckets: Iterator[Bucket]) -> None:
+        """`send`, on a rank that does not speak to the server, where every rank takes part (`ipc_init`)."""
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        if self._engine is None:
+            init = self._make_init(0)
+            self._engine = WeightTransferTrainerFactory.trainer_init(init, client=_Nobody(), source=self._source())
+        for bucket in buckets:
+            self._bucket = bucket
+            self._engine.send_weights()
+        self._bucket = ()
+
     def send(self, server: Server, buckets: Iterator[Bucket], paused: Paused) -> None:
         """Raises RunError as soon as the server refuses, also where our own side would wait for ever."""
         watch = Watch(server)
@@ -148,6 +163,31 @@ def nccl_init(address: str, port: int) -> Callable[[int], Any]:
     return make
 
 
+def ipc_init() -> Callable[[int], Any]:
+    """See `FactoryTransfer`: workers read memory of the ranks on their own GPUs. Every rank of the trainer, which is on
+    one machine, takes part, the first by `send` and the others by `join`."""
+
+    def make(num_workers: int) -> Any:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(rank=dist.get_rank() if dist.is_initialized() else 0, packed=True)
+
+    return make
+
+
+def json_safe(update_info: dict[str, Any]) -> dict[str, Any]:
+    """Handles of memory as a pickle in a text, as vLLM's own HTTP client sends them; the rest as it is."""
+    handles = update_info.get("ipc_handles")
+    if handles is None:
+        return update_info
+    pickled = base64.b64encode(pickle.dumps(handles)).decode("ascii")
+    return {**update_info, "ipc_handles": None, "ipc_handles_pickled": pickled}
+
+
+class _Nobody:
+    """The client of a rank that does not speak to the server."""
+
+
 class _Client:
     """What vLLM's trainer engine calls (its `VLLMWeightSyncClient`); an update is many buckets, so its begin and end
     are not a bucket's."""
@@ -162,7 +202,8 @@ class _Client:
         """Said once for all buckets."""
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self._post("/update_weights", {"update_info": update_info})
+        infos = [json_safe(info) for info in (update_info if isinstance(update_info, list) else [update_info])]
+        self._post("/update_weights", {"update_info": infos if isinstance(update_info, list) else infos[0]})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Said once for all buckets."""
@@ -215,17 +256,17 @@ class Watch:
         return found
 
 
-def check_nccl(device_type: str) -> None:
-    """Raise ConfigError where weights cannot be sent over NCCL: on a CPU, or without vLLM's package."""
+def check_gpus(transport: str, device_type: str) -> None:
+    """Raise ConfigError where weights cannot be sent from GPU to GPU: on a CPU, or without vLLM's package."""
     if device_type != "cuda":
         raise ConfigError(
-            f"rollout.engine.transport=nccl sends weights between GPUs, and this run is on {device_type}",
+            f"rollout.engine.transport={transport} sends weights between GPUs, and this run is on {device_type}",
             keys=("rollout.engine.transport",),
             fix="rollout.engine.transport=files",
         )
     if find_spec("vllm") is None:
         raise ConfigError(
-            "rollout.engine.transport=nccl sends weights with the package vllm, which is not installed",
+            f"rollout.engine.transport={transport} sends weights with the package vllm, which is not installed",
             keys=("rollout.engine.transport",),
             fix="pip install 'automodel-cli[vllm]', or rollout.engine.transport=files",
         )

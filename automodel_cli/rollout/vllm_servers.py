@@ -91,17 +91,9 @@ class VLLMServers:
                 keys=("rollout.engine.servers", "model.pretrained"),
                 fix="rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
             )
-        words = [
-            "env",
-            "VLLM_SERVER_DEV_MODE=1",
-            *self.words(),
-            "serve",
-            model.pretrained,
-            "--host",
-            HOST,
-            "--port",
-            PORT,
-        ]
+        words = ["env", "VLLM_SERVER_DEV_MODE=1"]
+        words += ["VLLM_ALLOW_INSECURE_SERIALIZATION=1"] if backend == "ipc" else []  # handles travel as pickles
+        words += [*self.words(), "serve", model.pretrained, "--host", HOST, "--port", PORT]
         words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         words += ["--max-model-len", str(max_tokens), "--dtype", self.dtype]
         words += [] if model.revision is None else ["--revision", model.revision]

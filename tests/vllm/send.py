@@ -3,14 +3,17 @@
 BACKEND `wire` sends the weights; `refused` is refused by the server; `nccl` builds what NCCL needs, as a run would.
 """
 
+import json
+import os
 import sys
 
 from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.http import Server
-from automodel_cli.rollout.transfer import FactoryTransfer, nccl_init
+from automodel_cli.rollout.transfer import FactoryTransfer, ipc_init, json_safe, nccl_init
 from automodel_cli.rollout.vllm import VLLMEngine
 from tests.vllm.wire import TrainerInit, register
 
@@ -20,6 +23,13 @@ named = list(load_file(weights).items())
 if backend == "nccl":
     init = nccl_init("10.0.0.1", 29600)(4)
     assert init == NCCLTrainerInitInfo("10.0.0.1", 29600, 5, rank=0) and init.packed and init.is_sender
+    init = ipc_init()(4)
+    assert init == IPCTrainerInitInfo(rank=0, packed=True) and init.is_sender
+    handles = {"GPU-1": (1, "a", b"c")}
+    asked = {"names": ["x"], "dtype_names": ["bfloat16"], "shapes": [[2]], "tensor_sizes": [4], "ipc_handles": handles}
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    body = json.loads(json.dumps(json_safe(asked)))
+    assert IPCWeightTransferUpdateInfo(**body) == IPCWeightTransferUpdateInfo(**asked)
 else:
     refused = backend == "refused"
     transfer = FactoryTransfer(lambda num_workers: TrainerInit(num_workers + 1, refused, rank=0))

@@ -35,7 +35,7 @@ from automodel_cli.rollout.environment_pool import EnvironmentPool
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.openai import OpenAIEngine
-from automodel_cli.rollout.transfer import FileTransfer, Watch, check_nccl
+from automodel_cli.rollout.transfer import FileTransfer, Watch, check_gpus
 from automodel_cli.rollout.vllm import VLLMEngine
 from tests import tiny
 
@@ -420,10 +420,10 @@ def test_a_completion_that_the_server_breaks_off_is_asked_for_again(double, toke
 
 def test_what_nccl_needs_is_said_before_a_server_is_started():
     with pytest.raises(ConfigError, match="between GPUs, and this run is on cpu"):
-        check_nccl("cpu")
+        check_gpus("nccl", "cpu")
     assert find_spec("vllm") is None, "the next line shows nothing here"
     with pytest.raises(ConfigError, match="the package vllm, which is not installed"):
-        check_nccl("cuda")
+        check_gpus("ipc", "cuda")
 
 
 def test_a_server_that_dies_while_it_generates_is_said(double, tokenizer):

@@ -66,6 +66,10 @@ def test_colocated_servers_sleep_and_take_their_share_of_the_trainers_gpus() -> 
     servers = loaded(*VLLM, TWO, COLOCATED).generation_servers()
     assert after(servers.command, "--gpu-memory-utilization") == "0.5" and "--enable-sleep-mode" in servers.command
     assert servers.own_gpus == 0
+    one = loaded("rollout=vllm", "rollout.engine.servers={gpus: 8}", COLOCATED, "rollout.engine.transport=ipc")
+    words = one.generation_servers().command
+    assert after(words, "--weight-transfer-config") == '{"backend": "ipc"}'
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION=1" in words and words[-1] == '{"backend": "ipc"}'
 
 
 def test_what_the_user_adds_needs_leave_and_comes_last() -> None:
@@ -100,6 +104,7 @@ def test_gpus_of_servers_are_no_gpus_of_ranks() -> None:
         ((*VLLM, TWO, COLOCATED, "rollout.max_staleness=1", *STALE), "do both in turns"),
         (("rollout=vllm", "rollout.engine.url=http://a:1", COLOCATED), "needs GPUs of its own"),
         (("rollout.placement=separate",), "in the processes that train"),
+        ((*VLLM[:1], "rollout.engine.url=http://a:1", "rollout.engine.transport=ipc"), "it has others than they"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: tuple[str, ...], said: str) -> None:
