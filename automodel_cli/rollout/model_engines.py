@@ -126,12 +126,13 @@ class RankZeroEngine:
         return finish
 
     def at_once(self) -> int:
-        """How many calls of the engine may run at once; 1 where it has GPUs in turns with the ranks."""
-        return 1 if self._shares_gpus else self.capabilities.at_once
+        """How many calls of the engine may run at once."""
+        return self.capabilities.at_once
 
     def for_all(self, mine: list[T], call: Callable[[Engine, list[T]], None]) -> list[T]:
         """`call` the engine, on the rank that has it, with what all ranks pass, and give back to each what became of
         its own. Collective."""
+        self._make_room()
         everywhere: list[list[T]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, mine)
         engine = self._engine

@@ -6,6 +6,7 @@ new weights, then the cache (`/sleep`, `/wake_up?tags=...`; `VLLM_SERVER_DEV_MOD
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
@@ -27,6 +28,7 @@ class SharedGPUs:
         self._engine, self._servers = engine, servers
         self.capabilities, self.weight_version = engine.capabilities, 0
         self._awake, self._has_weights = _AWAKE, True
+        self._waking = threading.Lock()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -35,10 +37,11 @@ class SharedGPUs:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Completion]:
-        """See `Engine.generate`. Wakes what sleeps."""
-        self._wake("weights")
-        assert self._has_weights, "a server that has slept without its weights must be given new ones first"
-        self._wake("kv_cache")
+        """See `Engine.generate`. Wakes what sleeps; several threads may call it at once."""
+        with self._waking:
+            self._wake("weights")
+            assert self._has_weights, "a server that has slept without its weights must be given new ones first"
+            self._wake("kv_cache")
         return self._engine.generate(prompts, params, seeds)
 
     def update_weights(self, stream: WeightStream) -> None:

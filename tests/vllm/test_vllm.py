@@ -346,6 +346,7 @@ def test_serve_hands_the_export_to_vllm(served: Served, model_folder: Path, tmp_
     """By the line that the command prints; greedy, so the library's own answer is the same."""
     export = tmp_path / "runs" / "mine" / "export"
     shutil.copytree(model_folder, export)
+    (export.parent / "config.yaml").touch()
     port = free_port()
     more = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     command = [sys.executable, "-m", "automodel_cli", "serve", "mine", "--port", str(port), "--", *more]
