@@ -175,7 +175,9 @@ class VLLMConfig(ServerConfig):
     `automodel submit --rollout-nodes` does so on nodes of their own; `rollout.placement` says on which GPUs.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True, seeds=False, hub_names=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        logprobs=True, weight_updates=True, seeds=False, hub_names=True, in_flight_updates=True
+    )
 
     url: str | list[str] | None = None
     servers: VLLMServers | None = None

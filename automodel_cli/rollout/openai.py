@@ -55,7 +55,9 @@ class OpenAIEngine:
         self.server, self.tokenizer, self.concurrency = server, tokenizer, concurrency
         self.stop_token_ids = list(stop_token_ids)
         self.model = model or self._only_model()
-        self.weight_version = 0
+        self.weight_version = self.num_losses = 0
+        """Updates of the weights, and how often an update found that the server had lost those before it."""
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="requests")
         self._token_ids, self._logprobs = self._probe()
         self.capabilities = Capabilities(
             logprobs=self._logprobs and trust_logprobs,
@@ -75,8 +77,16 @@ class OpenAIEngine:
         """
         self.check_params(params)
         seeds = resolve_seeds(prompts, params, seeds)
-        with ThreadPoolExecutor(min(self.concurrency, max(1, len(prompts)))) as threads:
-            return list(threads.map(lambda prompt, seed: self.complete(prompt, params, seed), prompts, seeds))
+        # one line for all calls: rollouts that overlap share the limit, and the older one's requests go first
+        asked = [
+            self._threads.submit(self.complete, prompt, params, seed)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        try:
+            return [answer.result() for answer in asked]
+        finally:
+            for answer in asked:
+                answer.cancel()
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ConfigError for what the server cannot be asked."""
@@ -111,11 +121,11 @@ class OpenAIEngine:
         other = None if read is None or list(read) == list(prompt) else list(read)
         return Completion(list(tokens), logprobs, reason, version, other)
 
-    def _finished(self, body: dict[str, Any]) -> tuple[dict[str, Any], FinishReason]:
+    def _finished(self, body: dict[str, Any], path: str = _PATH) -> tuple[dict[str, Any], FinishReason]:
         """A completion that came to its end. One that the server broke off (`abort`) is no sample of the policy: it is
         asked for again, as often as a request that fails."""
         for _ in range(self.server.retries + 1):
-            choice = self._choice(self.server.post(_PATH, body))
+            choice = self._choice(self.server.post(path, body))
             reason = _FINISHED.get(choice.get("finish_reason") or "")
             if reason is not None:
                 return choice, reason

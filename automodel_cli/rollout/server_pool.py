@@ -109,8 +109,9 @@ class ServerPool(Generic[E]):
         with self._watched():
             while len(found) < len(prompts):
                 missing = [i for i in range(len(prompts)) if i not in found]
+                losses = {member: member.engine.num_losses for member in self._members}
                 drawn = self._drawn([(tuple(prompts[i]), seeds[i]) for i in missing], params)
-                sure = {member for member in {member for member, _ in drawn} if self._is_sure(member)}
+                sure = {member for member in {member for member, _ in drawn} if self._is_sure(member, losses[member])}
                 found |= {i: answer for i, (member, answer) in zip(missing, drawn, strict=True) if member in sure}
         return [found[i] for i in range(len(prompts))]
 
@@ -194,10 +195,11 @@ class ServerPool(Generic[E]):
     def _live(self) -> list[_Member[E]]:
         return [member for member in self._members if member.gone is None]
 
-    def _is_sure(self, member: _Member[E]) -> bool:
-        """Whether its answers are of the weights that it was given. One of which that is not known is left out."""
+    def _is_sure(self, member: _Member[E], losses: int) -> bool:
+        """Whether its answers are of the weights that it was given, since it had lost them `losses` times. One of which
+        that is not known is left out."""
         try:
-            if member.engine.has_given_weights():
+            if member.engine.has_given_weights() and member.engine.num_losses == losses:
                 return True
             reason = "it no longer has the weights that this run gave it (it was started anew, or another run uses it)"
         except ServerError as error:
@@ -293,11 +295,10 @@ class VLLMPool(ServerPool[VLLMEngine]):
 
     def _given(self, member: _Member[VLLMEngine], folder: Path) -> None:
         try:
-            member.engine.read_weights(folder)
+            member.engine.read_weights(folder, self.weight_version)
         except ServerError as error:
             if member.gone is None and error.status is not None and member.is_healthy():
                 raise  # it is there and refuses the weights
             self._leave_out(member, error.message)
         else:
-            member.engine.weight_version = self.weight_version
             self._take_back(member)

@@ -9,11 +9,13 @@ imported only to send weights over NCCL (extra `vllm`).
 from __future__ import annotations
 
 import re
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 31)
 """The oldest release whose calls are these."""
+_GENERATE = "/inference/v1/generate"
 
 
 class VLLMEngine(OpenAIEngine):
@@ -60,10 +63,19 @@ class VLLMEngine(OpenAIEngine):
                 fix="vllm serve MODEL --logprobs-mode processed_logprobs",
             )
         self.capabilities = Capabilities(
-            logprobs=True, weight_updates=True, seeds=False, hub_names=True, at_once=concurrency
+            logprobs=True,
+            weight_updates=True,
+            seeds=False,
+            hub_names=True,
+            at_once=concurrency,
+            in_flight_updates=True,
         )
         self._transfer = transfer
         self._given: str | None = None
+        self._versions: dict[str, int] = {}
+        """Which of our versions the server's names for its weights are."""
+        self._replacing = threading.Lock()
+        self._tells_versions = self._probe_versions()
         _check_dev_mode(server)
 
     def generate(
@@ -71,9 +83,28 @@ class VLLMEngine(OpenAIEngine):
     ) -> list[Completion]:
         """See `OpenAIEngine.generate`. Raises RunError where the server has other weights than it was given last: it
         was started anew, or another run has replaced them."""
+        losses = self.num_losses
         completions = super().generate(prompts, params, seeds)
-        self._check_weights()
+        self._check_weights(losses)
         return completions
+
+    def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
+        """See `OpenAIEngine.complete`. A server with `--enable-scale-out` (0.32) says of each token which weights drew
+        it; of another all count as drawn by those that it had when the request was sent, the oldest that can be."""
+        if not self._tells_versions:
+            return super().complete(prompt, params, seed)
+        oldest = self.weight_version
+        choice, reason = self._finished(self._tokens_body(self._body(prompt, params, seed)), _GENERATE)
+        tokens = list(choice["token_ids"])
+        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        if len(logprobs) != len(tokens):
+            raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
+        versions = [oldest] * len(tokens)
+        for span in choice["weight_versions"] or ():
+            drawn = slice(span["start"], span["end"])
+            versions[drawn] = [self._versions.get(span["version"], oldest)] * len(versions[drawn])
+        several = versions if len(set(versions)) > 1 else None
+        return Completion(tokens, logprobs, reason, min(versions, default=oldest), token_versions=several)
 
     def update_weights(self, stream: WeightStream) -> None:
         """Replace the server's weights; what is being generated goes on with the new ones.
@@ -81,24 +112,34 @@ class VLLMEngine(OpenAIEngine):
         The server resumes even when a transfer fails; that raises RunError, and its weights are then a mixture. A
         transfer that does not end within the server's time limit, or whose server is gone, is an error too.
         """
-        self._transfer.send(self.server, iter(stream), self._paused)
-        self.weight_version += 1
+        version = self.weight_version + 1
+        self._transfer.send(self.server, iter(stream), partial(self._paused, version))
+        self.weight_version = version
 
-    def read_weights(self, folder: Path) -> None:
-        """`update_weights` from the files of `FileTransfer.written`. Raises ServerError."""
-        read_files(self.server, folder, self._paused)
-        self.weight_version += 1
+    def read_weights(self, folder: Path, version: int) -> None:
+        """`update_weights` to this version from the files of `FileTransfer.written`. Raises ServerError."""
+        read_files(self.server, folder, partial(self._paused, version))
+        self.weight_version = version
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """The server does not generate in here, and forgets afterwards what it had computed with the old weights."""
+    def _paused(self, version: int) -> Iterator[None]:
+        """The server does not generate in here, and forgets afterwards what it had computed with the old weights: keys
+        and values of what it is generating too, which it computes again with the new ones."""
+        if not self.has_given_weights():
+            self.num_losses += 1
+        with self._replacing, self._stopped():
+            yield
+            self.server.post("/reset_prefix_cache?reset_running_requests=true")
+            given = uuid.uuid4().hex
+            self._versions[given] = version
+            self.server.post("/update_weight_version", {"new_version": given})
+            self._given = given
+
+    @contextmanager
+    def _stopped(self) -> Iterator[None]:
         self.server.post("/pause?mode=keep")
         try:
             yield
-            self.server.post("/reset_prefix_cache")
-            given = uuid.uuid4().hex
-            self.server.post("/update_weight_version", {"new_version": given})
-            self._given = given
         except BaseException:
             with suppress(RunError):  # a server that is gone; what happened first says more
                 self.server.request("POST", "/resume", {}, retries=0)
@@ -107,13 +148,36 @@ class VLLMEngine(OpenAIEngine):
 
     def has_given_weights(self) -> bool:
         """A server that was restarted answers again, with the weights it was started with."""
-        if self._given is None:
-            return True
-        found = (self.server.get("/weight_info") or {}).get("weight_version")
-        return bool(found == self._given)
+        with self._replacing:
+            if self._given is None:
+                return True
+            found = (self.server.get("/weight_info") or {}).get("weight_version")
+            return bool(found == self._given)
 
-    def _check_weights(self) -> None:
-        if not self.has_given_weights():
+    @staticmethod
+    def _tokens_body(body: dict[str, Any]) -> dict[str, Any]:
+        """What the completions API is asked, for the API that says which weights drew a token."""
+        elsewhere = ("model", "prompt", "return_token_ids")
+        params = {name: value for name, value in body.items() if name not in elsewhere}
+        return {
+            "model": body["model"],
+            "token_ids": body["prompt"],
+            "sampling_params": {**params, "detokenize": False},
+        }
+
+    def _probe_versions(self) -> bool:
+        """Whether that API is open and says so: from one token."""
+        prompt = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        body = self._tokens_body(self._body(prompt, SamplingParams(1, temperature=0.0), 0))
+        try:
+            return self._choice(self.server.post(_GENERATE, body)).get("weight_versions") is not None
+        except ServerError as error:
+            if error.is_busy_or_gone:
+                raise
+            return False
+
+    def _check_weights(self, losses: int) -> None:
+        if self.num_losses != losses or not self.has_given_weights():
             raise RunError(
                 f"{self.server.url} no longer has the weights that this run gave it: the server was started anew, or "
                 "another run uses it. The samples of this step are dropped",

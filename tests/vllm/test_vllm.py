@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import SamplingParams
+from automodel_cli.rollout.engine import Completion, SamplingParams
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.openai import OpenAIEngine
 from automodel_cli.rollout.sampling import shaping_of
@@ -118,7 +118,7 @@ class Served:
             *("env", *(f"{name}={value}" for name, value in self.environment.items())),
             *(f"{VLLM}/bin/vllm", "serve", str(model), "--served-model-name", "tiny"),
             *("--host", "127.0.0.1", "--port", port, "--dtype", "float32"),
-            *("--max-model-len", "256", "--max-num-seqs", "16", "--enforce-eager"),
+            *("--max-model-len", "256", "--max-num-seqs", "16", "--enforce-eager", "--enable-scale-out"),
             *("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "wire"}'),
         ]
         self._log, self._process = folder / "server.log", None
@@ -242,8 +242,8 @@ def test_a_request_that_runs_while_weights_change_is_finished(engine: VLLMEngine
     paused = engine._paused
 
     @contextmanager
-    def watched() -> Iterator[None]:
-        with paused():
+    def watched(version: int) -> Iterator[None]:
+        with paused(version):
             during.append(generating.is_alive())
             yield
 
@@ -254,6 +254,34 @@ def test_a_request_that_runs_while_weights_change_is_finished(engine: VLLMEngine
     generating.join(60)
     assert during == [True], "the test shows nothing: all was generated before"
     assert len(found) == 16 and largest_gap(engine, moved(2), SamplingParams(8)) < 1e-5
+
+
+def test_each_token_says_by_which_weights_it_was_drawn(engine: VLLMEngine) -> None:
+    """Of 0.32; of 0.31 all are those of the request's beginning. Keys and values are computed again after an update, so
+    log-probs are those of one model for each token."""
+    models, params = [moved(4), moved(5)], SamplingParams(200)
+    asked = prompts()[:2] * 4
+    engine.weight_version = -1
+    engine.update_weights([weights_of(models[0])])
+    found: list[Completion] = []
+    drawing = threading.Thread(target=lambda: found.extend(engine.generate(asked, params, list(range(8)))))
+    drawing.start()
+    time.sleep(0.5)
+    engine.update_weights([weights_of(models[1])])
+    drawing.join(60)
+    assert len(found) == 8
+    if not engine._tells_versions:
+        assert engine.version < "0.32" and all(set(c.versions) == {0} for c in found)
+        return
+    assert any(len(set(completion.versions)) == 2 for completion in found), "the test shows nothing"
+    for prompt, completion in zip(asked, found, strict=True):
+        drawn_T = torch.tensor(completion.tokens)
+        ids = torch.tensor([[*prompt, *completion.tokens]])
+        with torch.no_grad():
+            rows = [model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models]
+        of_models = torch.stack([row.gather(-1, drawn_T[:, None])[:, 0] for row in rows])
+        wanted_T = of_models.gather(0, torch.tensor(completion.versions)[None])[0]
+        assert (wanted_T - torch.tensor(completion.logprobs)).abs().max() < 1e-4
 
 
 def test_what_is_aborted_is_asked_for_again(engine: VLLMEngine) -> None:

@@ -122,6 +122,9 @@ class VLLMDouble:
         self.token_ids, self.version, self.weight_version = True, "0.32.0+cpu", "default"
         self.generation_config: dict = {}
         self.asleep: set[str] = set()
+        self.scale_out, self.pace = False, 0.0  # --enable-scale-out; seconds from token to token there
+        self.going, self.step = threading.Event(), threading.Lock()
+        self.going.set()
         double = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -161,6 +164,16 @@ class VLLMDouble:
             if self.asleep:
                 raise Refused(500, f"asleep: {self.asleep}")
             return {"choices": [self.complete(body)]}
+        if path == "/inference/v1/generate":
+            if not self.scale_out:
+                raise Refused(403, "Scale-out endpoints are disabled.")
+            return {"choices": [self.token_by_token(body)]}
+        if path == "/pause?mode=keep":
+            self.going.clear()
+            with self.step:
+                return {"status": "paused"}
+        if path == "/resume":
+            self.going.set()
         if path == "/collective_rpc":
             assert body["method"] == "reload_weights" and body["kwargs"].keys() == {"weights_path"}
             if "weights" in self.asleep:
@@ -176,8 +189,7 @@ class VLLMDouble:
             "/v1/models": {"data": [{"id": "tiny", "max_model_len": 512}]},
             "/weight_info": {"weight_version": self.weight_version},
             "/update_weight_version": {"success": True},
-            "/pause?mode=keep": {"status": "paused"},
-            "/reset_prefix_cache": {},
+            "/reset_prefix_cache?reset_running_requests=true": {"success": True},
             "/resume": {"status": "resumed"},
         }
         if path not in known:
@@ -217,6 +229,32 @@ class VLLMDouble:
     def reads(self, prompt):
         """The prompt as the server has it."""
         return prompt
+
+    def token_by_token(self, body):
+        """`token_in_token_out` of vLLM 0.32: between two tokens it may be paused, and given other weights."""
+        asked, tokens, logprobs, spans = body["sampling_params"], [], [], []
+        one_token = SamplingParams(1, temperature=asked["temperature"])
+        while len(tokens) < asked["max_tokens"]:
+            self.going.wait()
+            with self.step:
+                if not self.going.is_set():
+                    continue
+                at = [*body["token_ids"], *tokens]
+                (drawn,) = self.oracle.generate([at], one_token, [asked["seed"] * 1000 + len(tokens)])
+                if not spans or spans[-1]["version"] != self.weight_version:
+                    spans.append({"version": self.weight_version, "start": len(tokens)})
+            tokens, logprobs = tokens + drawn.tokens, logprobs + [{"logprob": drawn.logprobs[0]}]
+            spans[-1]["end"] = len(tokens)
+            if drawn.finish_reason == "stop":
+                break
+            time.sleep(self.pace)
+        reason = drawn.finish_reason
+        return {
+            "token_ids": tokens,
+            "logprobs": {"content": logprobs},
+            "finish_reason": reason,
+            "weight_versions": spans,
+        }
 
 
 class Refused(Exception):
@@ -323,13 +361,75 @@ def test_weights_go_through_files_that_are_gone_afterwards(double, tokenizer, tm
     for _ in range(2):
         double.calls.clear()
         engine.update_weights(iter([named[:3], named[3:]]))
-    phases = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    reset = "/reset_prefix_cache?reset_running_requests=true"
+    phases = ["/weight_info", "/pause?mode=keep", "/collective_rpc", reset, "/update_weight_version", "/resume"]
     assert [path for path, _ in double.calls] == phases
     after = engine.generate([[7, 8, 9]], GREEDY)
     want = HFEngine(trained, stop_token_ids=[tokenizer.eos_token_id], pad_token_id=0).generate([[7, 8, 9]], GREEDY)
     assert after[0].tokens == want[0].tokens != before[0].tokens
     assert (before[0].weight_version, after[0].weight_version) == (0, 2)
     assert not list((tmp_path / "weights").iterdir())
+
+
+def models_of(tokenizer, count):
+    models = [build_model(tokenizer) for _ in range(count)]
+    for seed, model in enumerate(models):
+        tiny.perturb(model, 10 + seed)
+    return models
+
+
+@torch.no_grad()
+def largest_gap(models, prompt, completion):
+    """Between the reported log-probs and those of the model whose number is the version of the token."""
+    drawn_T = torch.tensor(completion.tokens)
+    rows = [m(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1] for m in models]
+    of_models = torch.stack([row.log_softmax(-1).gather(-1, drawn_T[:, None])[:, 0] for row in rows])
+    versions_T = torch.tensor(completion.versions)
+    return (of_models.gather(0, versions_T[None])[0] - torch.tensor(completion.logprobs)).abs().max().item()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told by the server", "not told"])
+def test_weights_may_change_while_it_generates_and_each_token_says_which_drew_it(double, tokenizer, tmp_path, told):
+    double.scale_out, double.pace = told, 0.02
+    engine, models = engine_at(double, tokenizer, tmp_path), models_of(tokenizer, 3)
+    engine.weight_version = -1
+    engine.update_weights([list(models[0].named_parameters())])
+    prompts, found = [[7, 8, 9], [30, 31], [40]], []
+    seeds = range(3)
+    drawing = threading.Thread(target=lambda: found.extend(engine.generate(prompts, SamplingParams(24), seeds)))
+    if not told:  # the completions API answers at once here
+        double.hooks["/v1/completions"] = lambda body: time.sleep(0.3)
+    drawing.start()
+    for model in models[1:]:
+        time.sleep(0.1)
+        engine.update_weights([list(model.named_parameters())])
+    drawing.join()
+    assert engine.weight_version == 2 and len(found) == 3
+    if not told:
+        assert all(set(c.versions) == {0} and c.weight_version == 0 for c in found)
+        return
+    assert any(c.token_versions and len(set(c.token_versions)) > 1 for c in found), "the test shows nothing"
+    for prompt, completion in zip(prompts, found, strict=True):
+        assert completion.versions == sorted(completion.versions)
+        assert completion.weight_version == completion.versions[0]
+        assert largest_gap(models, prompt, completion) < 1e-4
+        assert largest_gap(models[::-1], prompt, completion) > 1e-2
+
+
+def test_a_server_that_was_started_anew_is_noticed_also_where_an_update_follows(double, tokenizer, tmp_path):
+    """Its answers in between were drawn with the weights it was started with."""
+    engine = engine_at(double, tokenizer, tmp_path)
+    parameters = [list(build_model(tokenizer).named_parameters())]
+    engine.update_weights(parameters)
+
+    def started_anew(body):
+        del double.hooks["/v1/completions"]
+        double.weight_version = "default"
+        engine.update_weights(parameters)
+
+    double.hooks["/v1/completions"] = started_anew
+    with pytest.raises(RunError, match="no longer has the weights that this run gave it"):
+        engine.generate([[7, 8, 9]], GREEDY)
 
 
 def test_a_server_that_was_started_anew_is_noticed(double, tokenizer, tmp_path):
