@@ -188,14 +188,14 @@ def _rollout_nodes(
     has_own = servers is not None and not servers.colocated
     if nodes is None:
         if has_own:
-            slurms = (
-                "--rollout-nodes 1" if to == "slurm" else "rollout.engine.servers=null rollout.engine.url=http://..."
-            )
+            assert servers is not None
+            number = -(-servers.own_gpus // (options["gpus_per_node"] or 8)) or 1
+            elsewhere = "rollout.engine.servers=null rollout.engine.url=http://localhost:8000"
             raise ConfigError(
                 "rollout.engine.servers with placement=separate need GPUs besides those of the ranks, and each of "
                 "--gpus-per-node has a rank" + ("" if to == "slurm" else f"; --to {to} starts no servers"),
                 keys=("rollout.engine.servers", "rollout.placement"),
-                fix=slurms,
+                fix=f"--rollout-nodes {number}" if to == "slurm" else elsewhere,
             )
         if (option := next((name for name, value in given.items() if value is not None), None)) is not None:
             raise ConfigError(f"{option} says something of nodes that --rollout-nodes asks for", fix=f"remove {option}")
@@ -204,7 +204,7 @@ def _rollout_nodes(
         raise ConfigError(
             f"--rollout-nodes is Slurm's; for --to {to} start vLLM yourself and name it",
             keys=("rollout.engine.url",),
-            fix="remove --rollout-nodes; rollout.engine.servers=null rollout.engine.url=http://...",
+            fix="remove --rollout-nodes; rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
         )
     if servers is None or not has_own:
         raise ConfigError(

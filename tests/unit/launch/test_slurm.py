@@ -166,5 +166,37 @@ def test_a_lost_peer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peers.lost(RuntimeError("Connection reset by peer")) is None, "of whom? not of a collective"
 
 
+def test_nodes_that_generate_are_a_second_component(tmp_path: Path) -> None:
+    four = ["submit", "-c", "grpo_qwen3_moe_30b_separate", "--nodes", "2", "--gpus-per-node", "8", "--dry-run"]
+    done = automodel(tmp_path, *four, "--rollout-nodes", "2", "--time", "60")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "x.sbatch").write_text(done.stdout)
+    subprocess.run(["bash", "-n", str(tmp_path / "x.sbatch")], check=True)
+    trains, serves = done.stdout.split("#SBATCH hetjob\n")
+    for component, tasks in ((trains, 8), (serves, 1)):
+        for line in ("nodes=2", f"ntasks-per-node={tasks}", "gpus-per-node=8", "time=60"):
+            assert f"#SBATCH --{line}\n" in component
+    assert "#SBATCH --cpus-per-task=4\n" in trains and "#SBATCH --cpus-per-task=32\n" in serves
+    assert "srun --het-group=0 " in serves and "srun --het-group=1 " in serves and "#SBATCH --signal" not in serves
+    assert 'vllm serve Qwen/Qwen3-30B-A3B --host 0.0.0.0 --port "$PORT" ' in serves
+
+
+@pytest.mark.parametrize(
+    ("conf", "more", "said"),
+    [
+        ("grpo_qwen3_moe_30b_separate", [], "--rollout-nodes 2"),
+        ("grpo_qwen3_moe_30b_separate", ["--rollout-nodes", "1"], "are not its 8 GPUs"),
+        ("grpo_qwen3_moe_30b_separate", ["--rollout-nodes", "2", "--to", "k8s"], "--rollout-nodes is Slurm's"),
+        ("grpo_qwen3_moe_30b_colocated", ["--rollout-nodes", "2"], "starts no generation servers of its own there"),
+        ("grpo_qwen3_moe_30b_colocated", ["--rollout-image", "x"], "says something of nodes"),
+    ],
+)
+def test_servers_and_nodes_that_do_not_go_together_are_refused(
+    tmp_path: Path, conf: str, more: list[str], said: str
+) -> None:
+    done = automodel(tmp_path, "submit", "-c", conf, "--nodes", "2", "--gpus-per-node", "8", "--dry-run", *more)
+    assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
+
+
 if __name__ == "__main__":
     (ROOT / "scripts/slurm/finetune.sbatch").write_text(EXAMPLE.script())
