@@ -34,6 +34,7 @@ from tests.dist.harness import launch, launch_all
 from tests.marks import slow
 
 TOLERANCE = 1e-6
+OF_GRADIENTS = 2e-6  # 1e-6 measured: advantages of both signs add up to little; mistakes are 1e-3 and more
 OBJECTIVES: dict[str, Any] = {
     "dpo": DPO(sft_weight=0.5),
     "ipo": DPO(loss="ipo", beta=0.5),
@@ -73,14 +74,14 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Original
 def test_same_numbers_as_one_process(original, name):
     rows = layouts(OBJECTIVES[name])
     for which, errors in zip(rows, launch(run_rows, 2, original("llama", name), rows), strict=True):
-        assert errors.within(TOLERANCE), f"{which}: {errors}"
+        assert errors.within(TOLERANCE, OF_GRADIENTS), f"{which}: {errors}"
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_experts_over_ranks(original, name):
     rows = [replace(row(OBJECTIVES[name], dp=2, ep=2), num_microbatches=4)]
     (errors,) = launch(run_rows, 2, original("qwen3_moe", name, (True,)), rows)
-    assert errors.within(TOLERANCE), errors
+    assert errors.within(TOLERANCE, OF_GRADIENTS), errors
 
 
 def forget_a_side(batches: list[Batch]) -> list[Batch]:

@@ -126,9 +126,14 @@ def _difference(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory):
+    return launch(_train, 1, FSDP2, tmp_path_factory.mktemp("one"), {})
+
+
 @pytest.mark.parametrize("strategy", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
-def test_a_run_trains_resumes_and_exports_like_one_process(tmp_path, strategy):
-    want, want_weights = launch(_train, 1, FSDP2, tmp_path / "one", {})
+def test_a_run_trains_resumes_and_exports_like_one_process(in_one_process, tmp_path, strategy):
+    want, want_weights = in_one_process
     config = replace(MEGATRON, zero_dp_strategy=strategy, init_fsdp_with_meta_device=strategy == 3)
     got, weights = launch(_train, 2, config, tmp_path / "two", {})
     assert got == pytest.approx(want, rel=1e-5)

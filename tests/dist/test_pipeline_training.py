@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,6 +67,11 @@ def losses(rank: int, world: int, pp: int, schedule: str, family: str, tied: boo
     return results
 
 
+@cache
+def alone(family: str, tied: bool, kind: str) -> list[list[float]]:
+    return launch(losses, 1, 1, "none", family, tied, kind)
+
+
 def _compare(
     world: int,
     pp: int,
@@ -75,7 +81,7 @@ def _compare(
     kind: str = "fp32",
     tolerance: float = 1e-5,
 ):
-    want = launch(losses, 1, 1, "none", family, tied, kind)
+    want = alone(family, tied, kind)
     got = launch(losses, world, pp, schedule, family, tied, kind)
     assert want[0][0] > want[-1][0], "it learns"
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=tolerance, atol=0)

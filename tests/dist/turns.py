@@ -1,4 +1,4 @@
-"""Long matrices, halved: two sizes of a world take turns over the rows."""
+"""Long matrices, quartered: two sizes of a world and the families take turns over the rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 def in_turns(rows: Sequence[T], world: int, family: int, sizes: tuple[int, int] = (2, 4)) -> list[T]:
-    """Every second row on one size of the world, the others on the other; for the next family the other way round.
+    """Every fourth row on one size of the world, every fourth on the other; the next families take the rows between.
 
-    So each family meets every row and every row both sizes, at half the cost of the product. The innermost factor of
-    `rows` should have an odd length, else a size sees only some of its values.
+    So four families meet every row on both sizes, each family half of the rows, at a quarter of the cost of the
+    product. The innermost factor of `rows` should have an odd length, else a size sees only some of its values.
     """
-    shift = sizes.index(world) + family
-    return [row for i, row in enumerate(rows) if (i + shift) % 2 == 0]
+    shift = 2 * sizes.index(world) + family
+    return [row for i, row in enumerate(rows) if (i + shift) % 4 == 0]

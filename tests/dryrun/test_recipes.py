@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.dryrun.command import trace_rank
 from automodel_cli.dryrun.request import RankResult, Request
 from automodel_cli.models import shipped
+from tests.dryrun.traces import trace_in_fork
 from tests.marks import slow
 
 _BYTES = "model.tokenizer={_target_: automodel_cli.models.tokenizer.ByteTokenizer}"
@@ -56,7 +56,7 @@ SLOW = [
 @cache
 def traced(case: Case) -> RankResult:
     overrides = () if case.layers is None else _fewer_layers(case.recipe, case.layers)
-    return trace_rank(
+    return trace_in_fork(
         Request(case.recipe, (*overrides, *case.more), case.gpus, case.rank, microbatches=case.microbatches)
     )
 

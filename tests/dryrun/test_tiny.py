@@ -16,7 +16,7 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.dryrun.clock import Clock
-from automodel_cli.dryrun.command import distinct_ranks, measure, trace_rank
+from automodel_cli.dryrun.command import distinct_ranks, measure
 from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.gpus import GPUS
@@ -25,6 +25,7 @@ from automodel_cli.dryrun.remedies import try_changes
 from automodel_cli.dryrun.request import RankResult, Request
 from automodel_cli.dryrun.worker import load
 from automodel_cli.planning.reserve import RESERVE_GIB
+from tests.dryrun.traces import trace_in_fork
 from tests.e2e.command import automodel
 
 _PLAIN = (
@@ -43,7 +44,7 @@ _BF16 = ("parallelizer.mp_policy.param_dtype=bfloat16",)
 
 @cache
 def traced(conf: str, gpus: int, rank: int, *overrides: str, **options: Any) -> RankResult:
-    return trace_rank(Request(conf, overrides, gpus, rank, **options))
+    return trace_in_fork(Request(conf, overrides, gpus, rank, **options))
 
 
 def test_parameters_optimizer_states_and_gradients_of_one_gpu_are_those_of_the_closed_form() -> None:

@@ -169,6 +169,7 @@ def test_the_nodes_of_an_allocation_are_examined(folder: Path) -> None:
     assert re.search(r"bandwidth +\d+\.\d+ GB/s", done.stdout) and f"{folder} is one for all ranks" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_job_array_that_goes_on_with_what_is_left(folder: Path) -> None:
     """Two runs, one node each: the second is removed and comes again alone, to the same bits."""
     words = ("sweep", "-c", "tiny.yaml", "train.max_steps=4", "seed=0,1", "data.task.num_validation=2", "--slurm")

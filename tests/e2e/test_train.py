@@ -75,10 +75,10 @@ def test_export_is_the_trained_model(whole: Path) -> None:
 
 LAYOUTS = {
     "fsdp2": ["mesh.dp_size=2"],
-    "pp2": ["mesh.pp_size=2", "pipeline=1f1b"],
     "pp2-dp2": ["mesh.pp_size=2", "mesh.dp_size=2", "pipeline=zb_h1"],
 }
 MORE_LAYOUTS = {
+    "pp2": ["mesh.pp_size=2", "pipeline=1f1b"],
     "hsdp": ["mesh.dp_size=4", "mesh.dp_replicate_size=2"],
     "ddp": ["mesh.dp_size=2", "parallelizer=ddp", "~parallelizer.mp_policy", "train.microbatch_size=2"],
     "pp2-eager": ["mesh.pp_size=2", "pipeline=1f1b", "pipeline.runtime=eager"],
@@ -104,6 +104,7 @@ def test_ranks_do_not_change_the_numbers(whole: Path, tmp_path: Path, overrides:
     assert curve(ours, "val_loss") == pytest.approx(curve(reference, "val_loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_run(whole: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
