@@ -22,6 +22,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_cli.cli.main import run
+from automodel_cli.run.chat import Speaker
 from tests.e2e.command import automodel, cold, environment, metrics, write_config
 
 CHOICES = [
@@ -203,6 +204,43 @@ def test_chat_says_what_transformers_generates_and_keeps_the_conversation(
         chat.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
         wanted.append(chat[-1]["content"])
     assert "\n".join(said) == "\n".join([*wanted, wanted[0]])
+
+
+@pytest.mark.slow
+def test_chat_with_unmerged_adapters_beside_their_base_says_what_peft_and_transformers_generate(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    lora = ("model.pretrained=runs/tiny/export", "model.config=null", "model.tokenizer=null", "model.lora={rank: 4}")
+    words = ("run_name=adapters", "train.max_steps=8", "optimizer.lr=0.05", "~validation.tasks", *lora)
+    done = automodel(home, "tiny.yaml", *words)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(home)
+    Path("runs/adapters/export/model.safetensors").unlink()  # the merged weights, which are not asked
+    question, adapter = "Say UQ again.", Path("runs/adapters/export/adapter")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n"))
+    assert run(["chat", "adapters", "--unmerged", "--compare", "tiny", "--max-new-tokens", "6"]) == 0
+    said = capsys.readouterr().out
+    tokenizer, base = loaded(home)
+    encoded = prompt(tokenizer, question)
+
+    def answer(model: Any) -> str:
+        tokens = model.generate(**encoded, max_new_tokens=6, do_sample=False)[0, encoded["input_ids"].shape[1] :]
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    with torch.no_grad():
+        of_base, plain = answer(base), base(**encoded).logits
+        theirs = peft.PeftModel.from_pretrained(base, str(adapter)).eval()
+        assert f"[adapters] {answer(theirs)}\n[tiny] {of_base}\n" in said
+        ours = Speaker.load("adapters", "runs/tiny/export", adapter=adapter).model(**encoded).logits
+        assert torch.allclose(ours, theirs(**encoded).logits, atol=1e-5) and (ours - plain).abs().max() > 0.01
+    assert "holds no adapters" in automodel(home, "chat", "tiny", "--unmerged").stderr
+
+
+def test_an_answer_comes_in_pieces_as_it_is_generated(home: Path) -> None:
+    speaker = Speaker.load("tiny", str(home / "runs/tiny/export"))
+    pieces = list(speaker.answer("Say UQ again.", {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}))
+    assert len(pieces) > 1 and speaker.messages[-1] == {"role": "assistant", "content": "".join(pieces)}
 
 
 HUB = "https://huggingface.co/me/tiny"
