@@ -63,7 +63,7 @@ class Compiled:
             reason = difference(glue, compiled, self.device, self.dtype)
             if reason:
                 self.refused[glue.name] = reason
-            self._known[key] = None if reason else compiled
+            self._known[key] = None if reason else _or_as_written(glue, compiled)
         run = self._known[key]
         if run is not None:
             self.found[glue.name] += 1
@@ -112,6 +112,22 @@ def _function_of(glue: Glue, backend: str) -> Callable[..., Any]:
     return _functions[key]
 
 
+def _or_as_written(glue: Glue, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` until it cannot be compiled, for other sizes than the sample's; then the function, with one warning."""
+    now = run
+
+    def either(*args: Any) -> Any:
+        nonlocal now
+        try:
+            return now(*args)
+        except torch_compat.CompilerError as failure:
+            logger.warning("glue: %s runs as written from here on: %s", glue.name, _said(failure))
+            now = glue.function
+            return now(*args)
+
+    return either
+
+
 def _token_dims(tensor: Tensor, by_element: bool) -> tuple[int, ...]:
     """Rows, rows and tokens, or (with heads between them) rows and tokens; all of an index; none of a weight."""
     if tensor.ndim == 1:
@@ -134,8 +150,13 @@ def difference(glue: Glue, run: Callable[..., Any], device: torch.device, dtype:
             with torch.no_grad():
                 run(*_copies(args))
     except Exception as failure:  # a compiler's failures have no common class
-        return " ".join(f"{type(failure).__name__}: {failure}".split("\n")[:2])  # the compiler's, then its cause
+        return _said(failure)
     return ""
+
+
+def _said(failure: Exception) -> str:
+    """The compiler's word and its cause."""
+    return " ".join(f"{type(failure).__name__}: {failure}".split("\n")[:2])
 
 
 def _placed(arg: Any, device: torch.device, dtype: torch.dtype, *, grad: bool) -> Any:

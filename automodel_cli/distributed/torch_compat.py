@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+CompilerError = torch._dynamo.exc.TorchDynamoException
+"""Nothing has run where a call raises it."""
 _MOST_GRAPHS = 64  # of one function: widths x dtypes x with and without gradients
 
 

@@ -124,6 +124,24 @@ def test_what_does_not_compile_or_computes_otherwise_stays_as_written(backend: s
         fuser.settle(by_name=True)
 
 
+@torch._dynamo.register_backend(name="narrow")
+def _narrow(graph, inputs):
+    if inputs[-1].shape[-1] > 4:
+        raise RuntimeError("too wide")
+    return graph
+
+
+def test_glue_that_fails_later_runs_as_written_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    run = Compiled("narrow", CPU, torch.float32)(SCALED)
+    assert run is not None
+    with caplog.at_level(logging.WARNING, logger=fused.logger.name):
+        for rows in (3, 5):
+            x = torch.randn(rows, 6)
+            assert torch.equal(run(x), _scaled(x))
+    (message,) = [record.getMessage() for record in caplog.records if record.name == fused.logger.name]
+    assert "scaled runs as written from here on" in message and "too wide" in message
+
+
 def test_lower_precision_may_differ_by_rounding_only() -> None:
     assert Compiled("aot_eager", CPU, torch.bfloat16)(SCALED) is not None
 
