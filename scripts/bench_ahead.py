@@ -49,11 +49,12 @@ def reward_within(rows: list[dict[str, Any]], limit: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_ahead"))
-    arguments = parser.parse_args()
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    arguments = parser.parse_args(given[:end], argparse.Namespace(overrides=given[end + 1 :]))
     rounds = []
     for number in range(arguments.rounds):
         order = arguments.staleness if number % 2 == 0 else arguments.staleness[::-1]
