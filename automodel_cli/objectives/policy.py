@@ -5,7 +5,9 @@ and the trainer agree), `logprob_gap_max` the largest |sampler - old|; `gen_kl_e
 and `js_divergence_error` between the two;
 `sampling_importance_ratio` the correction's weight (one weight for a response: mean over responses); `entropy`
 exact, and `approx_entropy` its estimate from the drawn tokens alone;
-`probs_ratio`, `probs_ratio_clamped` with `_min` and `_max`; `clip_fraction` tokens whose ratio the clamp changes;
+`probs_ratio`, `probs_ratio_clamped` with `_min` and `_max`; `clip_fraction` tokens whose ratio the clamp changes, and
+of them, since there the gradient ends, `clip_low_fraction` below with A < 0 and `clip_high_fraction` above with A > 0;
+`clip_dual_fraction` tokens that dual clip bounds;
 `kl_penalty` the KL as the loss aggregates it, without its coefficient; `is_oob_ratio` what the correction's bounds
 touch (tokens; sequence_mask: responses); `uncertain_fraction` tokens that `top_entropy` trains; `num_valid_samples`
 responses with a label token.
@@ -76,6 +78,8 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
         "probs_ratio",
         "probs_ratio_clamped",
         "clip_fraction",
+        "clip_low_fraction",
+        "clip_high_fraction",
     )
     shown = ("entropy", "token_mult_prob_error", "clip_fraction")
     found = {name: Metric(_TOKENS, shown=name in shown) for name in by_tokens}
@@ -83,6 +87,8 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
         found |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
     found["logprob_gap_max"] = Metric(combine="max")
     found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.corrects_by_sequence else _TOKENS)
+    if objective.dual_clip is not None:
+        found["clip_dual_fraction"] = Metric(_TOKENS)
     if objective.loss_kl_coef:
         found["kl_penalty"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES, shown=True)
     if objective.correction_max is not None:
@@ -164,6 +170,8 @@ class PolicyTerms:
             "probs_ratio": q_BT,
             "probs_ratio_clamped": clamped_BT,
             "clip_fraction": (q_BT != clamped_BT).float(),
+            "clip_low_fraction": ((q_BT < clamped_BT) & (self.advantages_BT < 0)).float(),
+            "clip_high_fraction": ((q_BT > clamped_BT) & (self.advantages_BT > 0)).float(),
         }
         found = {name: self._sum(value_BT) for name, value_BT in by_token.items()}
         for name, value_BT in (("probs_ratio", q_BT), ("probs_ratio_clamped", clamped_BT)):
@@ -173,6 +181,9 @@ class PolicyTerms:
         weight_BT, outside = self._correction
         by_sequence = objective.corrects_by_sequence
         found["sampling_importance_ratio"] = self._by_sequence(weight_BT) if by_sequence else self._sum(weight_BT)
+        if objective.dual_clip is not None:
+            bounded_BT = (q_BT > objective.dual_clip) & (self.advantages_BT < 0)
+            found["clip_dual_fraction"] = self._sum(bounded_BT.float())
         if objective.loss_kl_coef:
             found["kl_penalty"] = self.aggregate(self._kl())
         if outside is not None:

@@ -12,6 +12,9 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.rollout.environment_metrics import environment_metrics
 from automodel_cli.rollout.experience import Sample, Update
+from automodel_cli.rollout.held_out_samples import by_group, is_right, is_wrong
+
+_MOST_SOURCES = 32  # more names than that are no sources
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Rollout:
         """What only metrics.jsonl gets."""
         samples, lengths = self.samples, [sample.num_generated for sample in self.samples]
         names = sorted({name for sample in samples for name in sample.score.parts})
+        groups = by_group(samples)
         equal = [s for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if not differs]
         return {
             **self._of_trained(),
@@ -71,10 +75,15 @@ class Rollout:
             "truncated": sum(sample.truncated for sample in samples) / len(samples),
             "num_groups": len({sample.place for sample in samples}),
             "num_equal_groups": len({sample.place for sample in equal}),
+            "num_solved_groups": sum(all(map(is_right, group)) for group in groups),
+            "num_failed_groups": sum(all(map(is_wrong, group)) for group in groups),
             "num_sampled": self.num_sampled,
             "num_trained_samples": len(self.trained),
             "num_unused_groups": len({s.place for s in samples} - {samples[n].place for n in self.trained}),
+            **_by_source(samples),
             "rollout_seconds": self.seconds,
+            "generate_seconds": self.seconds - self.reward_seconds,
+            "generate_tokens_per_second": sum(lengths) / max(self.seconds - self.reward_seconds, 1e-9),
             "reward_seconds": self.reward_seconds,
             "rollout_tokens_per_second": sum(lengths) / max(self.seconds, 1e-9),
             "weight_version": min(sample.weight_version for sample in samples),
@@ -108,6 +117,17 @@ class Rollout:
         """The same, as a mean over all tokens that were drawn."""
         behind = [sum(self.version - version for version in sample.drawn_versions) for sample in self.samples]
         return sum(behind) / max(1, sum(sample.num_generated for sample in self.samples))
+
+
+def _by_source(samples: Sequence[Sample]) -> dict[str, float]:
+    """The mean reward of the rows of each `source`, or `kind` as tasks call it; nothing where all have the same one."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        row = sample.prompt.row
+        found.setdefault(str(row.get("source", row.get("kind", ""))), []).append(sample.score.total)
+    if not 1 < len(found) <= _MOST_SOURCES:
+        return {}
+    return {f"reward_source_{name or 'none'}": statistics.fmean(totals) for name, totals in sorted(found.items())}
 
 
 def _mean_part(samples: Sequence[Sample], name: str) -> float:

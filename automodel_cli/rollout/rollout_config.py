@@ -135,6 +135,10 @@ class RolloutConfig:
     max_mult_prob_error: float = 1.05
     max_logprob_gap: float = 0.1
     reward_helpers: int = 2
+    validation_samples: int = 0
+    """k: so many samples to each held-out prompt besides the greedy one, for `val_avg_at_k` and `val_pass_at_k`."""
+    validation_temperature: float | None = None
+    """What they are drawn at; null: `temperature`."""
     show_every: int | None = 10
     show: int = 4
 
@@ -162,6 +166,21 @@ class RolloutConfig:
                 f"max_mult_prob_error={self.max_mult_prob_error} must be above 1, which is agreement",
                 keys=("max_mult_prob_error",),
                 fix="max_mult_prob_error=1.05",
+            )
+        if self.validation_samples < 0:
+            raise ConfigError(
+                f"validation_samples={self.validation_samples} must be at least 0",
+                keys=("validation_samples",),
+                fix="validation_samples=0",
+            )
+        if self.validation_temperature is not None and not (
+            self.validation_samples and self.validation_temperature > 0
+        ):
+            raise ConfigError(
+                f"validation_temperature={self.validation_temperature} with validation_samples="
+                f"{self.validation_samples}: it is that of further samples, and above 0",
+                keys=("validation_temperature", "validation_samples"),
+                fix="validation_temperature=null",
             )
         if not self.max_logprob_gap > 0:
             raise ConfigError(
@@ -335,3 +354,8 @@ class RolloutConfig:
         if greedy:
             return SamplingParams(self.max_new_tokens, temperature=0.0)
         return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+
+    def validation_params(self) -> SamplingParams:
+        """For the samples besides the greedy one."""
+        temperature = self.temperature if self.validation_temperature is None else self.validation_temperature
+        return SamplingParams(self.max_new_tokens, temperature, self.top_p, self.top_k)

@@ -29,7 +29,9 @@ from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environment_pool import EnvironmentPool, check_rows
 from automodel_cli.rollout.episodes import is_group_leader, play_episodes, scored_samples, unscored_samples
 from automodel_cli.rollout.experience import RowPlan, Sample, kl_sums, plan_updates
+from automodel_cli.rollout.held_out_samples import of_k_samples
 from automodel_cli.rollout.model_engines import RankZeroEngine
+from automodel_cli.rollout.phases import Phases
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
 from automodel_cli.rollout.rollout import Rollout
@@ -46,6 +48,10 @@ from automodel_cli.training.callback import Callback, Run
 
 if TYPE_CHECKING:
     from automodel_cli.run.session import Session
+    from automodel_cli.training.callback import Number
+
+_HELD_OUT = 0
+"""The step in the seeds of samples to held-out prompts: the same ones at each validation."""
 
 
 class Rollouts(Callback):
@@ -94,6 +100,7 @@ class Rollouts(Callback):
         self._told: set[str] = set()
         self._alarms = Alarms(config.max_new_tokens)
         self._reward_seconds = self._wait_seconds = self._drawing_seconds = 0.0
+        self._phases = Phases()
         self.sync(session.first_step)
         self._check_agreement()
 
@@ -108,8 +115,18 @@ class Rollouts(Callback):
         """What is drawn and not yet trained on. Collective."""
         return None if self._queue is None else self._queue.state()
 
+    def on_step(self, run: Run, step: int, values: Mapping[str, Number]) -> dict[str, Number]:
+        """Where the time of the step went besides drawing and judging."""
+        self._phases.end("train")
+        found: dict[str, Number] = dict(self._phases.taken())
+        passes = {"score": self.config.passes, "train": 1}  # training reads the rows in each pass, scoring in one
+        for name, times in passes.items():
+            if seconds := found.get(f"{name}_seconds"):
+                found[f"{name}_tokens_per_second"] = values["num_tokens"] / (times * seconds)
+        return found
+
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """The mean reward of greedy responses to the held-out prompts. Collective."""
+        """The mean reward of greedy responses to the held-out prompts, and of more samples. Collective."""
         validation = self.session.data.validation
         if validation is None:
             return {}
@@ -120,7 +137,14 @@ class Rollouts(Callback):
         mine = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
         requests = [(place, 0, prompt) for place, prompt in mine]
         answers = self._answers = self._judged(requests, self._generated(requests, self.config.params(greedy=True)))
+        more, drawn = self.config.validation_samples, {}
+        if more:
+            requests = [(place, index, prompt) for place, prompt in mine for index in range(more)]
+            seeds = [sample_seed(self.recipe.seed, _HELD_OUT, place, index) for place, index, _ in requests]
+            answers_k = self._generated(requests, self.config.validation_params(), seeds)
+            drawn = of_k_samples(self._judged(requests, answers_k))
         return {
+            **drawn,
             "val_reward": statistics.fmean(sample.score.total for sample in answers),
             "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
         }
@@ -283,7 +307,8 @@ class Rollouts(Callback):
         updates = plan_updates(samples, units, num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
         if "pairs_P2" in self.objective.columns:
             updates = [update.with_pairs(units) for update in updates]
-        updates = self._scorer.scored(updates, samples)
+        with self._phases("score"):
+            updates = self._scorer.scored(updates, samples)
         if by_token is not None:
             updates, advantages_N = by_token.into(updates, samples, rewards_N, mesh)
         else:
@@ -292,6 +317,7 @@ class Rollouts(Callback):
             advantages_N = self._advantages(samples, rewards_N).advantages_N
             updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
         passes, trained = self.config.passes, [number for numbers in units for number in numbers]
+        self._phases.begin("train")
         waited = None if self._queue is None else self._wait_seconds
         told = (seconds, self._reward_seconds, waited, getattr(self.engine, "metrics", {}))
         return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *told)
@@ -333,10 +359,11 @@ class Rollouts(Callback):
             hub_names=self.engine.capabilities.hub_names,
             pp_group=self.model.pp_group,
         )
-        if self._queue is not None:
-            self._queue.update(stream, version)
-            return
-        self.engine.update_weights(stream)
+        with self._phases("sync"):
+            if self._queue is not None:
+                self._queue.update(stream, version)
+                return
+            self.engine.update_weights(stream)
         self.engine.weight_version = version
 
     def _check_agreement(self) -> None:

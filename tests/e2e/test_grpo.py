@@ -35,7 +35,9 @@ model:
 data:
   task: {{_target_: automodel_cli.data.tasks.ChatTasks, num_train: 400, num_validation: 8}}
   seq_len: 64
-rollout: {{prompts_per_step: 4, group_size: 4, max_new_tokens: 8, temperature: 0.9, top_p: 0.95, show_every: 3}}
+rollout:
+  {{prompts_per_step: 4, group_size: 4, max_new_tokens: 8, temperature: 0.9, top_p: 0.95, show_every: 3,
+    validation_samples: 2}}
 rewards:
   digit:
     _target_: automodel_cli.rollout.rewards.text.FormatRegex
@@ -86,7 +88,8 @@ def test_run_folder_holds_every_sample_and_every_number(whole: Path) -> None:
     promised = {"reward", "response_length", "kl_penalty", "clip_fraction", "gen_kl_error", "token_mult_prob_error"}
     promised |= {"reward_digit", "reward_other", "num_equal_groups", "truncated", "weight_version"}
     assert all(promised <= set(row) for row in rows)
-    assert any("val_reward" in row for row in metrics(folder))
+    (held_out,) = [row for row in metrics(folder) if "val_reward" in row and row["step"] == STEPS]
+    assert held_out["val_avg_at_k"] <= held_out["val_best_at_k"] <= 1.5 and 0 <= held_out["val_pass_at_k"] <= 1
     samples = samples_of(folder)
     assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, STEPS + 1), PROMPTS * GROUP)
     for sample in samples:
@@ -99,6 +102,16 @@ def test_run_folder_holds_every_sample_and_every_number(whole: Path) -> None:
         assert row["reward"] == pytest.approx(sum(s["reward"] for s in mine) / len(mine))
         assert row["num_trained_samples"] == sum(s["trained"] for s in mine)
         assert 0 < row["reward_seconds"] < row["rollout_seconds"]
+        assert row["generate_seconds"] == pytest.approx(row["rollout_seconds"] - row["reward_seconds"])
+        parts = sum(row[f"{name}_seconds"] for name in ("rollout", "score", "train", "sync"))
+        assert 0.5 * row["step_seconds"] < parts < row["step_seconds"] + 0.05
+        for name in ("score", "train"):
+            tokens = row[f"{name}_tokens_per_second"] * row[f"{name}_seconds"]
+            assert tokens == pytest.approx(row["num_tokens"], rel=1e-4)
+        groups: dict[str, list[bool]] = {}
+        for sample in mine:
+            groups.setdefault(sample["origin"], []).append(min(sample["parts"].values()) >= 1)
+        assert row["num_solved_groups"] == sum(map(all, groups.values()))
         advantages = np.array([s["advantage"] for s in mine if s["trained"]])
         for name in ("min", "max", "mean", "std"):
             assert row[f"advantage_{name}"] == pytest.approx(getattr(advantages, name)(), abs=1e-9)

@@ -38,6 +38,16 @@ def test_dual_clip():
     assert loss == pytest.approx((-0.5 + 1 + 12) / 3, abs=1e-9)
 
 
+def test_clips_are_told_apart_by_side_where_the_gradient_ends():
+    now = [math.log(q) for q in (0.5, 0.5, 2.0, 2.0, 4.0)]
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    given = {"advantages": [1.0, -1.0, 1.0, -1.0, -1.0], "old_logprobs": 0.0}
+    _, grad, metrics = step_of(GRPO(dual_clip=3.0), now, mask=mask, **given)
+    shares = {name: metrics[f"clip_{name}fraction"] for name in ("", "low_", "high_", "dual_")}
+    assert shares == {"": 1.0, "low_": pytest.approx(0.2), "high_": pytest.approx(0.2), "dual_": pytest.approx(0.2)}
+    assert (grad == 0).tolist() == [[False, True, True, False, True]]
+
+
 def test_sequence_ratio_with_truncated_correction():
     objective = GRPO(ratio="sequence", aggregation="sequence", correction="truncate", correction_max=0.8)
     now = [-1.69315, -1.0, -0.59453]

@@ -1,0 +1,53 @@
+"""What several samples to a prompt say of it, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.prompts import Prompt
+from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.held_out_samples import of_k_samples
+from automodel_cli.rollout.rewards.combine import Score
+from automodel_cli.rollout.rollout import Rollout
+from automodel_cli.rollout.rollout_config import RolloutConfig
+
+
+def sample(place: int, index: int, total: float, source: str = "a", **parts: float) -> Sample:
+    prompt = Prompt(place, [1, 2], [], {"source": source}, f"prompt {place}")
+    return Sample(place, index, prompt, [3], [-1.0], "", "stop", 0, Score(total, parts, {}))
+
+
+def test_a_prompt_is_passed_by_one_sample_that_every_reward_finds_right():
+    samples = [
+        sample(0, 0, 1.5, exact=1.0, form=0.5),  # a higher reward than any other, and not right
+        sample(0, 1, 0.0, exact=0.0, form=0.0),
+        sample(1, 0, 1.2, exact=1.0, form=1.0),
+        sample(1, 1, 0.3, exact=0.0, form=1.0),
+    ]
+    found = of_k_samples(samples)
+    assert found["val_avg_at_k"] == pytest.approx(0.75)
+    assert found["val_best_at_k"] == pytest.approx(1.35)
+    assert found["val_pass_at_k"] == 0.5
+
+
+def test_groups_all_right_and_all_wrong_and_rewards_by_source_are_told_apart():
+    totals = {0: (1.0, 1.0), 1: (0.0, 0.0), 2: (1.0, 0.0), 3: (0.5, 0.5)}
+    samples = [
+        sample(place, index, total, "ab"[place % 2], exact=total)
+        for place, of_group in totals.items()
+        for index, total in enumerate(of_group)
+    ]
+    nothing = torch.zeros(8)
+    told = Rollout(0, samples, nothing, nothing.bool(), [], [], 1, 8, 1.0, 0.25, None, {}).unshown
+    assert (told["num_solved_groups"], told["num_failed_groups"]) == (1, 1)
+    assert (told["reward_source_a"], told["reward_source_b"]) == (0.75, 0.25)
+    assert (told["generate_seconds"], told["generate_tokens_per_second"]) == (0.75, pytest.approx(8 / 0.75))
+
+
+@pytest.mark.parametrize("options", [{"validation_samples": -1}, {"validation_temperature": 0.6}])
+def test_refused(options):
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(**options)
+    assert set(options) <= set(caught.value.keys)
