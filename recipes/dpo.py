@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError, DataError
@@ -61,7 +62,8 @@ class DPORecipe(PreferenceRecipe):
             )
 
     def columns(self, session: Session) -> Columns:
-        """Log-probs of the reference, and for KTO the reference point of the step. Collective."""
+        """Log-probs of the reference, and what losses read of the policy before an update. Collective."""
+        from automodel_cli.run.preference_columns import partners, sharpened
         from automodel_cli.run.reference_logprobs import reference_columns, reference_point
 
         needed = self.objective.columns
@@ -73,12 +75,16 @@ class DPORecipe(PreferenceRecipe):
                     keys=("objective", "data"),
                     fix=f"objective._target_=automodel_cli.objectives.{_OBJECTIVES[rows.kind]}",
                 )
-        if "ref_logprobs_BT" not in needed:
-            return lambda batches: batches
-        columns = reference_columns(session, self.reference, self.reference_update)
-        if "kl_baseline_1" in needed:
-            return lambda batches: reference_point(session, columns(batches))
-        return columns
+        measures: list[Columns] = []
+        if "ref_logprobs_BT" in needed:
+            measures.append(reference_columns(session, self.reference, self.reference_update))
+        of_policy = {
+            "kl_baseline_1": reference_point,
+            "partners_P2": partners,
+            "sharpened_logprobs_BT": sharpened,
+        }
+        measures += [partial(measure, session) for name, measure in of_policy.items() if name in needed]
+        return lambda batches: reduce(lambda done, measure: measure(done), measures, batches)
 
 
 _KINDS = {"pairs": "pairs of responses", "judged": "single responses judged good or bad"}

@@ -83,6 +83,72 @@ def distillation() -> list[dict[str, Any]]:
     return cases
 
 
+def preference() -> dict[str, Any]:
+    """`DPOTrainer._compute_loss` of five pairs over a vocabulary of 4: losses that sort, and WPO's weights."""
+    from trl import DPOTrainer
+
+    cases = []
+    for loss_type, smoothing, wpo in (
+        ("aot", 0.0, False),
+        ("aot", 0.1, False),
+        ("aot_unpaired", 0.0, False),
+        ("aot_unpaired", 0.1, False),
+        ("sigmoid", 0.0, True),
+        ("bco_pair", 0.0, True),
+    ):
+        torch.manual_seed(3)
+        logits_RTV = torch.randn(10, 4, 4, dtype=torch.float64).mul(2).requires_grad_()
+        labels_RT = torch.randint(0, 4, (10, 4))
+        mask_RT = torch.arange(5) < torch.tensor([3, 5, 4, 5, 2, 5, 4, 2, 3, 5])[:, None]
+        mask_RT[:, 0] = False  # the first token is the prompt
+        logp_RTV = logits_RTV.log_softmax(-1)
+        drawn_RT = logp_RTV.gather(-1, labels_RT[..., None])[..., 0] * mask_RT[:, 1:]
+        ref_RT = (drawn_RT.detach() + torch.randn(10, 4, dtype=torch.float64)) * mask_RT[:, 1:]
+        outputs = Stub(
+            log_probs=drawn_RT,
+            log_sum_sq_probs=(2 * logp_RTV).logsumexp(-1),
+            entropy=torch.zeros_like(drawn_RT),
+            mean_logits=torch.zeros_like(drawn_RT),
+            is_top1=mask_RT[:, 1:],
+        )
+        trainer = Stub(
+            model=Stub(training=False),
+            accelerator=Stub(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+            aux_loss_enabled=False,
+            ld_alpha=None,
+            precompute_ref_logps=True,
+            f_divergence_type="reverse_kl",
+            loss_types=[loss_type],
+            loss_weights=[1.0],
+            beta=0.3,
+            label_smoothing=smoothing,
+            use_weighting=wpo,
+            _metrics={"eval": defaultdict(list)},
+            _total_train_tokens=0,
+            _tp_size=1,
+        )
+        inputs = {
+            "input_ids": torch.zeros(10, 5, dtype=torch.int64),
+            "completion_mask": mask_RT.long(),
+            "ref_chosen_logps": ref_RT[:5].sum(1),
+            "ref_rejected_logps": ref_RT[5:].sum(1),
+        }
+        loss = DPOTrainer._compute_loss(trainer, lambda outputs=outputs, **_: outputs, inputs, False)
+        loss.backward()
+        assert logits_RTV.grad is not None
+        cases.append(
+            {
+                "loss": loss_type,
+                "label_smoothing": smoothing,
+                "wpo": wpo,
+                "value": loss.item(),
+                "gradient_RTV": logits_RTV.grad.tolist(),
+            }
+        )
+    given = {"logits_RTV": logits_RTV, "labels_RT": labels_RT, "mask_RT": mask_RT.long(), "ref_RT": ref_RT}
+    return {"given": {name: tensor.tolist() for name, tensor in given.items()}, "cases": cases}
+
+
 def high_entropy() -> list[dict[str, Any]]:
     """`GRPOTrainer.get_high_entropy_mask` of nine responses of these lengths."""
     from trl import GRPOTrainer
@@ -109,6 +175,6 @@ def high_entropy() -> list[dict[str, Any]]:
 if __name__ == "__main__":
     import trl
 
-    kinds = {"reward": reward, "distillation": distillation, "high_entropy": high_entropy}
+    kinds = {"reward": reward, "distillation": distillation, "high_entropy": high_entropy, "preference": preference}
     made = {"trl": trl.__version__, **{name: cases() for name, cases in kinds.items()}}
     print(json.dumps(made))

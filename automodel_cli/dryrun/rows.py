@@ -16,7 +16,7 @@ from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
 
 _TOKEN_COLUMNS = frozenset(
     {"ref_logprobs_BT", "old_logprobs_BT", "sampler_logprobs_BT", "advantages_BT", "rewards_BT", "uncertain_BT"}
-    | {"old_values_BT", "returns_BT"}
+    | {"old_values_BT", "returns_BT", "sharpened_logprobs_BT"}
 )
 
 
@@ -95,6 +95,8 @@ def _microbatch(index: int, rows: int, tokens: int, lengths: Iterator[int], colu
     if "desirable_S" in columns:
         integers["desirable_S"] = torch.arange(len(sizes)) % 2
     floats: dict[str, tuple[int, ...]] = dict.fromkeys(columns & _TOKEN_COLUMNS, (rows, tokens))
+    if "partners_P2" in columns:
+        floats["partners_P2"] = tuple(integers["pairs_P2"].shape)
     if "kl_baseline_1" in columns:
         floats["kl_baseline_1"] = (1,)
     return Columns(ids, labels, positions, cu_seqlens, torch.full((rows,), index), integers, floats)

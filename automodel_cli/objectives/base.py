@@ -5,6 +5,8 @@ Columns of `Batch.extra` that objectives read, and recipes fill (a document of t
 its prompt; tokens whose label is ignored are not read):
 
 - `pairs_P2` int64 (DPO, BradleyTerry, OnlineDPO): documents of the chosen and the rejected response of each pair
+- `partners_P2` fp32 (DPO with `aot`, `aot_unpaired`): what the sorted values of each pair are compared with
+- `sharpened_logprobs_BT` fp32 (DPO with `wpo`): log-probs of the labels at temperature 1/2
 - `margins_P` fp32 (BradleyTerry): how much better the chosen response of each pair is; 0 where the data does not say
 - `desirable_S` int64 (KTO): per document 1 for a desirable response, 0 for an undesirable one, -1 for neither
 - `kl_baseline_1` fp32 (KTO): the reference point of the step, the same in all its microbatches

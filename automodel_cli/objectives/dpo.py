@@ -33,15 +33,19 @@ Loss = Literal[
     "apo_zero",
     "apo_down",
     "discopop",
+    "aot",
+    "aot_unpaired",
     "simpo",
     "orpo",
 ]
 REFERENCE_FREE = ("simpo", "orpo")
+SORTED = ("aot", "aot_unpaired")
+"""Losses that match the pairs of a step by order: what each is compared with is measured before the update."""
 _AVERAGED = ("sigmoid_norm", "ipo", "simpo", "orpo")
 _OF_DIFFERENCES = ("sigmoid", "hinge", "robust", "exo_pair", "discopop")
 """Losses that read c - r only, so that a divergence may stand in it."""
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
-_SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")
+_SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo", *SORTED)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class DPO:
     """Loss = mean over pairs of `preference_weight` x preference loss + `sft_weight` x NLL of the chosen response.
 
     `loss`: which preference loss. `beta`: its temperature (for orpo the weight of the odds ratio). `label_smoothing`:
-    the share of pairs taken to be labelled the wrong way round (sigmoid, sigmoid_norm, simpo, robust, exo_pair).
+    the share of pairs taken to be labelled the wrong way round (sigmoid, sigmoid_norm, simpo, robust, exo_pair,
+    aot, aot_unpaired).
     `average_log_probs`: mean instead of sum over a response's tokens; None: as the loss is defined (ipo, simpo, orpo
     and sigmoid_norm average). `average_sft`: the same for the NLL. `gamma`: the target margin of simpo, 0.5 if not
     given. `tau`: the temperature of discopop's blend, 0.05 if not given.
@@ -60,6 +65,10 @@ class DPO:
     keeps the policy near the reference (f-DPO, arXiv:2309.16240): c and r become f'(t) of their probability ratio t,
     log t for reverse_kl, 1 - 1/t for forward_kl, log(2t / (t + 1)) for js, (t^(a - 1) - 1) / (a - 1) for alpha with
     a = `f_alpha`.
+
+    `aot` and `aot_unpaired` (arXiv:2406.05882) make the chosen responses better as a distribution: the pairs of the
+    step are sorted by the policy's log-ratio of chosen to rejected (unpaired: the chosen responses by c, the rejected
+    ones by r), and each is compared with the reference's log-ratio (the r) of the same place in order, over all ranks.
 
     Metrics are means over pairs of all ranks: `accuracy` (chosen above rejected; a tie is a miss), `rewards_chosen`,
     `rewards_rejected` and their difference `rewards_margin`: c, r and c - r, NOT multiplied by beta; `likelier` (the
@@ -79,6 +88,9 @@ class DPO:
     ld_alpha: float | None = None
     f_divergence: Divergence = "reverse_kl"
     f_alpha: float | None = None
+    wpo: bool = False
+    """Weigh each pair's losses (not the NLL) by how likely the policy finds both responses now: e to the mean over
+    tokens of log p - log sum p^2 (WPO, arXiv:2406.11827), without gradient. One more forward pass a step."""
 
     def __post_init__(self) -> None:
         if not self.beta >= 0:
@@ -134,7 +146,11 @@ class DPO:
 
         plain = "objective.more_losses={}"
         for name, weight in self.more_losses.items():
-            if name not in get_args(Loss) or name == self.loss or name in ("robust", "exo_pair", "discopop", "simpo"):
+            if (
+                name not in get_args(Loss)
+                or name == self.loss
+                or name in ("robust", "exo_pair", "discopop", "simpo", *SORTED)
+            ):
                 refuse("no loss that can be added with the settings of another", "more_losses", fix=plain)
             if (name in REFERENCE_FREE) != (self.loss in REFERENCE_FREE):
                 refuse("one has a reference and the other has none", "more_losses", "loss", fix=plain)
@@ -142,6 +158,15 @@ class DPO:
                 refuse("a weight is above 0", "more_losses", fix=plain)
         if self.more_losses and self.average_log_probs is not None:
             refuse("each loss averages as it is defined", "more_losses", "average_log_probs", fix=plain)
+        if self.loss in SORTED:
+            if self.averages:
+                refuse(
+                    "it sorts sums of log-probs", "average_log_probs", "loss", fix="remove objective.average_log_probs"
+                )
+            if self.ld_alpha is not None:
+                refuse("a matched response is of another pair", "ld_alpha", "loss", fix="objective.ld_alpha=null")
+            if self.wpo:
+                refuse("a loss of matched responses is no pair's", "wpo", "loss", fix="objective.wpo=false")
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             refuse("a weight of 0 to 1", "ld_alpha", fix="objective.ld_alpha=0.5")
         if self.f_divergence != "reverse_kl":
@@ -182,7 +207,9 @@ class DPO:
     @property
     def columns(self) -> frozenset[str]:
         """See `PreferenceObjective`."""
-        return frozenset({"pairs_P2", "ref_logprobs_BT"} if self.uses_reference else {"pairs_P2"})
+        found = {"pairs_P2", "ref_logprobs_BT"} if self.uses_reference else {"pairs_P2"}
+        found |= {"partners_P2"} if self.loss in SORTED else set()
+        return frozenset(found | ({"sharpened_logprobs_BT"} if self.wpo else set()))
 
     @property
     def averages(self) -> bool:
@@ -200,6 +227,8 @@ class DPO:
             "rewards_margin": Metric("num_pairs", shown=True),
             "likelier": Metric("num_pairs"),
         }
+        if self.wpo:
+            of_pairs["wpo_weight"] = Metric("num_pairs")
         if self.sft_weight:
             of_pairs["sft_loss"] = Metric("num_pairs")
         return {**of_pairs, "num_pairs": Metric()}
@@ -212,9 +241,10 @@ class DPO:
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         pairs = self._pairs(output.logprobs_BT, batch)
-        loss = self.preference_weight * (self._losses(pairs) * pairs.valid_P).sum()
+        weight_P = pairs.valid_P * self._weights(output.logprobs_BT, batch) if self.wpo else pairs.valid_P
+        loss = self.preference_weight * (self._losses(pairs) * weight_P).sum()
         for name, weight in self.more_losses.items():
-            loss = loss + weight * (self._of(name).losses_of(output.logprobs_BT, batch) * pairs.valid_P).sum()
+            loss = loss + weight * (self._of(name).losses_of(output.logprobs_BT, batch) * weight_P).sum()
         if self.sft_weight:
             loss = loss + self.sft_weight * (self._nll(pairs) * pairs.valid_P).sum()
         return loss
@@ -230,6 +260,8 @@ class DPO:
             "rewards_margin": pairs.c_P - pairs.r_P,
             "likelier": (pairs.chosen_logprob_P > pairs.rejected_logprob_P).float(),
         }
+        if self.wpo:
+            values["wpo_weight"] = self._weights(output.logprobs_BT, batch)
         if self.sft_weight:
             values["sft_loss"] = self._nll(pairs)
         sums = {name: (value_P * pairs.valid_P).sum() for name, value_P in values.items()}
@@ -255,9 +287,22 @@ class DPO:
         """The preference loss of each pair, `[P]`."""
         return self._losses(self._pairs(logprobs_BT, batch))
 
-    def _losses(self, pairs: Pairs) -> Tensor:
-        from automodel_cli.objectives.preference import LOSSES
+    def compared(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+        """What aot and aot_unpaired sort, `[P, 3]`: two values of each pair, and whether it counts."""
+        from automodel_cli.objectives.preference import sorted_values
 
+        return sorted_values(self._pairs(logprobs_BT, batch), paired=self.loss == "aot")
+
+    def _weights(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
+        from automodel_cli.objectives.preference import likelihood_weights
+
+        return likelihood_weights(logprobs_BT, batch)
+
+    def _losses(self, pairs: Pairs) -> Tensor:
+        from automodel_cli.objectives.preference import LOSSES, matched_losses
+
+        if self.loss in SORTED:
+            return matched_losses(pairs, self)
         return LOSSES[self.loss](pairs.c_P, pairs.r_P, self)
 
     def _nll(self, pairs: Pairs) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import RewardKL
-from automodel_cli.objectives.dpo import DPO
+from automodel_cli.objectives.dpo import DPO, SORTED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +29,16 @@ class OnlineDPO(DPO):
     """See `PolicyObjective`: a pair is compared with the reference, whoever has drawn it."""
 
     samples_of_group: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss in SORTED or self.wpo:
+            raise ConfigError(
+                f"loss={self.loss} with wpo={self.wpo}: what they measure before an update is measured for pairs of a "
+                "dataset only",
+                keys=("loss", "wpo"),
+                fix="objective.loss=sigmoid objective.wpo=false",
+            )
 
     def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
         """See `SelectingObjective`: pairs, the chosen one first."""

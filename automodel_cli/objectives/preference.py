@@ -35,6 +35,8 @@ class Pairs:
     chosen_logprob_P: Tensor
     rejected_logprob_P: Tensor
     chosen_tokens_P: Tensor
+    partners_P2: Tensor | None = None
+    """What the two sorted values of the pair are compared with (`DPO.compared`)."""
 
 
 def valid_pairs(batch: Batch) -> Tensor:
@@ -64,7 +66,42 @@ def gather_pairs(
         chosen_logprob_P=logprobs_P2[:, 0],
         rejected_logprob_P=logprobs_P2[:, 1],
         chosen_tokens_P=tokens_P2[:, 0],
+        partners_P2=batch.extra.get("partners_P2"),
     )
+
+
+def likelihood_weights(logprobs_BT: Tensor, batch: Batch) -> Tensor:
+    """By pair, without gradient: the product over both responses of e^mean(log p - log sum p^2) (WPO, eq. 2).
+
+    At temperature 1/2 the log-prob of a token is 2 log p - log sum p^2, so the difference of the two log-probs is it.
+    """
+    aligned_BT = (batch.extra["sharpened_logprobs_BT"] - logprobs_BT.detach()).masked_fill(~label_mask(batch), 0.0)
+    means_S = sum_by_document(aligned_BT, batch) / labels_by_document(batch).clamp(min=1)
+    return means_S[batch.extra["pairs_P2"]].sum(1).exp()
+
+
+def sorted_values(pairs: Pairs, *, paired: bool) -> Tensor:
+    """`[P, 3]`: the policy's and the reference's log-ratio of chosen to rejected where `paired`, else c and r; and
+    whether the pair counts."""
+    first_P, second_P = pairs.c_P, pairs.r_P
+    if paired:
+        first_P = pairs.chosen_logprob_P - pairs.rejected_logprob_P
+        second_P = first_P - (pairs.c_P - pairs.r_P)
+    return torch.stack([first_P, second_P, pairs.valid_P], 1)
+
+
+def matched_losses(pairs: Pairs, o: DPO) -> Tensor:
+    """Of aot and aot_unpaired: -log sigmoid(beta d), d the difference of the values that have the same place in order.
+
+    Which those are does not change within a step, so a pair needs its own values and two numbers. Where both have a
+    gradient (unpaired) the losses of a pair's chosen and rejected response each have theirs, and half of the value.
+    """
+    assert pairs.partners_P2 is not None, "aot needs partners"
+    partner_1, partner_2 = pairs.partners_P2.unbind(1)
+    if o.loss == "aot":
+        return _sigmoid(pairs.chosen_logprob_P - pairs.rejected_logprob_P, partner_1, o)
+    both_P = _sigmoid(pairs.c_P, partner_1, o) + _sigmoid(partner_2, pairs.r_P, o)
+    return both_P - both_P.detach() / 2
 
 
 def _in_both(tokens_P2: Tensor, batch: Batch) -> Tensor:
@@ -165,4 +202,4 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, DPO], Tensor]] = {
     "simpo": _simpo,
     "orpo": _orpo,
 }
-"""(c, r, objective) -> loss of each pair. sigmoid_norm is sigmoid on means over tokens."""
+"""(c, r, objective) -> loss of each pair. sigmoid_norm is sigmoid on means over tokens. aot: see `matched_losses`."""

@@ -59,7 +59,8 @@ def columns(batch: Batch, seed: int) -> dict[str, Tensor]:
     }
     for name in ("old_values", "returns"):
         extra[f"{name}_BT"] = torch.randn(batch.shape, generator=generator)
-    for name in ("ref", "sampler", "old"):  # about what a random model gives each of its few tokens
+    extra["partners_P2"] = torch.randn(extra["pairs_P2"].shape, generator=generator)
+    for name in ("ref", "sampler", "old", "sharpened"):  # about what a random model gives each of its few tokens
         extra[f"{name}_logprobs_BT"] = torch.randn(batch.shape, generator=generator) * 0.3 - math.log(_VOCAB)
     extra["margins_P"] = torch.rand(len(extra["pairs_P2"]), generator=generator)
     teacher_BTV = torch.randn(*batch.shape, _VOCAB, generator=generator).log_softmax(-1)

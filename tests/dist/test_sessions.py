@@ -60,6 +60,27 @@ def _timeless(row: dict) -> dict:
     return {key: value for key, value in row.items() if key not in ("tokens_per_second", "step_seconds", "memory_gib")}
 
 
+def _pairs(rank, world, folder, *overrides):
+    with session(folder, DPO, *FEW, "data.seq_len=96", *overrides) as opened:
+        for step, batches in opened.steps():
+            opened.train(step, batches)
+
+
+@pytest.mark.parametrize(
+    "objective", ["objective.loss=aot_unpaired", pytest.param("objective.wpo=true", marks=pytest.mark.slow)]
+)
+def test_what_a_loss_reads_of_the_policy_before_an_update_is_that_of_all_ranks(tmp_path: Path, objective: str) -> None:
+    """Whole numbers, not their parts: one rank sorts the pairs that two ranks share."""
+    for world in (1, 2):
+        name = f"run_name=ranks{world}"
+        launch(_pairs, world, tmp_path, name, objective, "objective.beta=1.0", "train.max_steps=3", process_group=False)
+    one, two = ([r for r in metrics(tmp_path / "runs" / f"ranks{n}") if "loss" in r] for n in (1, 2))
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
+    assert [row["grad_norm"] for row in two] == pytest.approx([row["grad_norm"] for row in one], rel=1e-4)
+    assert abs(one[-1]["loss"] - one[0]["loss"]) > 1e-3, "the test shows nothing"
+    assert "wpo" not in objective or all(0 < row["wpo_weight"] for row in one)
+
+
 def _reference(rank, world, folder, *overrides):
     """Every token's cached value."""
     with session(folder, DPO, *FEW, "data.seq_len=96", *overrides) as opened:

@@ -17,7 +17,7 @@ _PAIRS = (
 )
 _LOSSES = (
     *("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
-    *("apo_zero", "apo_down", "discopop"),
+    *("apo_zero", "apo_down", "discopop", "aot", "aot_unpaired"),
 )
 _AGGREGATION = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "max_tokens", "cispo": "token"}
 
@@ -98,6 +98,8 @@ def _dpo(draft: Draft, ranks: int) -> None:
     draft.put("objective.beta", draft.get("beta", 0.1), "beta")
     if draft.get("label_smoothing"):
         draft.put("objective.label_smoothing", draft.get("label_smoothing"), "label_smoothing")
+    if draft.get("use_weighting"):
+        draft.put("objective.wpo", True, "use_weighting")
     if draft.get("rpo_alpha"):
         draft.put("objective.sft_weight", draft.get("rpo_alpha"), "rpo_alpha")
     if draft.get("precompute_ref_log_probs"):
