@@ -15,17 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KDRecipe(SFTRecipe):
-    """The story of `SFTRecipe`; the teacher is asked at each step, and the student exported."""
+    """The story of `SFTRecipe`; the teacher is asked at each step or once, and the student exported."""
 
     objective: Distillation
     teacher: TeacherConfig
     """The model that is learnt from: frozen, sharded like the student, with the same tokens."""
+    cache_teacher: bool = False
+    """Ask it before the first step, once for all rows that the run sees, and keep its answers with the cached data: it
+    is in no memory while the student trains, and a further run does not need it."""
 
     kind: ClassVar[str] = "kd"
 
     def columns(self, session: Session) -> Columns:
         """The teacher's likeliest tokens in place of each label. Collective."""
         from automodel_cli.run.teacher import build_teacher, taught
+        from automodel_cli.run.teacher_cache import cached_teacher
 
+        if self.cache_teacher:
+            return cached_teacher(session, self.teacher, self.objective.top_k)
         stages = build_teacher(session, self.teacher).stages
         return lambda batches: taught(stages, batches, self.objective.top_k, session.mesh.device)

@@ -91,8 +91,9 @@ class PackedDataset:
         return int(self.token_starts[-1])
 
     def attach(self, name: str, values: np.ndarray) -> None:
-        """Give every batch a column of the objective, `extra[name]`: one value for each of the `num_tokens`."""
-        assert values.shape == (self.num_tokens,), f"{values.shape} values for {self.num_tokens} tokens"
+        """Give every batch a column of the objective, `extra[name]`: one value, or several, for each of the
+        `num_tokens`."""
+        assert len(values) == self.num_tokens, f"{values.shape} values for {self.num_tokens} tokens"
         self._columns[name] = values
 
     def _locate(self, row: int) -> tuple[PackedStore, int]:
@@ -189,7 +190,7 @@ class PackedDataset:
 
     def _column(self, values: np.ndarray, row_indices: Sequence[int], shape: tuple[int, int]) -> torch.Tensor:
         """Attached values of the rows, 0 where there is no token."""
-        out_BT = np.zeros(shape, values.dtype)
+        out_BT = np.zeros((*shape, *values.shape[1:]), values.dtype)
         for i, row in enumerate(row_indices):
             if row != DUMMY_ROW:
                 first, last = self.token_starts[int(row) : int(row) + 2]

@@ -26,7 +26,7 @@ def build_teacher(session: Session, config: TeacherConfig) -> Model:
     """The teacher, sharded and cut like the student and frozen. Collective. Raises ConfigError where its tokens are not
     the student's."""
     model = config.as_model()
-    _check_vocabulary(session, config)
+    check_vocabulary(session, config)
     built = Model.build(dataclasses.replace(session.recipe, model=model), session.mesh)
     for part in built.parts:
         part.requires_grad_(False)
@@ -58,7 +58,7 @@ def num_logits(stages: Stages) -> int:
     return size
 
 
-def _check_vocabulary(session: Session, config: TeacherConfig) -> None:
+def check_vocabulary(session: Session, config: TeacherConfig) -> None:
     """Ids must mean the same to both. A model without a tokenizer of its own is taken at the size of its vocabulary."""
     model = config.as_model()
     sizes = [hf_config(of).get_text_config().vocab_size for of in (session.recipe.model, model)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e import test_grpo
 from tests.e2e.command import TINY, automodel, curve, metrics
@@ -47,6 +49,44 @@ def test_ranks_and_stages_ask_the_teacher_the_same(folder, losses, layout):
     assert distil(folder, layout[0].replace(".", "-").replace("=", "-"), *SMALLER, *layout) == pytest.approx(
         losses, rel=5e-6
     )
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """What is kept of teachers, and when it was written."""
+    return {path: path.stat().st_mtime_ns for path in (folder / "cache" / "teacher").glob("*.npy")}
+
+
+def test_what_is_kept_of_a_teacher_teaches_the_very_same(folder, losses):
+    """Of few rows at first, then of all, on two ranks, which measure what is missing; then nothing is."""
+    kept = ("cache_teacher=true", *SMALLER)
+    assert distil(folder, "kept_few", *kept, "train.max_steps=1") == losses[:1]
+    before = files(folder)
+    assert distil(folder, "kept", *kept, "mesh.dp_size=2") == pytest.approx(losses, rel=5e-6)
+    measured = files(folder)
+    assert set(before) == set(measured) and measured != before
+    assert distil(folder, "again", *kept) == losses
+    assert files(folder) == measured
+
+
+@pytest.mark.slow
+def test_another_teacher_is_asked_anew_and_the_same_one_elsewhere_is_not(folder, losses):
+    kept = ("cache_teacher=true", *SMALLER, "teacher.pretrained=elsewhere")
+    distil(folder, "kept_first", "cache_teacher=true", *SMALLER)
+    before = files(folder)
+    shutil.copytree(folder / "runs/teacher/export", folder / "elsewhere")
+    assert distil(folder, "moved", *kept) == losses and files(folder) == before
+    path = folder / "elsewhere/model.safetensors"
+    weights = load_file(path)
+    save_file({name: 1.01 * tensor for name, tensor in weights.items()}, path, metadata={"format": "pt"})
+    assert distil(folder, "other", *kept) != losses
+    assert len(files(folder)) == len(before) + 2 and before.items() <= files(folder).items()
+
+
+@pytest.mark.slow
+def test_the_whole_vocabulary_is_kept_exactly_too(folder):
+    live = distil(folder, "live_all", *SMALLER, "objective.top_k=null", "objective.beta=0.5")
+    kept = distil(folder, "kept_all", *SMALLER, "objective.top_k=null", "objective.beta=0.5", "cache_teacher=true")
+    assert kept == live
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(folder):
