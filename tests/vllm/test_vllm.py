@@ -236,7 +236,7 @@ def test_a_request_that_runs_while_weights_change_is_finished(engine: VLLMEngine
     generating = threading.Thread(
         target=lambda: found.extend(
             len(c.tokens)
-            for c in OpenAIEngine.generate(engine, prompts()[:2] * 8, SamplingParams(200), list(range(16)))
+            for c in OpenAIEngine.generate(engine, prompts()[:2] * 32, SamplingParams(200), list(range(64)))
         )
     )
     paused = engine._paused
@@ -253,7 +253,7 @@ def test_a_request_that_runs_while_weights_change_is_finished(engine: VLLMEngine
     engine.update_weights([weights_of(moved(2))])
     generating.join(60)
     assert during == [True], "the test shows nothing: all was generated before"
-    assert len(found) == 16 and largest_gap(engine, moved(2), SamplingParams(8)) < 1e-5
+    assert len(found) == 64 and largest_gap(engine, moved(2), SamplingParams(8)) < 1e-5
 
 
 def test_each_token_says_by_which_weights_it_was_drawn(engine: VLLMEngine) -> None:
