@@ -41,7 +41,7 @@ def tick_label(value: float, ticks: Sequence[float]) -> str:
     """`value` with the decimals that its neighbours need: 0.5 among 0.5 steps; 20k, and 5e-05 for the small."""
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
-    if value and max(map(abs, ticks)) < 1e-3:
+    if max(map(abs, ticks)) < 1e-3:
         return f"{value:.3g}"
     gap = min((b - a for a, b in pairwise(ticks)), default=abs(value) or 1.0)
     decimals = max(0, -math.floor(math.log10(gap) + 1e-9)) if gap > 0 else 0

@@ -58,6 +58,7 @@ def test_tick_labels_carry_the_decimals_they_need():
     assert [tick_label(t, [0.5, 1.0, 1.5]) for t in (0.5, 1.0)] == ["0.5", "1.0"]
     assert [tick_label(t, [0, 20_000]) for t in (0, 20_000)] == ["0", "20k"]
     assert tick_label(5e-5, [0.0, 5e-5]) == "5e-05"
+    assert tick_label(0.0, [0.0, 1e-5, 2e-5]) == "0"
     assert tick_label(0.05, [0.05, 0.1]) == "0.05"
 
 
