@@ -11,7 +11,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.environments.tools import Call, ToolEnvironment, ToolError
 from automodel_cli.rollout.loop_thread import in_thread
 from automodel_cli.rollout.rewards.code import code_blocks
-from automodel_cli.rollout.rewards.sandbox import Limits, require_isolation, run_python
+from automodel_cli.rollout.rewards.sandbox import Limits, check_memory, require_isolation, run_python
 
 _DEFINITION = {
     "type": "function",
@@ -50,12 +50,7 @@ class PythonTool(ToolEnvironment):
         super().__post_init__()
         if not self.seconds > 0:
             raise ConfigError(f"seconds={self.seconds} must be above 0", keys=("seconds",), fix="seconds=5")
-        if self.memory_mib < 64:
-            raise ConfigError(
-                f"memory_mib={self.memory_mib} must be at least 64: Python itself needs some",
-                keys=("memory_mib",),
-                fix="memory_mib=512",
-            )
+        check_memory(self.memory_mib)
 
     def check(self) -> None:
         """Raise ConfigError where foreign code is not cut off on this machine."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
-from automodel_cli.rollout.rewards.sandbox import Limits, judge, require_isolation, run_python
+from automodel_cli.rollout.rewards.sandbox import Limits, check_memory, judge, require_isolation, run_python
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -42,12 +42,7 @@ class CodeExecution(Reward):
         super().__post_init__()
         if self.timeout is None:
             raise ConfigError("timeout=null: foreign code may never end", keys=("timeout",), fix="timeout=5")
-        if self.memory_mib < 64:
-            raise ConfigError(
-                f"memory_mib={self.memory_mib} must be at least 64: Python itself needs some",
-                keys=("memory_mib",),
-                fix="memory_mib=512",
-            )
+        check_memory(self.memory_mib)
 
     def check(self) -> None:
         require_isolation(allow=self.allow_unisolated)

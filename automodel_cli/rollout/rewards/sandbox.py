@@ -116,6 +116,16 @@ def isolation() -> frozenset[str]:
         return frozenset()
 
 
+def check_memory(memory_mib: int) -> None:
+    """Refuse what a node's `memory_mib` cannot be. Raises ConfigError."""
+    if memory_mib < 64:
+        raise ConfigError(
+            f"memory_mib={memory_mib} must be at least 64: Python itself needs some",
+            keys=("memory_mib",),
+            fix="memory_mib=512",
+        )
+
+
 def require_isolation(*, allow: bool) -> None:
     """Raise ConfigError where this machine cannot cut foreign code off; warn instead if the user allows that."""
     lacking = [name for name in _CUT_OFF if name not in isolation()]
