@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,3 +41,11 @@ def session(
         if not isinstance(recipe, GRPORecipe):
             opened.callbacks.add(HeldOutLoss(opened))
         yield opened
+
+
+def train(opened: Any, stop_at: int = 0) -> None:
+    """All steps of a session; at step `stop_at` this rank is told to stop."""
+    for step, batches in opened.steps():
+        opened.train(step, batches)
+        if step == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -17,7 +17,7 @@ from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
 from tests.dist.harness import launch
-from tests.dist.sessions import session
+from tests.dist.sessions import session, train
 from tests.dist.test_sessions import DPO
 from tests.e2e.command import metrics
 from tests.e2e.test_grpo import TINY
@@ -29,10 +29,7 @@ SOFT = "reference_update={every: 2, alpha: 0.6}"
 
 def _dpo(rank, world, folder, *overrides, stop_at=0, run=None):
     with session(folder, DPO, *EVERY_STEP, *overrides, run=run) as opened:
-        for step, batches in opened.steps():
-            opened.train(step, batches)
-            if step == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
+        train(opened, stop_at)
 
 
 def _stopped(rank, world, folder, *overrides):

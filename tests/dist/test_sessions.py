@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests import tiny
 from tests.dist.harness import launch
-from tests.dist.sessions import session
+from tests.dist.sessions import session, train
 from tests.e2e.command import TINY, metrics
 from tests.e2e.test_dpo import PAIRS
 
@@ -26,10 +26,7 @@ FEW = ("train.max_steps=4", "logging.report=false", "logging.display=plain", "ch
 def _train(rank, world, folder, *overrides, stop_at=0, run=None):
     """Train; at step `stop_at` a notice comes. Returns nothing: the run folder holds what is asked."""
     with session(folder, SFT, *FEW, *overrides, run=run) as opened:
-        for step, batches in opened.steps():
-            opened.train(step, batches)
-            if step == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
+        train(opened, stop_at)
 
 
 def _stopped_at(rank, world, folder, step, *overrides):
