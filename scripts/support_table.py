@@ -165,6 +165,23 @@ def _short(reason: str, limit: int = 260) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+DENSE = """## Attention that is dense
+
+Packed attention keeps no scores of tokens x tokens, except in these cases, each with a warning that says how many MiB
+a layer keeps for its backward:
+
+- On a CPU, soft caps (gemma2, vaultgemma): torch's kernel for it has none, and FlexAttention has no backward there.
+  Documents are computed apart all the same.
+- On CUDA, soft caps, float32 and heads wider than 256 or of no multiple of 8 only where FlexAttention cannot run:
+  triton is missing, or its kernel fails or differs from the definition. float64 always.
+- On other devices everything.
+
+`model.attention_kernel=dense` and `model.attention=eager` ask for it, without a warning.
+
+## Families
+"""
+
+
 def render(rows: list[Row]) -> str:
     totals = {what: Counter(getattr(row, what) for row in rows) for what in CAPABILITIES}
     library, torch_version = transformers.__version__, torch.__version__.split("+")[0]
@@ -189,6 +206,7 @@ model does not build (layers for multi-token prediction, say) is carried to the 
     rows = sorted(rows, key=lambda r: (order.get(r.family, len(order)), r.family))
     lines = [
         intro,
+        DENSE,
         "| | yes | no | unknown |",
         "|---|--:|--:|--:|",
         *(f"| {what} | {c['yes']} | {c['no']} | {c['unknown']} |" for what, c in totals.items()),

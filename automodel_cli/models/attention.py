@@ -6,9 +6,10 @@ the flattened B*T tokens; without it every row is one document. Causal always. S
 windows, logit soft caps, attention sinks and value heads of another width (latent attention).
 
 Paths: on CPU torch's flash kernel, documents of similar length together; on CUDA in bf16 or fp16 the variable-length
-flash kernel over the whole batch; soft caps and fp32 on CUDA as dense softmax, likewise. Under context parallelism the
-queries are this rank's, and keys and values are gathered first. The CUDA path has NEVER been run on a GPU: only its
-operator signatures were checked. Run tests/gpu before relying on it.
+flash kernel over the whole batch; what that refuses (soft caps, fp32, head widths) by FlexAttention over the whole
+batch; what that refuses, and soft caps on a CPU, as dense softmax of documents of similar length, with a warning that
+says what it costs. Under context parallelism the queries are this rank's, and keys and values are gathered first. The
+CUDA paths have NEVER been run on a GPU: only operator signatures were checked. Run tests/gpu before relying on them.
 
 Shapes: B rows, T tokens, H query heads, K kv heads, D head width, V value width, N = B*T tokens, M
 keys.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import attention_choice
+from automodel_cli.models import attention_choice, attention_flex
 from automodel_cli.models import attention_kernels as kernels
 from automodel_cli.models import attention_segments as segments
 from automodel_cli.models.attention_ring import Setting, ring_attention
@@ -91,69 +92,79 @@ def packed_attention(
     # Under autocast, rotary leaves q and k in fp32 next to a bf16 v. torch's own attention casts them too.
     query_BHTD, key_BKTD = query_BHTD.to(value_BKTV.dtype), key_BKTD.to(value_BKTV.dtype)
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
-    in_one_call, flash_cpu = _flash(query_BHTD, value_BKTV, softcap)
-    kernel: segments.Kernel
-    if flash_cpu:
-        kernel = functools.partial(kernels.flash_cpu, sink_H=s_aux, scale=scale)
-    else:
-        kernel = functools.partial(kernels.dense, sink_H=s_aux, scale=scale, softcap=softcap)
-    rows, _, length, _ = query_BHTD.shape
-    bounds = None if in_one_call or context is not None else _bounds(cu_seq_lens_q, rows, length)
+    way, why_dense = attention_choice.way(query_BHTD, value_BKTV, softcap)
+    rows, heads, length, _ = query_BHTD.shape
+    setting = Setting(scale, sliding_window, softcap, way)
+    on_host = way == "dense" or query_BHTD.device.type == "cpu"  # documents are put together here, not by a kernel
+    bounds = _bounds(cu_seq_lens_q, rows, length) if way != "flex" and on_host and context is None else None
+    if why_dense:
+        _say_that_it_is_dense(why_dense, functools.partial(_cost, query_BHTD, setting, bounds, context))
     if bounds is not None and len(bounds) == rows + 1:  # every row is one document
-        return _whole_rows(kernel, query_BHTD, key_BKTD, value_BKTV, sliding_window), None
+        return _whole_rows(_kernel(s_aux, setting), query_BHTD, key_BKTD, value_BKTV, sliding_window), None
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
     if context is not None and context.group.ring:
-        flash = in_one_call or flash_cpu
-        out_NHV = ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, Setting(scale, sliding_window, softcap, flash))
+        out_NHV = ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, setting)
         return out_NHV.unflatten(0, (rows, length)), None
     if context is not None:
         k_MKD, v_MKV = _gather(k_MKD, v_MKV, context)
-    if in_one_call:
+    if way == "flex":
+        documents = (cu_seq_lens_q, rows, length) if context is None else context
+        out_NHV = attention_flex.packed(q_NHD, k_MKD, v_MKV, s_aux, documents, sliding_window, scale, softcap)
+    elif not on_host:
         if context is not None:
             plan = segments.context_varlen(context, sliding_window)
         else:
             plan = segments.batch_varlen(cu_seq_lens_q, max_length_q, rows, length, q_NHD.device)
-        out_NHV = kernels.varlen_cuda(q_NHD, k_MKD, v_MKV, plan, s_aux, scale, sliding_window)
+        pads = attention_choice.chosen().pads
+        out_NHV = kernels.varlen_cuda(q_NHD, k_MKD, v_MKV, plan, s_aux, scale, sliding_window, pads=pads)
     else:
-        if context is not None:
-            groups, back_N = segments.context_groups(context, sliding_window)
-        else:
-            assert bounds is not None
-            groups, back_N = segments.document_groups(bounds, q_NHD.device)
-        heads = q_NHD.shape[1]
+        groups, back_N = _groups(bounds, context, sliding_window, q_NHD.device)
         k_MHD, v_MHV = kernels.per_query_head(k_MKD, heads), kernels.per_query_head(v_MKV, heads)
-        out_NHV = segments.run(kernel, q_NHD, k_MHD, v_MHV, groups, back_N, sliding_window)
+        out_NHV = segments.run(_kernel(s_aux, setting), q_NHD, k_MHD, v_MHV, groups, back_N, sliding_window)
     return out_NHV.unflatten(0, (rows, length)), None
 
 
-def _flash(query: Tensor, value: Tensor, softcap: float | None) -> tuple[bool, bool]:
-    """Whether CUDA's kernel takes these tensors, or the CPU's. Raises ConfigError where a flash kernel was asked for by
-    name and none does."""
-    choice = attention_choice.chosen()
-    on_cpu = query.device.type == "cpu"
-    why_not = f"soft caps (here {softcap:g})" if softcap is not None else ""
-    if not on_cpu:
-        why_not = kernels.why_not_flash_cuda(query, value, softcap)
-    if choice.kernel == "dense" or not why_not:
-        takes = choice.kernel != "dense"
-        return takes and not on_cpu, takes and on_cpu
-    if choice.forced:
-        raise ConfigError(
-            f"attention_kernel={choice.kernel}: no flash kernel takes {why_not}",
-            keys=("attention_kernel",),
-            fix="model.attention_kernel=auto",
-        )
-    if not on_cpu:
-        _say_that_it_is_dense(why_not)
-    return False, False
+def _kernel(sink_H: Tensor | None, setting: Setting) -> segments.Kernel:
+    """For documents that are put together on the host."""
+    if setting.way == "flash":
+        return functools.partial(kernels.flash_cpu, sink_H=sink_H, scale=setting.scale)
+    return functools.partial(kernels.dense, sink_H=sink_H, scale=setting.scale, softcap=setting.softcap)
 
 
-@functools.cache
-def _say_that_it_is_dense(reason: str) -> None:
+def _groups(
+    bounds: tuple[int, ...] | None, context: Context | None, window: int | None, device: torch.device
+) -> tuple[list[segments.Group], Tensor]:
+    if context is not None:
+        return segments.context_groups(context, window)
+    assert bounds is not None
+    return segments.document_groups(bounds, device)
+
+
+_said_dense: set[str] = set()
+
+
+def _say_that_it_is_dense(reason: str, cost: Callable[[], int]) -> None:
     """Once for each reason: on long rows this is most of a step and of its memory."""
-    _logger.warning(
-        "attention is computed densely, tokens x tokens in float32, because no flash kernel takes %s", reason
-    )
+    if reason not in _said_dense:
+        _said_dense.add(reason)
+        _logger.warning(
+            "attention is computed densely, tokens x tokens in float32, which keeps %.3g MiB of this microbatch for "
+            "each layer's backward and needs about twice that while it runs: %s. Shorter documents (data.seq_len) "
+            "need less",
+            cost() / 2**20,
+            reason,
+        )
+
+
+def _cost(query_BHTD: Tensor, setting: Setting, bounds: tuple[int, ...] | None, context: Context | None) -> int:
+    """Bytes that the definition keeps for its backward."""
+    rows, heads, length, _ = query_BHTD.shape
+    if bounds is not None and len(bounds) == rows + 1:
+        pairs = rows * length**2
+    else:
+        groups, _ = _groups(bounds, context, setting.window, query_BHTD.device)
+        pairs = sum(group.query_GS.numel() * group.key_GU.shape[1] for group in groups)
+    return heads * pairs * kernels.dense_bytes(query_BHTD.dtype, setting.softcap)
 
 
 def _bounds(cu_seqlens: Tensor | None, rows: int, length: int) -> tuple[int, ...]:

@@ -1,22 +1,33 @@
 """Which kernel computes packed attention: chosen once in a process, by what the GPU and the installed packages can.
 
-All of them on CUDA are one operator, aten's variable-length flash attention, which torch lets a package implement:
+Flash kernels on CUDA are one operator, aten's variable-length flash attention, which torch lets a package implement:
 FlashAttention-2 comes with torch, 3 and 4 are packages of their own. What a newer one computes on this GPU is compared
-with the dense definition before it is trusted. Never run on a GPU.
+with the dense definition before it is trusted. What no flash kernel takes is FlexAttention's on CUDA, and dense where
+that cannot run either, or on a CPU: never without a word. Never run on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import attention_flex
 from automodel_cli.models import attention_kernels as kernels
 
+_logger = logging.getLogger(__name__)
+
+Way = Literal["flash", "flex", "dense"]
 _PROBE_ERROR = 2e-2  # of bfloat16 outputs and gradients, relative to float32
+_LATENT_WIDTHS = (192, 128)  # of keys and of values in DeepSeek's models
+_KERNEL_ERRORS = (AssertionError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -36,11 +47,13 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Choice:
-    """`kernel` is "flash", "fa3", "fa4" or "dense"; `forced` where the config named it."""
+    """`kernel` is "flash", "fa3", "fa4", "flex" or "dense"; `forced` where the config named it."""
 
     kernel: str = "flash"
     reason: str = ""
     forced: bool = False
+    pads: bool = True
+    """Whether values narrower than keys (latent attention) must be padded for it."""
 
     def __str__(self) -> str:
         return f"{self.kernel} ({self.reason})"
@@ -63,20 +76,24 @@ def choose(wanted: str, device: torch.device) -> Choice:
     global _chosen
     if _chosen.kernel in _PACKAGES:
         torch_attention.restore_flash_attention_impl()
-    if wanted == "auto":
-        _chosen = _newest(device)
-    elif wanted in _PACKAGES:
-        reason = _activate(wanted, device)
-        if reason:
-            raise ConfigError(
-                f"attention_kernel={wanted} cannot run here: {reason}",
-                keys=("model.attention_kernel",),
-                fix="model.attention_kernel=auto",
-            )
-        _chosen = Choice(wanted, "as configured", forced=True)
-    else:
-        _chosen = Choice(wanted, "as configured", forced=True)
+    _chosen = _newest(device) if wanted == "auto" else _by_name(wanted, device)
     return _chosen
+
+
+def _by_name(wanted: str, device: torch.device) -> Choice:
+    reason, pads = "", True
+    if wanted in _PACKAGES:
+        reason, pads = _activate(wanted, device)
+    elif wanted == "flex" and device.type != "cpu":
+        reason = attention_flex.why_unavailable(device)
+    if reason:
+        raise ConfigError(
+            f"attention_kernel={wanted} cannot run here: {reason}",
+            keys=("model.attention_kernel",),
+            fix="model.attention_kernel=auto",
+        )
+    said = ", on a CPU by its dense definition" if wanted == "flex" and device.type == "cpu" else _said_of_widths(pads)
+    return Choice(wanted, f"as configured{said}", forced=True, pads=pads)
 
 
 def _newest(device: torch.device) -> Choice:
@@ -84,32 +101,86 @@ def _newest(device: torch.device) -> Choice:
         return Choice("flash", f"torch's own for the {device.type.upper()}")
     reasons = []
     for name in _PACKAGES:
-        reason = _activate(name, device)
+        reason, pads = _activate(name, device)
         if not reason:
-            return Choice(name, "the GPU and an installed package have it, and it agrees with the definition")
+            agrees = "the GPU and an installed package have it, and it agrees with the definition"
+            return Choice(name, agrees + _said_of_widths(pads), pads=pads)
         reasons.append(f"{name}: {reason}")
     return Choice("flash", f"torch's own; {'; '.join(reasons)}")
 
 
-def _activate(name: str, device: torch.device) -> str:
-    """Let the package implement aten's operator. Returns why not, and then nothing has changed."""
+def _said_of_widths(pads: bool) -> str:
+    return "" if pads else ", also with values narrower than keys"
+
+
+def way(query: Tensor, value: Tensor, softcap: float | None) -> tuple[Way, str]:
+    """How packed attention of these tensors `[B, heads, T, width]` is computed, and where it is dense without having
+    been asked to, why. Raises ConfigError where a kernel was asked for by name and cannot."""
+    if _chosen.kernel == "dense":
+        return "dense", ""
+    if _chosen.kernel == "flex":
+        _refuse_by_name(attention_flex.why_not(query, value, softcap))
+        return "flex", ""
+    on_cpu = query.device.type == "cpu"
+    no_flash = kernels.why_not_flash_cpu(softcap) if on_cpu else kernels.why_not_flash_cuda(query, value, softcap)
+    if not no_flash:
+        return "flash", ""
+    if _chosen.forced:
+        _refuse_by_name(f"no flash kernel takes {no_flash}")
+    no_flex = "it is for GPUs" if on_cpu else attention_flex.why_not(query, value, softcap)
+    if no_flex:
+        return "dense", f"no flash kernel takes {no_flash}, and FlexAttention cannot help: {no_flex}"
+    _say_flex(no_flash)
+    return "flex", ""
+
+
+def _refuse_by_name(reason: str) -> None:
+    if reason:
+        raise ConfigError(
+            f"attention_kernel={_chosen.kernel}: {reason}",
+            keys=("attention_kernel",),
+            fix="model.attention_kernel=auto",
+        )
+
+
+@functools.cache
+def _say_flex(no_flash: str) -> None:
+    _logger.info("attention runs on FlexAttention: no flash kernel takes %s", no_flash)
+
+
+def _activate(name: str, device: torch.device) -> tuple[str, bool]:
+    """Let the package implement aten's operator. Returns why not, and then nothing has changed; and whether values
+    narrower than keys must be padded for it."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     package = _PACKAGES[name]
     if reason := why_not(package.label, package.capabilities, package.module, capability):
-        return reason
+        return reason, True
     try:
         torch_attention.activate_flash_attention_impl(package.label)
     except (ImportError, OSError, RuntimeError) as failure:  # the package's own, while it loads
-        return f"{type(failure).__name__}: {failure}".splitlines()[0]
+        return _first_line(failure), True
     try:
         error = disagreement(device)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as failure:
+    except _KERNEL_ERRORS as failure:
         torch_attention.restore_flash_attention_impl()
-        return f"{type(failure).__name__}: {failure}".splitlines()[0]
+        return _first_line(failure), True
     if error > _PROBE_ERROR:
         torch_attention.restore_flash_attention_impl()
-        return f"it differs from the definition by {error:.1e}"
-    return ""
+        return f"it differs from the definition by {error:.1e}", True
+    return "", pads_widths(device)
+
+
+def pads_widths(device: torch.device) -> bool:
+    """Whether the active kernel needs values as wide as keys: it refuses those of latent attention, or gets them
+    wrong."""
+    try:
+        return not disagreement(device, _LATENT_WIDTHS) <= _PROBE_ERROR
+    except _KERNEL_ERRORS:
+        return True
+
+
+def _first_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}".splitlines()[0]
 
 
 def why_not(label: str, capabilities: tuple[int, ...], module: str, capability: tuple[int, int] | None) -> str:
@@ -134,21 +205,21 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def disagreement(device: torch.device) -> float:
+def disagreement(device: torch.device, widths: tuple[int, int] = (64, 64)) -> float:
     """Largest relative error of the active kernel, forward and backward, against the definition in float32: two
-    documents, grouped heads, with and without a window."""
-    return max(_disagreement(device, window) for window in (None, 16))
+    documents, grouped heads, with and without a window. `widths`: of keys and of values, which are not padded."""
+    return max(_disagreement(device, window, *widths) for window in (None, 16))
 
 
-def _disagreement(device: torch.device, window: int | None) -> float:
+def _disagreement(device: torch.device, window: int | None, width: int, value_width: int) -> float:
     lengths, scale = (48, 80), 0.125
     generator = torch.Generator().manual_seed(0)
-    shapes = ((128, 4, 64), (128, 2, 64), (128, 2, 64))
+    shapes = ((128, 4, width), (128, 2, width), (128, 2, value_width))
     flat = [torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
     bounds = torch.tensor([0, 48, 128], dtype=torch.int32, device=device)
     plan = kernels.VarlenPlan(bounds, bounds, max(lengths), max(lengths), None)
     query, key, value = flat
-    got = kernels.varlen_cuda(query, key, value, plan, None, scale, window)
+    got = kernels.varlen_cuda(query, key, value, plan, None, scale, window, pads=False)
     rows = [x.detach().float().requires_grad_() for x in flat]
     parts = []
     for piece in zip(*(x.split(lengths) for x in rows), strict=True):

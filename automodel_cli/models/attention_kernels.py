@@ -78,6 +78,13 @@ def dense(
     return probs.to(value_GHUV.dtype) @ value_GHUV
 
 
+def dense_bytes(dtype: torch.dtype, softcap: float | None) -> int:
+    """Bytes that `dense` keeps for its backward of each pair of query and key: probabilities in float32, in `dtype`
+    where that is narrower, and tanh."""
+    exact = torch.float32.itemsize
+    return exact * (1 if softcap is None else 2) + (dtype.itemsize if dtype.itemsize < exact else 0)
+
+
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
     scores = (query @ key.transpose(2, 3)).float() * scale
     if softcap is not None:
@@ -209,6 +216,11 @@ class _SinkFlashCPU(torch.autograd.Function):
         return dq, dk, dv, grad_sink, None, None
 
 
+def why_not_flash_cpu(softcap: float | None) -> str:
+    """What keeps torch's CPU flash kernel from a layer, for a sentence; empty where nothing does."""
+    return "" if softcap is None else f"soft caps (here {softcap:g})"
+
+
 def why_not_flash_cuda(query: Tensor, value: Tensor, softcap: float | None) -> str:
     """What keeps CUDA's flash kernel from these tensors, for a sentence; empty where nothing does."""
     if softcap is not None:
@@ -240,9 +252,12 @@ def varlen_cuda(
     sink_H: Tensor | None,
     scale: float,
     window: int | None,
+    *,
+    pads: bool,
 ) -> Tensor:
-    """All segments in one call: `[N, H, V]`. Never run on a GPU (see the module's docstring)."""
-    q, k, v = pad_to_one_width(query_NHD, key_MKD, value_MKV)
+    """All segments in one call: `[N, H, V]`. `pads`: the kernel wants one head width. Never run on a GPU (see the
+    module's docstring)."""
+    q, k, v = pad_to_one_width(query_NHD, key_MKD, value_MKV) if pads else (query_NHD, key_MKD, value_MKV)
     if plan.key_index is not None:
         k, v = k.index_select(0, plan.key_index), v.index_select(0, plan.key_index)
     bounds = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from automodel_cli.models import attention_flex
 from automodel_cli.models import attention_kernels as kernels
 from automodel_cli.models import attention_segments as segments
 from automodel_cli.models.context import Context
@@ -26,12 +27,12 @@ _NEVER = 1e30  # a log-sum-exp so large that every probability is 0
 
 
 class Setting(NamedTuple):
-    """Of one layer's attention. `flash`: use the device's flash kernel, else the definition."""
+    """Of one layer's attention. `way`: see `attention_choice.way`."""
 
     scale: float
     window: int | None
     softcap: float | None
-    flash: bool
+    way: str
 
 
 class Call(Protocol):
@@ -124,10 +125,13 @@ def _merge(out: Tensor, lse_NH: Tensor, index: Tensor, part: Tensor, part_lse: T
 def calls(context: Context, source: int, setting: Setting) -> list[Call]:
     """What this rank computes with the keys of `source`. Cached: all layers of a microbatch ask for the same."""
     place_M = context.gathered_index() % (context.rows * context.tokens // context.group.size)
+    if setting.way == "flex":
+        sees = any(segments.of_context(context, setting.window, chunk) for chunk in context.owners[source])
+        return [_FlexCall(context, source, setting.window)] if sees else []
     found: list[Call] = []
     for chunk in context.owners[source]:  # apart, because a query is in a call only once
         members = segments.of_context(context, setting.window, chunk)
-        if members and setting.flash and place_M.device.type == "cuda":
+        if members and setting.way == "flash" and place_M.device.type == "cuda":
             found += _varlen_calls(members, place_M, setting.window)
         elif members:
             found += [_PaddedCall(group) for group in segments.grouped(members, place_M, place_M.device)[0]]
@@ -150,7 +154,7 @@ class _PaddedCall:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
         inputs = self._inputs(q, k, v, setting.window)
-        if setting.flash:
+        if setting.way == "flash":
             out, lse_GHS = kernels.flash_cpu_forward(*inputs, setting.scale)
         else:
             out, lse_GHS = kernels.dense_forward(*inputs, setting.scale, setting.softcap)
@@ -165,7 +169,7 @@ class _PaddedCall:
         grad_GHS = grad[query_GS].masked_fill(padding_GS[..., None, None], 0.0).transpose(1, 2)
         lse_GHS = lse_NH[query_GS].masked_fill(padding_GS[..., None], _NEVER).transpose(1, 2)
         out_GHS = out[query_GS].transpose(1, 2)
-        if setting.flash:
+        if setting.way == "flash":
             grads = kernels.flash_cpu_backward(grad_GHS, *inputs, out_GHS, lse_GHS, setting.scale)
         else:
             grads = kernels.dense_backward(grad_GHS, *inputs, out_GHS, lse_GHS, setting.scale, setting.softcap)
@@ -230,4 +234,39 @@ class _VarlenCall:
             *(torch.zeros(2, dtype=torch.uint64, device=q.device), unused),
             **self._options(setting),
         )
+        return dq, dk, dv
+
+
+class _FlexCall:
+    """All queries of this rank and all keys of another by FlexAttention; most pairs are in blocks that are skipped.
+
+    torch gives no way to its backward with another output and log-sum-exp than its own, so the backward runs this part
+    once more and lets the gradient in through both: of the whole O = sum_i w_i O_i with w_i = exp(L_i - L), the part's
+    are dO_i = w_i dO and dL_i = w_i dO (O_i - O).
+    """
+
+    def __init__(self, context: Context, source: int, window: int | None):
+        self._visible = attention_flex.of_context(context, window, source)
+        device = self._visible.position_N.device
+        self.query_index = torch.arange(len(self._visible.position_N), device=device)
+        self.key_index = torch.arange(len(self._visible.key_position_M), device=device)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+        out, lse_HN = attention_flex.attend(q, k, v, None, self._visible, setting.scale, setting.softcap)
+        return out, lse_HN.t()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query_index, *self._attend(q, k, v, setting)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_NH: Tensor, setting: Setting
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            part, part_lse_NH = self._attend(q, k, v, setting)
+        share_NH = torch.exp(part_lse_NH.detach() - lse_NH)
+        of_out = grad * share_NH.unsqueeze(-1)
+        of_lse = (of_out * (part.detach() - out)).sum(-1)
+        grads = (of_out.to(part.dtype), of_lse.to(part_lse_NH.dtype))
+        dq, dk, dv = torch.autograd.grad((part, part_lse_NH), leaves, grads)
         return dq, dk, dv

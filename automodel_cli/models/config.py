@@ -136,9 +136,10 @@ class ModelConfig:
         decides.
     attention_kernel: what computes packed attention. "auto": on CUDA in bfloat16 or float16 FlashAttention-3 (compute
         capability 9) or 4 (9, 10) where their package is installed and agrees with the definition, else torch's
-        FlashAttention-2; on a CPU torch's flash kernel; where no flash kernel takes the tensors (soft caps, float32 on
-        CUDA) the dense definition, with a warning. "flash" (torch's own), "fa3" and "fa4" insist, and refuse what they
-        cannot compute; "dense" is the definition, tokens x tokens.
+        FlashAttention-2; what no flash kernel takes there (soft caps, float32, odd head widths) FlexAttention; on a CPU
+        torch's flash kernel, and for soft caps the dense definition; dense always with a warning that says its memory.
+        "flash" (torch's own), "fa3", "fa4" and "flex" insist, and refuse what they cannot compute; "dense" is the
+        definition, tokens x tokens; "flex" on a CPU computes it too, slowly, with all documents at once.
     trust_remote_code: let the library run Python code that lies beside the weights. The command line must allow it too:
         `--trust remote-code`.
     tokenizer: None takes the one beside the weights; else a hub id, a folder, or a tokenizer node.
@@ -161,7 +162,7 @@ class ModelConfig:
         default="packed",
         metadata=trust.runs(trust.REMOTE_CODE, "loads a kernel from the hub, which is code", lambda name: "/" in name),
     )
-    attention_kernel: Literal["auto", "flash", "fa3", "fa4", "dense"] = "auto"
+    attention_kernel: Literal["auto", "flash", "fa3", "fa4", "flex", "dense"] = "auto"
     tokenizer: Any = None
     lora: LoRAConfig | None = None
     """Low-rank adapters; null trains all parameters."""

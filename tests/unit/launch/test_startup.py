@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from automodel_cli.launch import startup
-from automodel_cli.models import attention, attention_kernels
+from automodel_cli.models import attention, attention_choice, attention_kernels
+from automodel_cli.models.attention_ring import Setting
 
 
 def test_the_allocator_grows_segments_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,10 +41,40 @@ def test_why_a_flash_kernel_does_not_take_a_layer(dtype, width, softcap, reason)
 
 def test_dense_attention_on_a_device_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """On the meta device, which is no CPU."""
-    attention._say_that_it_is_dense.cache_clear()
+    attention._said_dense.clear()
     x = torch.zeros(1, 2, 8, 16, device="meta")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             attention.packed_attention(torch.nn.Module(), x, x, x, None)
     (record,) = caplog.records
-    assert "attention is computed densely" in record.getMessage() and "float32" in record.getMessage()
+    assert "attention is computed densely" in record.getMessage()
+    assert "no flash kernel takes float32" in record.getMessage() and "not for meta" in record.getMessage()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_the_warning_of_dense_attention_says_what_is_kept(caplog, dtype, with_sink: bool, softcap) -> None:
+    attention_choice.choose("dense" if softcap is None else "auto", torch.device("cpu"))
+    attention._said_dense.clear()
+    query, key, value = (torch.randn(1, heads, 512, 16, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
+    sink = torch.randn(4, dtype=dtype) if with_sink else None
+    kept: dict[int, int] = {}
+
+    def saved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() >= 4 * 2 * 256**2:  # tokens x tokens for each head
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    cu = torch.tensor([0, 256, 512], dtype=torch.int32)
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda x: x), caplog.at_level(logging.WARNING):
+        out, _ = attention.packed_attention(
+            torch.nn.Module(), query, key, value, None, softcap=softcap, s_aux=sink, cu_seq_lens_q=cu
+        )
+    attention_choice.choose("auto", torch.device("cpu"))
+    setting = Setting(0.25, None, softcap, "dense")
+    said = attention._cost(query, setting, (0, 256, 512), None)
+    assert out.requires_grad and said == pytest.approx(sum(kept.values()), rel=0.01)
+    assert [f"keeps {said / 2**20:.3g} MiB" in record.getMessage() for record in caplog.records] == [True] * (
+        softcap is not None
+    )

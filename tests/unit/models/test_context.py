@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 
 import pytest
@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import dual_chunks
+from automodel_cli.models import attention_choice
 from automodel_cli.models import attention_kernels as kernels
 from automodel_cli.models import attention_ring as ring
 from automodel_cli.models import attention_segments as segments
@@ -103,17 +104,36 @@ def reference(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, wi
     return torch.cat(outputs)
 
 
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
+    attention_choice.choose(request.param, torch.device("cpu"))
+    yield
+    attention_choice.choose("auto", torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kernel", ["auto", pytest.param("flex", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kind", ["plain", "sink", "softcap", "wide"])
 @pytest.mark.parametrize("how", ["all_gather", "ring"])
 def test_shared_attention_is_the_definition(how: str, kind: str, window: int | None, size: int):
     """Forward, and the gradient of this rank's queries and sinks: what needs no other rank's backward."""
+    _check_shared(how, kind, window, size)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kernel", ["flex"], indirect=True)
+def test_a_ring_of_flex_attention_is_the_definition():
+    _check_shared("ring", "both", 4, 4)
+
+
+def _check_shared(how: str, kind: str, window: int | None, size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     width = 24 if kind == "wide" else 16
     q, k, v = (torch.randn(ROWS * TOKENS, h, d, generator=generator) for h, d in ((4, 16), (2, 16), (2, width)))
-    sink = torch.randn(4, generator=generator) if kind == "sink" else None
-    cap = 2.0 if kind == "softcap" else None
+    sink = torch.randn(4, generator=generator) if kind in ("sink", "both") else None
+    cap = 2.0 if kind in ("softcap", "both") else None
     weights = torch.randn(ROWS * TOKENS, 4, width, generator=generator)
     leaves = [x.requires_grad_() for x in (q, sink) if x is not None]
     want = reference(q, k, v, sink, window, cap)

@@ -1,0 +1,64 @@
+"""The one place in `models` that touches names of torch which are not its public API. Works for 2.11 to 2.13.
+
+Relied on: the higher-order operator behind `flex_attention`, whose arguments the public function fills in but which it
+keeps from a CPU that wants gradients; `torch._dynamo.config.recompile_limit`. Held by
+tests/unit/models/test_attention_flex.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as _operator
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from automodel_cli.distributed.torch_compat import counted_backend
+
+_MOST_GRAPHS = 64
+_CPU_OPTIONS = {
+    "BACKEND": "AUTO",
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+"""What the public function passes on, of which the operator's dense definition for the CPU reads nothing."""
+
+
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Tensor] | None, mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`flex_attention` of `(1, H, N, D)`, `(1, K, M, D)` and `(1, K, M, V)`: output and log-sum-exp `(1, H, N)`.
+
+    On a CPU the operator itself: densely by the mask's function, with gradients.
+    """
+    if query.device.type == "cpu":
+        out, lse, _ = _operator(query, key, value, score_mod or _as_it_is, mask.as_tuple(), scale, _CPU_OPTIONS)
+        return out, lse * math.log(2)
+    if not torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "flex_attention would run without its compiler, tokens x tokens: a dispatch mode is on, or torch.compile "
+            "is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE)"
+        )
+    aux: Any
+    out, aux = flex_attention(
+        query, key, value, score_mod, mask, scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    return out, aux.lse
+
+
+def _as_it_is(score: Tensor, *_: Tensor) -> Tensor:
+    return score
+
+
+def compiled(function: Callable[..., Any], backend: str, began: Callable[[], None]) -> Callable[..., Any]:
+    """`function` by torch's compiler, whole; sizes that change once are symbols from then on. `began()` is called for
+    every graph."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+    return torch.compile(function, backend=counted_backend(backend, began), fullgraph=True)
