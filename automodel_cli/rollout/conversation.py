@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from automodel_cli.rollout.token_turns import check_read, tokens_between
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from automodel_cli.data.prompts import Prompt
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,12 +36,14 @@ class Episode:
     shows of tools. `tokens` are all after the prompt; `generated[i]` says whether the model drew `tokens[i]`: only
     those have a log-prob (0 elsewhere) and belong in the loss. `said` are the messages after the prompt. `error` is why
     the episode failed. `rendered`: what the template said before, between and after the model's messages so far.
+    `weight_versions` are the oldest weights that drew of each message, `versions` those of each token (of one that the
+    model did not draw: of the message before it).
     """
 
-    name: str
-    prompt: Sequence[int]
-    messages: Sequence[Message]
-    row: Mapping[str, Any]
+    name: str = ""
+    prompt: Sequence[int] = ()
+    messages: Sequence[Message] = ()
+    row: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     tools: list[dict[str, Any]] | None = None
     tokens: list[int] = field(default_factory=list)
@@ -49,15 +53,26 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     finish_reason: EpisodeEnd = "stop"
     weight_versions: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     error: str | None = None
     state: Any = None
     account: Account = field(default_factory=Account)
     rendered: list[str] = field(default_factory=list)
 
+    def about(self, index: int, prompt: Prompt) -> Episode:
+        """This one, as the `index`-th on a prompt."""
+        name, said = sample_name(index, prompt), prompt.messages
+        return replace(self, name=name, prompt=prompt.tokens, messages=said, row=prompt.row, tools=prompt.tools)
+
     @property
     def reward(self) -> float:
         """Sum over turns."""
         return sum(self.rewards)
+
+    @property
+    def weight_version(self) -> int:
+        """Of the oldest weights that drew a token."""
+        return min(self.weight_versions)
 
     @property
     def cut(self) -> bool:
@@ -160,7 +175,7 @@ class Player:
         """The model's next message."""
         if completion.prompt_tokens is not None:
             check_read(prompt, completion.prompt_tokens, f"{episode.name}, turn {episode.num_turns + 1}")
-        _extend(episode, completion.tokens, completion.logprobs, generated=True)
+        _extend(episode, completion.tokens, completion.logprobs, completion.versions, generated=True)
         episode.finish_reason = completion.finish_reason
         episode.weight_versions.append(completion.weight_version)
         text = str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
@@ -205,6 +220,11 @@ class Player:
         return Reply(turn.reward + last.reward, end=end)
 
 
+def sample_name(index: int, prompt: Prompt) -> str:
+    """What messages call the `index`-th sample of a prompt."""
+    return f"sample {index} of {prompt.origin}"
+
+
 def _seed(episode: Episode, turn: int) -> int | None:
     return None if episode.seed is None else sample_seed(episode.seed, turn)
 
@@ -220,10 +240,14 @@ def _take_in(episode: Episode, reply: Reply) -> None:
         episode.finish_reason, episode.error = reply.end, reply.error
         return
     episode.said += [dict(message) for message in reply.observations]
-    _extend(episode, reply.tokens, [0.0] * len(reply.tokens), generated=False)
+    count = len(reply.tokens)
+    _extend(episode, reply.tokens, [0.0] * count, [episode.weight_versions[-1]] * count, generated=False)
 
 
-def _extend(episode: Episode, tokens: Sequence[int], logprobs: Sequence[float], *, generated: bool) -> None:
+def _extend(
+    episode: Episode, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, generated: bool
+) -> None:
     episode.tokens += tokens
     episode.logprobs += logprobs
+    episode.versions += versions
     episode.generated += [generated] * len(tokens)

@@ -10,8 +10,10 @@ import asyncio
 import inspect
 import logging
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -54,6 +56,8 @@ class EnvironmentPool:
         self.environments, self._column = dict(environments), column
         self._loop = LoopThread("environments")
         self._places: dict[str, asyncio.Semaphore] = {}
+        self._open: set[Future[Any]] = set()
+        self._beginning, self._stopped = threading.Lock(), False
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -70,8 +74,25 @@ class EnvironmentPool:
         return self.environments[self.name_of(row)]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns or raises, in the pool's event loop, waited for here."""
-        return self._loop.run(work)
+        """What `work` returns or raises, in the pool's event loop, waited for here. From any thread."""
+        with self._beginning:
+            if self._stopped:
+                work.close()
+                raise CancelledError
+            future = self._loop.begin(work)
+            self._open.add(future)
+        try:
+            return future.result()
+        finally:
+            self._open.discard(future)
+
+    def stop(self) -> None:
+        """Whoever waits in `run`, in whichever thread, gets a CancelledError at once, and so does whoever comes later:
+        an environment that hangs keeps no run from its end."""
+        with self._beginning:
+            self._stopped = True
+            for future in list(self._open):
+                future.cancel()
 
     def close(self) -> None:
         """End what the environments have started, then the loop. A thread that was given up is not waited for."""

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from automodel_cli.data.prompts import Prompt
 from automodel_cli.data.template_choice import resolve_chat_template
-from automodel_cli.rollout.conversation import Episode, Player, Reply
+from automodel_cli.rollout.conversation import Episode, Player, Reply, sample_name
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
 from automodel_cli.rollout.environment import EnvironmentNode
 from automodel_cli.rollout.environment_pool import EnvironmentPool
 from automodel_cli.rollout.experience import Sample
-from automodel_cli.rollout.model_engines import RankZeroEngine
+from automodel_cli.rollout.model_engines import RankZeroEngine, Start, at_once
 from automodel_cli.rollout.rewards.base import Judged
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
 from automodel_cli.rollout.rules import ENVIRONMENT
-from automodel_cli.rollout.sample_queue import SampleRequest
+from automodel_cli.rollout.sample_queue import Draw, SampleRequest
 from automodel_cli.rollout.token_turns import check_read
 
 if TYPE_CHECKING:
+    from automodel_cli.data.config import DataConfig
     from automodel_cli.distributed.mesh import Mesh
+    from automodel_cli.rollout.rollout_config import RolloutConfig
     from automodel_cli.run.session import Session
 
 
@@ -44,32 +46,78 @@ def play_episodes(
 ) -> list[Episode]:
     """Episodes on the prompts of this rank. Collective over all ranks, which take every turn together; an engine that
     answers several calls at once is not waited for, so that each episode goes on at its own pace."""
-    data, tokenizer = session.recipe.data, session.tokenizer
-    of_sample = [None] * len(requests) if seeds is None else seeds
-    episodes = [
-        Episode(_name(index, prompt), prompt.tokens, prompt.messages, prompt.row, seed, prompt.tools)
-        for (_, index, prompt), seed in zip(requests, of_sample, strict=True)
-    ]
-    template = resolve_chat_template(data.chat_template, tokenizer)
-    player = Player(engine, tokenizer, pool, params, data.seq_len, template)
+    player, episodes = _player(session, pool, engine, params), _new(requests, seeds)
     if isinstance(engine, RankZeroEngine) and engine.at_once() > 1:
         mine = episodes if is_group_leader(session.mesh) else []
-        return _played_on_first_rank(player, engine, mine)
+        return _begun_on_first_rank(player, engine, mine, at_once)()
     player.together(episodes, lambda ask: exchange_replies(session.mesh, ask))
     return episodes
 
 
-def _played_on_first_rank(player: Player, engine: RankZeroEngine, mine: list[Episode]) -> list[Episode]:
-    """Episodes of all ranks, each at its own pace, by the process that speaks to the engine; the environments run there
-    too."""
+def episodes_beside(session: Session, pool: EnvironmentPool, engine: Engine) -> Draw:
+    """Draws episodes while the main thread trains. What is drawn in a thread may not wait for other ranks, so of ranks
+    that share prompts one plays, as it would alone, and the others get none."""
+
+    def begin(
+        requests: list[SampleRequest], params: SamplingParams, seeds: Sequence[int], start: Start
+    ) -> Callable[[], list[Episode]]:
+        player = _player(session, pool, engine, params)
+        mine = _new(requests, seeds) if is_group_leader(session.mesh) else []
+        if isinstance(engine, RankZeroEngine):
+            return _begun_on_first_rank(player, engine, mine, start)
+
+        def play() -> list[Episode]:
+            player.together(mine)
+            return mine
+
+        return start(play)
+
+    return begin
+
+
+def what_plays(data: DataConfig, config: RolloutConfig) -> dict[str, str]:
+    """What decides an episode besides the sampling, as a checkpoint keeps it: nodes are dataclasses, which say all of
+    themselves, and a digest keeps it to itself."""
+    decides = (config.played, config.environment_column, data.seq_len, data.chat_template)
+    return {"episodes": hashlib.sha256(repr(decides).encode()).hexdigest()}
+
+
+def _player(session: Session, pool: EnvironmentPool, engine: Engine, params: SamplingParams) -> Player:
+    data, tokenizer = session.recipe.data, session.tokenizer
+    template = resolve_chat_template(data.chat_template, tokenizer)
+    return Player(engine, tokenizer, pool, params, data.seq_len, template)
+
+
+def _new(requests: Sequence[SampleRequest], seeds: Sequence[int] | None) -> list[Episode]:
+    of_sample = [None] * len(requests) if seeds is None else seeds
+    pairs = zip(requests, of_sample, strict=True)
+    return [Episode(seed=seed).about(index, prompt) for (_, index, prompt), seed in pairs]
+
+
+def _begun_on_first_rank(
+    player: Player, engine: RankZeroEngine, mine: list[Episode], start: Start
+) -> Callable[[], list[Episode]]:
+    """Episodes of all ranks, each at its own pace where the engine can, by the process that speaks to the engine; the
+    environments run there too."""
 
     def play(inner: Engine, episodes: list[Episode]) -> None:
-        dataclasses.replace(player, engine=inner).freely(episodes, engine.at_once())
+        player_here, version = dataclasses.replace(player, engine=inner), engine.weight_version
+        if engine.at_once() > 1:
+            player_here.freely(episodes, engine.at_once())
+        else:
+            player_here.together(episodes)
         for episode in episodes:
             episode.state = None
-            episode.weight_versions = [engine.weight_version] * episode.num_turns
+            if not engine.capabilities.in_flight_updates:
+                episode.weight_versions = [version] * episode.num_turns
+                episode.versions = [version] * len(episode.tokens)
 
-    return engine.for_all(mine, play)
+    def counted(episodes: list[Episode], behind: int) -> None:
+        for episode in episodes if engine.capabilities.in_flight_updates else ():
+            episode.weight_versions = [version + behind for version in episode.weight_versions]
+            episode.versions = [version + behind for version in episode.versions]
+
+    return engine.begin_for_all(mine, play, start, counted)
 
 
 def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
@@ -95,7 +143,7 @@ def scored_samples(
     unscored = unscored_samples(requests, answers, tokenizer)
     judged = [
         Judged(
-            name=_name(sample.index, sample.prompt),
+            name=sample_name(sample.index, sample.prompt),
             completion=sample.text,
             row=sample.prompt.row,
             messages=[*sample.prompt.messages, *sample.said[:-1]],
@@ -147,15 +195,10 @@ def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: A
     nothing = Score(0.0, {}, {})
     if isinstance(answer, Completion):
         if answer.prompt_tokens is not None:
-            check_read(prompt.tokens, answer.prompt_tokens, _name(index, prompt))
+            check_read(prompt.tokens, answer.prompt_tokens, sample_name(index, prompt))
         text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
         drawn = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version)
         return Sample(place, index, prompt, *drawn, nothing, token_versions=answer.token_versions)
     text = str(answer.said[-1]["content"])
-    drawn_by = min(answer.weight_versions)
-    sample = (answer.tokens, answer.logprobs, text, answer.finish_reason, drawn_by, nothing)
-    return Sample(place, index, prompt, *sample, answer.generated, answer.said)
-
-
-def _name(index: int, prompt: Prompt) -> str:
-    return f"sample {index} of {prompt.origin}"
+    sample = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version, nothing)
+    return Sample(place, index, prompt, *sample, answer.generated, answer.said, token_versions=answer.versions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -74,7 +75,8 @@ Start = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Begins a call; what it returns waits for the call, and returns or raises what that did."""
 
 
-def _at_once(call: Callable[[], Any]) -> Callable[[], Any]:
+def at_once(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The `Start` that leaves nothing to a thread: the call is made where it is waited for."""
     return call
 
 
@@ -103,7 +105,7 @@ class RankZeroEngine:
     ) -> list[Completion]:
         """See `Engine.generate`. Collective over all ranks. Ranks that share prompts must pass the same `seeds`: a
         prompt with a seed is asked once."""
-        return self.begin(prompts, params, seeds, _at_once)()
+        return self.begin(prompts, params, seeds, at_once)()
 
     def begin(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None, start: Start
@@ -129,21 +131,33 @@ class RankZeroEngine:
         """How many calls of the engine may run at once."""
         return self.capabilities.at_once
 
-    def for_all(self, mine: list[T], call: Callable[[Engine, list[T]], None]) -> list[T]:
-        """`call` the engine, on the rank that has it, with what all ranks pass, and give back to each what became of
-        its own. Collective."""
+    def begin_for_all(
+        self,
+        mine: list[T],
+        call: Callable[[Engine, list[T]], None],
+        start: Start,
+        counted: Callable[[list[T], int], None],
+    ) -> Callable[[], list[T]]:
+        """`call` the engine, on the rank that has it, with what all ranks pass; what is returned waits for that, and
+        gives back to each rank what became of its own. Both halves are collective, as those of `begin`. `counted` gets
+        all of it at the end, and by how much the engine's count of its updates is behind the run's."""
         self._make_room()
         everywhere: list[list[T]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, mine)
-        engine = self._engine
+        engine, together = self._engine, [item for of_rank in everywhere for item in of_rank]
+        calling = None if engine is None else start(partial(call, engine, together))
 
         def called() -> list[list[T]]:
-            assert engine is not None
-            call(engine, [item for of_rank in everywhere for item in of_rank])
+            assert engine is not None and calling is not None
+            calling()
+            counted(together, self.weight_version - engine.weight_version)
             return everywhere
 
-        found: list[list[T]] = self._for_all(None if engine is None else called)
-        return found[dist.get_rank()]
+        def finish() -> list[T]:
+            found: list[list[T]] = self._for_all(None if engine is None else called)
+            return found[dist.get_rank()]
+
+        return finish
 
     def _drawn(self, asked: Sequence[tuple[tuple[int, ...], int]], params: SamplingParams) -> list[Completion]:
         """On the rank that speaks to the engine, in whichever thread."""

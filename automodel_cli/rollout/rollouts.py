@@ -27,7 +27,14 @@ from automodel_cli.rollout.conversation import Episode
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environment_pool import EnvironmentPool, check_rows
-from automodel_cli.rollout.episodes import is_group_leader, play_episodes, scored_samples, unscored_samples
+from automodel_cli.rollout.episodes import (
+    episodes_beside,
+    is_group_leader,
+    play_episodes,
+    scored_samples,
+    unscored_samples,
+    what_plays,
+)
 from automodel_cli.rollout.experience import RowPlan, Sample, kl_sums, plan_updates
 from automodel_cli.rollout.held_out_samples import of_k_samples
 from automodel_cli.rollout.model_engines import RankZeroEngine
@@ -151,6 +158,8 @@ class Rollouts(Callback):
 
     def on_end(self, run: Run, succeeded: bool) -> None:
         """End what generates and judges in other threads and processes."""
+        if self.pool is not None:
+            self.pool.stop()
         if self._queue is not None:
             self._queue.close()
         self.rewards.close()
@@ -210,7 +219,7 @@ class Rollouts(Callback):
         if drawn is None:
             return self._judged(requests, self._generated(requests, self.config.params(), seeds))
         self._drawing_seconds += drawn.seconds
-        return self._judged(drawn.requests, drawn.completions)
+        return self._judged(drawn.requests, drawn.answers)
 
     def _drawn_ahead(self, step: int, requests: list[SampleRequest]) -> Generated | None:
         """The samples of `requests`, which are the oldest that were begun."""
@@ -222,7 +231,7 @@ class Rollouts(Callback):
         if drawn is None:
             return self._queue.kept(requests, self.config.params(), oldest)
         assert [sample[:2] for sample in drawn.requests] == [sample[:2] for sample in requests]
-        assert min((c.weight_version for c in drawn.completions), default=oldest) >= oldest, "older than allowed"
+        assert min((a.weight_version for a in drawn.answers), default=oldest) >= oldest, "older than allowed"
         return drawn
 
     def _requests(
@@ -342,7 +351,11 @@ class Rollouts(Callback):
     def _build_queue(self) -> SampleQueue | None:
         if not self.config.max_staleness:
             return None
-        return SampleQueue(self.engine, self.mesh.device, self.config.max_staleness)
+        options: dict[str, Any] = {}
+        if self.pool is not None:
+            options["draw"] = episodes_beside(self.session, self.pool, self.engine)
+            options["about"] = what_plays(self.recipe.data, self.config)
+        return SampleQueue(self.engine, self.mesh.device, self.config.max_staleness, **options)
 
     def scoring(self) -> AbstractContextManager[None]:
         """Inside, the trainer's log-probs are those that the objective compares with the sampler's."""

@@ -29,12 +29,6 @@ def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Co
             keys=("data.chat_template", key),
             fix="data.chat_template=auto",
         )
-    if rollout.max_staleness:
-        raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness}: only single responses are drawn while a step trains",
-            keys=("rollout.max_staleness", key),
-            fix="rollout.max_staleness=0",
-        )
     if ENVIRONMENT in reward_names:
         raise ConfigError(
             f"rewards.{ENVIRONMENT} is what the environment's own reward is called",

@@ -14,7 +14,6 @@ are gone afterwards, so a resumed run could not draw them again.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import time
 from collections import deque
@@ -23,24 +22,28 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
-from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, WeightStream
-from automodel_cli.rollout.model_engines import RankZeroEngine
+from automodel_cli.rollout.conversation import Episode
+from automodel_cli.rollout.engine import Engine, SamplingParams, WeightStream
+from automodel_cli.rollout.kept_answers import Answer, Place, packed, unpacked
+from automodel_cli.rollout.model_engines import RankZeroEngine, Start
 
 SampleRequest = tuple[int, int, Prompt]
 """Place of the prompt, index of the sample in its group, prompt."""
+Draw = Callable[[list[SampleRequest], SamplingParams, Sequence[int], Start], Callable[[], Sequence[Answer]]]
+"""Begins to draw samples, with a seed for each; what is returned waits for the answers. Both halves are collective. On
+ranks that only share another's prompts there may be none."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The responses to some requests, and the seconds that they took."""
+    """The answers to some requests, and the seconds that they took."""
 
     requests: list[SampleRequest]
-    completions: list[Completion]
+    answers: Sequence[Answer]
     seconds: float
 
 
@@ -58,13 +61,37 @@ class _Job:
         return self._done[0]
 
 
-class SampleQueue:
-    """Rollouts that are drawn beside the main thread, oldest first: up to `depth` of them.
+def responses_beside(engine: Engine) -> Draw:
+    """Draws one response to each prompt."""
 
+    def begin(
+        requests: list[SampleRequest], params: SamplingParams, seeds: Sequence[int], start: Start
+    ) -> Callable[[], Sequence[Answer]]:
+        prompts = [prompt.tokens for _, _, prompt in requests]
+        if isinstance(engine, RankZeroEngine):
+            return engine.begin(prompts, params, seeds, start)
+        return start(lambda: engine.generate(prompts, params, seeds))
+
+    return begin
+
+
+class SampleQueue:
+    """Rollouts that are drawn beside the main thread by `draw` (null: responses), oldest first: up to `depth` of them.
+
+    `about` says what else than the sampling decides the answers: a checkpoint's are of use only where it is the same.
     `begin`, `update`, `wait`, `take` and `state` are collective over all ranks.
     """
 
-    def __init__(self, engine: Engine, device: torch.device, depth: int = 1):
+    def __init__(
+        self,
+        engine: Engine,
+        device: torch.device,
+        depth: int = 1,
+        *,
+        draw: Draw | None = None,
+        about: Mapping[str, Any] | None = None,
+    ):
+        self._draw, self._about = draw or responses_beside(engine), dict(about or {})
         self._engine, self._device, self._depth = engine, device, depth
         self._overlaps = engine.capabilities.in_flight_updates
         self._threads = ThreadPoolExecutor(depth if self._overlaps else 1, thread_name_prefix="rollout")
@@ -72,7 +99,7 @@ class SampleQueue:
         self._running: list[Future[Any]] = []
         self._settings: dict[str, Any] = {}
         self._kept_settings: Mapping[str, Any] = {}
-        self._kept: list[dict[tuple[int, int], Completion]] = []
+        self._kept: list[dict[Place, Answer]] = []
 
     def __len__(self) -> int:
         """Rollouts that were begun and not taken."""
@@ -85,15 +112,12 @@ class SampleQueue:
         checkpoint kept are not drawn again, unless weights before version `oldest` drew them."""
         assert len(self) < self._depth, "the samples before these were not taken"
         kept = self.kept(requests, params, oldest)
-        self._settings = dataclasses.asdict(params)
+        self._settings = self._settings_of(params)
         if kept is not None:
             self._jobs.append(_Job(lambda: kept, draws=True))
             return
-        prompts, seconds = [prompt.tokens for _, _, prompt in requests], [0.0]
-        if isinstance(self._engine, RankZeroEngine):
-            finish = self._engine.begin(prompts, params, seeds, lambda call: self._start(call, seconds))
-        else:
-            finish = self._start(lambda: self._engine.generate(prompts, params, seeds), seconds)
+        seconds = [0.0]
+        finish = self._draw(requests, params, seeds, lambda call: self._start(call, seconds))
         self._jobs.append(_Job(lambda: Generated(requests, finish(), seconds[0]), draws=True))
 
     def update(self, stream: WeightStream, version: int) -> None:
@@ -140,18 +164,17 @@ class SampleQueue:
         for held in [job.result() for job in self._jobs]:
             if held is None:
                 continue
-            everywhere: list[list[tuple[int, int, Completion]]] = [[] for _ in range(dist.get_world_size())]
-            mine = zip(held.requests, held.completions, strict=True)
-            dist.all_gather_object(everywhere, [(place, index, answer) for (place, index, _), answer in mine])
+            everywhere: list[dict[Place, Answer]] = [{} for _ in range(dist.get_world_size())]
+            places = [(place, index) for place, index, _ in held.requests] if held.answers else []
+            dist.all_gather_object(everywhere, dict(zip(places, map(_without_prompt, held.answers), strict=True)))
             # ranks that share prompts hold the same answers
-            found = {(place, index): answer for of_rank in everywhere for place, index, answer in of_rank}
-            rollouts.append(_packed(found))
+            rollouts.append(packed({place: answer for of_rank in everywhere for place, answer in of_rank.items()}))
         return {"settings": self._settings, "rollouts": rollouts} if rollouts else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Hold what `state` gave a checkpoint, for `kept`."""
         self._kept_settings = state["settings"] if state else {}
-        self._kept = [_unpacked(rollout) for rollout in state["rollouts"]] if state else []
+        self._kept = [unpacked(rollout) for rollout in state["rollouts"]] if state else []
 
     def kept(self, requests: list[SampleRequest], params: SamplingParams, oldest: int = 0) -> Generated | None:
         """The restored answers to exactly these samples, once. None where there are none, or where they are answers to
@@ -161,11 +184,14 @@ class SampleQueue:
             if not all((place, index) in found for place, index, _ in requests):
                 continue
             del self._kept[number]
-            of_them = min(completion.weight_version for completion in found.values())
-            if self._kept_settings != dataclasses.asdict(params) or of_them < oldest:
+            of_them = min(answer.weight_version for answer in found.values())
+            if self._kept_settings != self._settings_of(params) or of_them < oldest:
                 return None
-            return Generated(requests, [found[place, index] for place, index, _ in requests], 0.0)
+            return Generated(requests, [_with_prompt(found[request[:2]], request) for request in requests], 0.0)
         return None
+
+    def _settings_of(self, params: SamplingParams) -> dict[str, Any]:
+        return dataclasses.asdict(params) | self._about
 
     def close(self) -> None:
         """Wait for the threads; what they have drawn is dropped. A run that fails does so once its samples are drawn:
@@ -204,35 +230,13 @@ def _on_own_stream(draw: Callable[[], Any], ready: torch.cuda.Stream) -> Any:
     return found
 
 
-def _packed(found: Mapping[tuple[int, int], Completion]) -> dict[str, Any]:
-    """Completions as JSON values: what is as long as a completion as the bytes of one array, exact and compact."""
-    answers = list(found.values())
-    return {
-        "places": [[*key] for key in found],
-        "lengths": [len(answer.tokens) for answer in answers],
-        "tokens": _text(np.array([token for answer in answers for token in answer.tokens], "<i8")),
-        "logprobs": _text(np.array([logprob for answer in answers for logprob in answer.logprobs], "<f8")),
-        "versions": _text(np.array([version for answer in answers for version in answer.versions], "<i8")),
-        "finish_reasons": [answer.finish_reason for answer in answers],
-        "weight_versions": [answer.weight_version for answer in answers],
-    }
+def _without_prompt(answer: Answer) -> Answer:
+    """What the run knows of an answer anyway need not travel, nor what an environment remembers of an episode."""
+    if not isinstance(answer, Episode):
+        return answer
+    return dataclasses.replace(answer, prompt=(), messages=(), row={}, tools=None, state=None, rendered=[])
 
 
-def _unpacked(state: Mapping[str, Any]) -> dict[tuple[int, int], Completion]:
-    tokens, logprobs = _numbers(state["tokens"], "<i8"), _numbers(state["logprobs"], "<f8")
-    versions, ends = _numbers(state["versions"], "<i8"), np.cumsum(state["lengths"]).tolist()
-    found = {}
-    rows = zip(state["places"], state["lengths"], ends, state["finish_reasons"], state["weight_versions"], strict=True)
-    for (place, index), length, end, reason, version in rows:
-        span = slice(end - length, end)
-        of_tokens = None if set(versions[span]) <= {version} else versions[span]
-        found[place, index] = Completion(tokens[span], logprobs[span], reason, version, token_versions=of_tokens)
-    return found
-
-
-def _text(array: np.ndarray) -> str:
-    return base64.b64encode(array.tobytes()).decode("ascii")
-
-
-def _numbers(text: str, dtype: str) -> list[Any]:
-    return list(np.frombuffer(base64.b64decode(text), dtype).tolist())
+def _with_prompt(answer: Answer, request: SampleRequest) -> Answer:
+    _, index, prompt = request
+    return answer.about(index, prompt) if isinstance(answer, Episode) else answer

@@ -27,7 +27,7 @@ from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.training.step import train_step
 from automodel_cli.rollout import experience
-from automodel_cli.rollout.model_engines import RankZeroEngine, build_sampler
+from automodel_cli.rollout.model_engines import RankZeroEngine, at_once, build_sampler
 from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
 from tests import tiny
 from tests.dist.harness import launch, launch_all
@@ -279,9 +279,15 @@ def through_the_first_rank(rank: int, world: int, folder: Path) -> list[list[int
     done = shared.generate([prompts[i] for i in mine], PARAMS, [sample_seed(0, i) for i in mine])
     assert {completion.weight_version for completion in done} == {1}
     asked = [(rank, i, [engine is not None]) for i in range(rank + 1)]
-    assert shared.for_all(asked, lambda engine, items: [item[2].append(len(items)) for item in items]) == [
-        (rank, i, [rank == 0, world * (world + 1) // 2]) for i in range(rank + 1)
-    ]
+    behind: list[int] = []
+    finish = shared.begin_for_all(
+        asked,
+        lambda engine, items: [item[2].append(len(items)) for item in items],  # type: ignore[arg-type]
+        at_once,
+        lambda items, by: behind.append(by),
+    )
+    assert finish() == [(rank, i, [rank == 0, world * (world + 1) // 2]) for i in range(rank + 1)]
+    assert behind == ([0] if rank == 0 else [])
     return [completion.tokens for completion in done]
 
 

@@ -69,7 +69,7 @@ def beside_collectives(rank: int, world: int, shared: bool, fails: bool) -> list
     drawn = ahead.take()
     ahead.close()
     assert drawn is not None and drawn.requests == asked and ahead.take() is None
-    return [(completion.tokens, completion.weight_version) for completion in drawn.completions]
+    return [(completion.tokens, completion.weight_version) for completion in drawn.answers]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["every rank", "first rank"])
@@ -105,7 +105,7 @@ def in_line(rank: int, world: int, shared: bool) -> list[list[tuple[list[int], i
     drawn = [queue.take(), queue.take()]
     queue.close()
     assert queue.take() is None and len(queue) == 0
-    return [[(completion.tokens, completion.weight_version) for completion in d.completions] for d in drawn if d]
+    return [[(completion.tokens, completion.weight_version) for completion in d.answers] for d in drawn if d]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["every rank", "first rank"])
@@ -153,7 +153,7 @@ def _restored(rank: int, world: int, state: dict) -> None:
     ahead.restore(state)
     drawn = ahead.kept(asked, PARAMS)
     assert drawn is not None and drawn.requests == asked
-    assert drawn.completions == Instant().generate([], PARAMS, seeds)
+    assert drawn.answers == Instant().generate([], PARAMS, seeds)
     assert ahead.kept(asked, PARAMS) is None, "they are handed out once"
     ahead.restore(state)
     assert ahead.kept(asked, dataclasses.replace(PARAMS, temperature=0.7)) is None

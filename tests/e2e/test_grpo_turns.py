@@ -122,13 +122,11 @@ def test_an_environment_that_raises_names_the_sample_and_the_run_goes_on(tmp_pat
 
 def test_what_several_turns_cannot_be_combined_with_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path)
-    stale = ["rollout=hf", "rollout.max_staleness=1", "objective.correction=truncate", "objective.correction_max=2.0"]
     for overrides, said in (
         (["rollout.overlong.buffer=2"], "counts the tokens of one response"),
         (["data.chat_template=none"], "rendered by a chat template"),
         (["rewards.environment=${rewards.digit}"], "the environment's own reward"),
         (["rollout.environment.max_turns=0"], "must be at least 1"),
-        (stale, "only single responses"),
     ):
         done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *TOOL, *overrides)
         assert done.returncode == 2 and said in done.stderr, done.stdout + done.stderr
