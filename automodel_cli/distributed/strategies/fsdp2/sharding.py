@@ -18,6 +18,7 @@ from automodel_cli.distributed.layers import prepare_layers
 from automodel_cli.distributed.layout import AXES
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
 from automodel_cli.distributed.sharded import Sharded, register
+from automodel_cli.distributed.strategies.fsdp2 import torch_compat
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 
 logger = logging.getLogger(__name__)
@@ -83,10 +84,12 @@ def reduce_in_backward(root: FSDPModule, alone: Sequence[FSDPModule], *, is_last
 
 
 def sum_gradients(module: nn.Module) -> None:
-    """Make FSDP2 sum gradients over ranks instead of averaging them. Call once, after wrapping."""
+    """Make FSDP2 sum gradients over ranks instead of averaging them, and not at all on one rank. Call once, after
+    wrapping."""
     by_itself = alone(module)
     for submodule in fsdp_modules(module):
         if submodule in by_itself:
+            torch_compat.copy_once(submodule)
             continue  # its sum is its gradient, which a factor would only copy once more
         # Neither setter is recursive. The second makes it a plain sum: without it torch asks for a pre-multiplied one,
         # which gloo does not have.
@@ -136,6 +139,8 @@ def fsdp2_strategy_parallelize(
             )
         fully_shard(layer, mp_policy=layer_policy, reshard_after_forward=reshard, **shard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **shard)
+    if mesh.size() == 1:
+        _alone.update(unit for unit in (*layers, model) if isinstance(unit, FSDPModule))
     sum_gradients(model)
     register(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch), model)
     if config.enable_fsdp2_prefetch:
