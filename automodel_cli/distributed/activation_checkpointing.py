@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.kept import keep, keeps, recomputed
+from automodel_cli.distributed.kept import Kept, keep, keeps, recomputed
 from automodel_cli.distributed.strategies.base import AUTO
 
 _Context = AbstractContextManager[Any]
@@ -42,11 +42,11 @@ def apply_activation_checkpointing(
 ) -> None:
     """Mark layers for recomputation: `False`, `True` or "full", "selective", "minimal", or n for every n-th.
 
-    What came from other ranks in an exchange of tokens is kept, unless "minimal" says to exchange again; "selective"
-    keeps `KEPT_RESULTS` and the first products of experts too. Acts in train mode only, which is right: evaluation
-    keeps nothing anyway. With `compile_backend` what is recomputed is compiled, in as many graphs as it takes. Raises
-    ConfigError for layers that the library cannot checkpoint, and for "auto", which a run has decided before it comes
-    here.
+    What came from other ranks in an exchange of tokens is kept, unless "minimal" says to exchange again, by the routes
+    of before; "selective" keeps `KEPT_RESULTS` and the first products of experts too. Acts in train mode only, which is
+    right: evaluation keeps nothing anyway. With `compile_backend` what is recomputed is compiled, in as many graphs as
+    it takes. Raises ConfigError for layers that the library cannot checkpoint, and for "auto", which a run has decided
+    before it comes here.
     """
     if mode == AUTO:
         raise ConfigError(
@@ -65,7 +65,7 @@ def apply_activation_checkpointing(
                 fix="parallelizer.activation_checkpointing=false",
             )
         keywords: dict[str, Any] = {}
-        contexts = _contexts(mode == "selective", mode != "minimal" and keeps(layer))
+        contexts = _contexts(mode, keeps(layer))
         if contexts is not None:
             keywords["context_fn"] = contexts
         recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, **keywords)
@@ -93,17 +93,19 @@ def recomputed_every(mode: bool | int | str) -> int:
     return 1 if isinstance(mode, str) else int(mode)
 
 
-def _contexts(products: bool, exchanges: bool) -> Callable[[], tuple[_Context, _Context]] | None:
+def _contexts(mode: bool | int | str, exchanges: bool) -> Callable[[], tuple[_Context, _Context]] | None:
     """What is around a layer's first run and around its repetition."""
-    selective = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
     if not exchanges:
-        return selective if products else None
-    return _kept_products if products else functools.partial(recomputed, products=False)
+        selective = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+        return selective if mode == "selective" else None
+    if mode == "selective":
+        return _kept_products
+    return functools.partial(recomputed, Kept.ROUTES if mode == "minimal" else Kept.EXCHANGES)
 
 
 def _kept_products() -> tuple[_Context, _Context]:
     """Torch's own way wants the same operators in both runs; those that FSDP2 adds around experts differ."""
-    first, again = recomputed(products=True)
+    first, again = recomputed(Kept.PRODUCTS)
     return _Both((first, _KeepListed())), _Both((again, _KeepListed()))
 
 

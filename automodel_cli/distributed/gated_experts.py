@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, grouped_mm
 
+from automodel_cli.distributed import dispatch_kernels
 from automodel_cli.distributed.fused import Fuser, Glue
-from automodel_cli.distributed.kept import is_keeping, keep
+from automodel_cli.distributed.kept import Kept, is_keeping, keep
 from automodel_cli.distributed.token_dispatch import Routes, find_routes
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
@@ -94,10 +95,9 @@ def parameters_of(experts: nn.Module) -> list[Tensor]:
 @dataclass(frozen=True)
 class _Sorted:
     """Rows that arrived, in the order of the local experts. `order_N` is where each was when it arrived, `place_N` the
-    inverse, both None where that changes nothing; `place_P` is the inverse of the order in which pairs left."""
+    inverse, both None where that changes nothing."""
 
     routes: Routes
-    place_P: Tensor
     order_N: Tensor | None
     place_N: Tensor | None
     expert_N: Tensor
@@ -105,16 +105,14 @@ class _Sorted:
 
     @classmethod
     def of(cls, routes: Routes) -> _Sorted:
-        place_P = _inverse(routes.order_P)
-        received_RL, expert_N = routes.received_RL, routes.experts_of_arrivals()
-        if not len(expert_N):  # grouped products refuse empty input: a row of zeros for the first expert
-            ends_L = torch.ones(received_RL.shape[1], dtype=torch.int32, device=expert_N.device)
-            return cls(routes, place_P, None, None, expert_N.new_zeros(1), ends_L)
-        ends_L = received_RL.sum(0).cumsum(0, dtype=torch.int32)
+        received_RL = routes.received_RL
+        if not routes.num_arrivals:  # grouped products refuse empty input: a row of zeros for the first expert
+            ends_L = torch.ones(received_RL.shape[1], dtype=torch.int32, device=received_RL.device)
+            return cls(routes, None, None, received_RL.new_zeros(1), ends_L)
+        order_N, place_N, expert_N, ends_L = dispatch_kernels.arrivals(received_RL, routes.num_arrivals)
         if 1 in received_RL.shape:
-            return cls(routes, place_P, None, None, expert_N, ends_L)
-        expert_N, order_N = torch.sort(expert_N, stable=True)
-        return cls(routes, place_P, order_N, _inverse(order_N), expert_N, ends_L)
+            return cls(routes, None, None, expert_N, ends_L)
+        return cls(routes, order_N, place_N, expert_N, ends_L)
 
     def there(self, rows_P: Tensor) -> Tensor:
         """From sorted pairs to rows by expert. Collective."""
@@ -142,10 +140,8 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         first, second, *biases = parameters
 
-        def arrive() -> tuple[_Sorted, Tensor]:
-            rows = _Sorted.of(find_routes(index_TK, experts.num_local, experts.group))
-            token_P = rows.routes.order_P // index_TK.shape[1]
-            return rows, rows.there(hidden_TD.to(first.dtype).index_select(0, token_P))
+        def arrive() -> Tensor:
+            return rows.there(hidden_TD.to(first.dtype).index_select(0, rows.routes.token_P))
 
         def multiply() -> Tensor:
             inner_NF = experts.product(rows_ND, first, rows.ends_L)
@@ -155,10 +151,11 @@ class _Experts(torch.autograd.Function):
             result_ND = experts.product(experts.gate(inner_NF), second, rows.ends_L)
             if biases:
                 result_ND.add_(biases[1].index_select(0, rows.expert_N))
-            return experts.sum_of_pairs(rows.back(result_ND), rows.place_P, weight_TK, hidden_TD.dtype)
+            return experts.sum_of_pairs(rows.back(result_ND), rows.routes.place_P, weight_TK, hidden_TD.dtype)
 
-        rows, rows_ND = keep(arrive)
-        inner_NF = keep(multiply, product=True)
+        rows = keep(lambda: _Sorted.of(find_routes(index_TK, experts.num_local, experts.group)), Kept.ROUTES)
+        rows_ND = keep(arrive)
+        inner_NF = keep(multiply, Kept.PRODUCTS)
         result_TD = keep(finish)
         ctx.save_for_backward(rows_ND, inner_NF, weight_TK, *parameters)
         ctx.experts, ctx.rows = experts, rows
@@ -169,11 +166,10 @@ class _Experts(torch.autograd.Function):
         rows_ND, inner_NF, weight_TK, first, second, *biases = ctx.saved_tensors
         experts, rows = ctx.experts, ctx.rows
         _, _, _, wants_weight, *wants = ctx.needs_input_grad
-        order_P, ends_L = rows.routes.order_P, rows.ends_L
+        routes, ends_L = rows.routes, rows.ends_L
         with torch.autocast(rows_ND.device.type, enabled=False):
-            grad_PD = grads[0].to(first.dtype).index_select(0, order_P // weight_TK.shape[1])
-            grad_ND = rows.there(grad_PD)
-            weight_N1 = rows.there(weight_TK.flatten().index_select(0, order_P))[:, None]
+            grad_ND = rows.there(grads[0].to(first.dtype).index_select(0, routes.token_P))
+            weight_N1 = rows.there(weight_TK.flatten().index_select(0, routes.order_P))[:, None]
             of_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
             weighted_NI, grad_weight_N, of_inner_NF = experts.through_gate(inner_NF, of_gated_NI, weight_N1)
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
@@ -181,7 +177,7 @@ class _Experts(torch.autograd.Function):
             if wants_weight:
                 if biases:
                     grad_weight_N += ((grad_ND @ biases[1].t()) * is_of_NL).sum(-1, dtype=weight_TK.dtype)
-                grad_weight_TK = rows.back(grad_weight_N).index_select(0, rows.place_P).view_as(weight_TK)
+                grad_weight_TK = rows.back(grad_weight_N).index_select(0, routes.place_P).view_as(weight_TK)
             found: list[Tensor | None] = [
                 experts.weight_gradient(rows_ND, of_inner_NF, ends_L) if wants[0] else None,
                 experts.weight_gradient(weighted_NI, grad_ND, ends_L) if wants[1] else None,
@@ -190,7 +186,7 @@ class _Experts(torch.autograd.Function):
                 found.append(is_of_NL.t() @ of_inner_NF if wants[2] else None)
                 found.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
             of_rows_PD = rows.back(experts.product(of_inner_NF, first, ends_L, back=True))
-            grad_TD = embedding_bag(rows.place_P.view_as(weight_TK), of_rows_PD, mode="sum")
+            grad_TD = embedding_bag(routes.place_P.view_as(weight_TK), of_rows_PD, mode="sum")
         return None, None, grad_TD, grad_weight_TK, *found
 
 
@@ -238,10 +234,6 @@ def _glue(family: Any) -> list[Glue]:
         Glue(f"backward of gate {kind}", _through_gate, None, through_sample),
         Glue("sum over experts", _sum_of_pairs, None, sum_sample),
     ]
-
-
-def _inverse(order_P: Tensor) -> Tensor:
-    return torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
 
 
 def _is_standard(experts: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""What a recomputed layer keeps of its first run: results that would cost an exchange between ranks to make again.
+"""What a recomputed layer keeps of its first run: what would cost a wait or an exchange between ranks to make again.
 
 `recomputed()` makes the two contexts of one call of a checkpointed layer. In the first `keep` calls and remembers, in
 the second it hands out what it remembers, in the same order, however often backward runs the layer again (zero-bubble
@@ -10,12 +10,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from enum import IntEnum
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from torch import nn
 
 T = TypeVar("T")
+
+
+class Kept(IntEnum):
+    """How much; each has those before it."""
+
+    ROUTES = 1
+    """Small integers: which token goes where, for which the host waits."""
+    EXCHANGES = 2
+    """What came from other ranks, and what was made of it for them."""
+    PRODUCTS = 3
+    """Cheap to make next to an exchange."""
 
 
 class _Current(threading.local):
@@ -27,8 +39,8 @@ class _Current(threading.local):
 class _Call:
     """One call of one layer; freed with the graph that would run it again."""
 
-    def __init__(self, products: bool):
-        self.products = products
+    def __init__(self, most: Kept):
+        self.most = most
         self.results: list[Any] = []
         self.next: int | None = None  # the result to hand out, or None while they are made
 
@@ -48,29 +60,23 @@ _current = _Current()
 _keeping: WeakSet[nn.Module] = WeakSet()
 
 
-def keep(make: Callable[[], T], *, product: bool = False) -> T:
-    """What `make` returns, now or in the run of this layer that is being repeated. It must not be changed in place.
-
-    `product`: cheap to make next to an exchange, so it is kept only where products are.
-    """
+def keep(make: Callable[[], T], what: Kept = Kept.EXCHANGES) -> T:
+    """What `make` returns, now or in the run of this layer that is being repeated. It must not be changed in place."""
     call = _current.call
-    if call is None or (product and not call.products):
+    if call is None or what > call.most:
         return make()
     result: T = call.keep(make)
     return result
 
 
-def is_keeping() -> bool:
-    """Whether `keep` remembers."""
-    return _current.call is not None
+def is_keeping(what: Kept = Kept.EXCHANGES) -> bool:
+    """Whether `keep` remembers this."""
+    return _current.call is not None and what <= _current.call.most
 
 
-def recomputed(products: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a layer's first run and of its repetitions, as `checkpoint(context_fn=...)` wants them.
-
-    `products`: keep those too.
-    """
-    call = _Call(products)
+def recomputed(most: Kept) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a layer's first run and of its repetitions, as `checkpoint(context_fn=...)` wants them."""
+    call = _Call(most)
     return _within(call, None), _Repeatedly(call)
 
 

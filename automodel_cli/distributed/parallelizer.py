@@ -20,6 +20,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import fused
 from automodel_cli.distributed.glue import fuse_layers
 from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.routing import fuse_routers
 from automodel_cli.distributed.strategies.base import GLUE, Strategy
 from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_strategy_parallelize
 
@@ -42,6 +43,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
     )
     if fuser is not None:
         fuse_layers(part, fuser)
+        fuse_routers(part, mesh.device.type)
     if mesh.layout.tp > 1:
         from automodel_cli.distributed.tensor_parallel import apply_tensor_parallel
 

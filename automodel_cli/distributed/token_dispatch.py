@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.distributed.kept import keep
+from automodel_cli.distributed import dispatch_kernels
+from automodel_cli.distributed.kept import Kept, keep
 
 LocalExperts = Callable[[Tensor, Tensor], Tensor]
 """(hidden_ND, local expert of each row [N]) -> what that expert makes of each row [N, D]."""
@@ -43,11 +44,11 @@ class AllToAll:
         self.num_local_experts, self.group = num_local_experts, group
 
     def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
-        routes = keep(lambda: find_routes(index_TK, self.num_local_experts, self.group))
-        hidden_ND = _Exchange.apply(hidden_TD[routes.order_P // index_TK.shape[1]], routes, True)
+        routes = keep(lambda: find_routes(index_TK, self.num_local_experts, self.group), Kept.ROUTES)
+        hidden_ND = _Exchange.apply(hidden_TD[routes.token_P], routes, True)
         result_ND = at_least_one_row(experts, hidden_ND, routes.experts_of_arrivals())
         result_PD = _Exchange.apply(result_ND, routes, False)
-        result_TKD = torch.empty_like(result_PD).index_copy(0, routes.order_P, result_PD).view(*index_TK.shape, -1)
+        result_TKD = result_PD[routes.place_P].view(*index_TK.shape, -1)
         return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
 
 
@@ -55,11 +56,14 @@ class AllToAll:
 class Routes:
     """Where the P = T x K pairs of a token and an expert go, and which N rows arrive here.
 
-    Pairs leave in the order of their experts, `order_P`; rows arrive by rank of origin, then by expert. `send` and
-    `receive` count rows by rank, `received_RL` (int64, R ranks, L local experts) in all detail.
+    Pairs leave in the order of their experts: `order_P`, with the token of each, and the inverse `place_P`. Rows arrive
+    by rank of origin, then by expert. `send` and `receive` count rows by rank, `received_RL` (int64, R ranks, L local
+    experts) in all detail.
     """
 
     order_P: Tensor
+    token_P: Tensor
+    place_P: Tensor
     received_RL: Tensor
     send: list[int]
     receive: list[int]
@@ -90,15 +94,15 @@ def find_routes(index_TK: Tensor, num_local_experts: int, group: dist.ProcessGro
     """
     size = 1 if group is None else dist.get_world_size(group)
     expert_P, order_P = torch.sort(index_TK.flatten(), stable=True)
-    experts = torch.arange(num_local_experts * size + 1, device=index_TK.device)
-    sent = torch.searchsorted(expert_P, experts).diff()  # bincount waits for the device twice to learn its own size
+    num_experts = num_local_experts * size
+    token_P, place_P, sent = dispatch_kernels.pairs(expert_P, order_P, index_TK.shape[1], num_experts)
     received = _exchange(sent, [num_local_experts] * size, [num_local_experts] * size, group)
     of_experts = torch.stack([sent, received]).tolist()  # the one host synchronisation
     send, receive = (
         [sum(counts[first : first + num_local_experts]) for first in range(0, len(counts), num_local_experts)]
         for counts in of_experts
     )
-    return Routes(order_P, received.view(size, num_local_experts), send, receive, group)
+    return Routes(order_P, token_P, place_P, received.view(size, num_local_experts), send, receive, group)
 
 
 def at_least_one_row(experts: LocalExperts, hidden_ND: Tensor, expert_N: Tensor) -> Tensor:

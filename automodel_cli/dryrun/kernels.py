@@ -36,6 +36,11 @@ def is_view(func: Any) -> bool:
     return func.is_view or func._schema.name in ("aten::_unsafe_view", "aten::alias", "aten::_reshape_alias")
 
 
+def is_to_itself(func: Any, args: Sequence[Any]) -> bool:
+    """A copy that torch leaves out."""
+    return func is _aten.copy_.default and args[0] is args[1]
+
+
 def flops(func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> float:
     """Of a matrix product or of attention, 0 for everything else. `real` gives the integers of a tensor."""
     if func is _aten.mm.default or func is _aten.addmm.default:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from automodel_cli.distributed import route_kernels  # noqa: F401  # registers an operator
 from automodel_cli.dryrun import integers, kernels, torch_compat
 from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.collectives import Collectives
@@ -33,6 +34,7 @@ _DYNAMIC = {
     _aten.repeat_interleave.Tensor: 0,
 }
 _BOOLEAN = (torch.bool, torch.uint8)
+_CHOOSES = (_aten.topk.default, torch.ops.automodel.route.default)
 
 
 class Counts:
@@ -119,7 +121,8 @@ class TracedRank(TorchDispatchMode):
             if _is_cuda(t):
                 self.memory.add(t, func._schema.name.removeprefix("aten::"))
         self._keep_integers(func, args, flat, spec, outs, known)
-        if func not in kernels.FREE and not kernels.is_view(func) and any(_is_cuda(t) for t in (*outs, *tensors)):
+        launches = func not in kernels.FREE and not kernels.is_view(func) and not kernels.is_to_itself(func, args)
+        if launches and any(_is_cuda(t) for t in (*outs, *tensors)):
             self._launch(func, args, tensors, outs)
         return out
 
@@ -188,8 +191,9 @@ class TracedRank(TorchDispatchMode):
     def _keep_integers(
         self, func: Any, args: Any, flat: Sequence[Any], spec: Any, outs: Sequence[Tensor], known: bool
     ) -> None:
-        if func is _aten.topk.default and len(outs) == 2 and _is_cuda(outs[1]):
-            width, chosen = args[0].shape[args[2] if len(args) > 2 else -1], outs[1].shape[-1]
+        if func in _CHOOSES and len(outs) == 2 and _is_cuda(outs[1]):
+            along = args[2] if func is _aten.topk.default and len(args) > 2 else -1
+            width, chosen = args[0].shape[along], outs[1].shape[-1]
             with unset_fake_temporarily():
                 index = torch.arange(outs[1].numel()) % (width if self.route == "balanced" else chosen)
                 self.twins.put(outs[1], index.view(outs[1].shape))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed import fused
+from automodel_cli.distributed import dispatch_kernels, fused, route_kernels
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.dryrun import fake_cuda, rows, torch_compat
@@ -141,8 +141,9 @@ def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Tim
     recipe = run.recipe
     if mesh.layout.pp > 1:
         run.watch_stages()
-    kernels: Any = head_kernels
-    kernels.usable = lambda device_type: device_type == "cuda"  # nothing could be compared, nor be compiled
+    kernels: Any
+    for kernels in (head_kernels, dispatch_kernels, route_kernels):
+        kernels.usable = lambda device_type: device_type == "cuda"  # nothing could be compared, nor be compiled
     run.strategies = Strategies(run.clock, lambda part: _materialise(part, CUDA), lambda: run.faking(fake))
     stages = empty_stages(recipe, mesh)
     run.phase, run.parts = "buffers", list(stages.parts)

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
-from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.routing import routers_in
 from automodel_cli.models.config import MoEConfig
 
 
@@ -70,6 +70,7 @@ class RouterWatch:
             model: Any = part.model
             model.base_model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
         self.mask_BT: Tensor | None = None
+        self._real_NK: dict[int, Tensor] = {}
         self.num_tokens = torch.ones((), dtype=torch.float64, device=mesh.device)
 
     @property
@@ -96,7 +97,7 @@ class RouterWatch:
     # Which tokens the routers see: known while a part runs, and not while backward runs a layer again.
 
     def _enter_part(self, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.mask_BT = None
+        self._leave_part()
         if part.training and torch.is_grad_enabled():
             self.mask_BT = real_tokens(kwargs["labels"], kwargs["cu_seq_lens_q"])
 
@@ -107,6 +108,7 @@ class RouterWatch:
 
     def _leave_part(self, *_: Any) -> None:
         self.mask_BT = None
+        self._real_NK.clear()
 
     # The step.
 
@@ -140,15 +142,27 @@ class RouterWatch:
 
     # What a layer reports.
 
-    def count(self, row: int, load_E: Tensor) -> None:
-        self._table[row, : len(load_E)] += load_E
+    def count(self, row: int, index_NK: Tensor, num_experts: int, *, apart: bool) -> Tensor | None:
+        """Add a layer's choices on one microbatch to the step's; float64 [E], them alone, if `apart`. In one kernel if
+        not: what it adds is the same for all layers."""
+        assert self.mask_BT is not None
+        choices = index_NK.shape[1]
+        if choices not in self._real_NK:
+            self._real_NK[choices] = self.mask_BT.flatten().to(self._table.dtype).repeat_interleave(choices)
+        load_E = self._table[row, :num_experts]
+        added_E = torch.zeros_like(load_E) if apart else load_E
+        added_E.index_add_(0, index_NK.flatten(), self._real_NK[choices])
+        if not apart:
+            return None
+        load_E += added_E
+        return added_E
 
     def balance(self, row: int, logits_NE: Tensor, load_E: Tensor, mask_N: Tensor) -> Tensor:
         """Add a layer's loss on one microbatch to the step's, and return its gradient on the logits. Collective over
         the ranks of cp.
         """
         probs_NE = logits_NE.float().softmax(-1)
-        sums = torch.cat([load_E.double(), (probs_NE * mask_N[:, None]).sum(0).double(), mask_N.sum()[None].double()])
+        sums = torch.cat([load_E, (probs_NE * mask_N[:, None]).sum(0).double(), mask_N.sum()[None].double()])
         if self._mesh.cp.size() > 1:
             sums = self._mesh.sum_over(self._mesh.cp, sums)
         num_experts = len(load_E)
@@ -184,10 +198,7 @@ class _Layer:
         load_E = mask_N = None
         if self.watch.mask_BT is not None:
             mask_N = self.watch.mask_BT.flatten()
-            load_E = logits_NE.new_zeros(logits_NE.shape[-1], dtype=torch.float32)
-            chosen = mask_N[:, None].expand_as(index_NK).flatten().to(load_E.dtype)
-            load_E.index_add_(0, index_NK.flatten(), chosen)
-            self.watch.count(self.row, load_E)
+            load_E = self.watch.count(self.row, index_NK, logits_NE.shape[-1], apart=self.has_loss)
         if not self.has_loss:
             return None
         return (logits_NE, _AttachLoss.apply(weights_NK, logits_NE, load_E, mask_N, self), index_NK, *output[3:])
@@ -220,18 +231,10 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def routers(part: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """`(name, block, router)` of every mixture of experts: the router stands beside the experts in their block and has
-    a weight with a row for each of them.
-    """
+    """`(name, block, router)` of every mixture of experts."""
     for name, block in part.named_modules():
-        experts = [child for child in block.children() if is_experts(child)]
-        if not experts:
-            continue
-        num_experts = next(experts[0].parameters(recurse=False)).shape[0]  # of all ranks, also where it is a DTensor
-        for child_name, child in block.named_children():
-            weight = child._parameters.get("weight")
-            if weight is not None and weight.ndim == 2 and weight.shape[0] == num_experts:
-                yield f"{name}.{child_name}", block, child
+        for child_name, router in routers_in(block):
+            yield f"{name}.{child_name}", block, router
 
 
 def _num_experts(router: nn.Module) -> int:

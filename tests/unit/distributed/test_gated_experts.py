@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from automodel_cli.distributed import kept
 from automodel_cli.distributed.expert_parallel import experts_modules
 from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of
+from automodel_cli.distributed.kept import Kept, recomputed
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.planning.activations import trace_activations
@@ -59,8 +59,8 @@ def test_results_and_gradients_are_those_of_the_familys_loop(family: str) -> Non
         assert (mine - want).abs().max() <= 1e-6 * want.abs().max()
 
 
-@pytest.mark.parametrize("products", [False, True])
-def test_a_repeated_layer_gets_what_it_had_and_gives_the_same_gradients_twice(products: bool) -> None:
+@pytest.mark.parametrize("most", list(Kept))
+def test_a_repeated_layer_gets_what_it_had_and_gives_the_same_gradients_twice(most: Kept) -> None:
     """Twice, as zero-bubble schedules run it; the caller adds to the result in place, as some families do."""
     experts = _experts("gpt_oss")
     known = GatedExperts.of(experts, int(experts.num_experts), None)
@@ -74,7 +74,7 @@ def test_a_repeated_layer_gets_what_it_had_and_gives_the_same_gradients_twice(pr
         return result_TD.square()  # needs the result's values
 
     want = torch.autograd.grad(layer(hidden_TD, weight_TK).sum(), given)
-    contexts = lambda: kept.recomputed(products)  # noqa: E731
+    contexts = lambda: recomputed(most)  # noqa: E731
     result = checkpoint(layer, hidden_TD, weight_TK, use_reentrant=False, context_fn=contexts)
     for _ in range(2):
         got = torch.autograd.grad(result.sum(), given, retain_graph=True)
