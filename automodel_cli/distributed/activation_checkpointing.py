@@ -28,6 +28,7 @@ KEPT_RESULTS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
+        _aten._scaled_mm_v2.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,

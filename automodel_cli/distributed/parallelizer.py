@@ -1,7 +1,7 @@
 """From one part of a model to the same part on many ranks. The order of everything, on one screen:
 
-    glue -> tensor parallel -> expert parallel -> context parallel -> activation checkpointing -> compile, layer by
-    layer -> data parallel, which a strategy of `strategies/` does
+    glue -> tensor parallel -> 8-bit products -> expert parallel -> context parallel -> activation checkpointing ->
+    compile, layer by layer -> data parallel, which a strategy of `strategies/` does
 
 Glue is compiled inside the modules that all others wrap. Data parallelism shards what tensor and expert parallelism
 left on this rank, and owns the outermost parameters. It is applied on one rank too, where it still installs mixed
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed import fused
+from automodel_cli.distributed import fp8_linear, fused
 from automodel_cli.distributed.glue import fuse_layers
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.routing import fuse_routers
@@ -48,6 +48,7 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         from automodel_cli.distributed.tensor_parallel import apply_tensor_parallel
 
         apply_tensor_parallel(part, mesh.tp, options, shard_experts=mesh.ep is None)
+    fp8_linear.prepare(part, mesh.device, fuser)
     if mesh.ep is not None:
         from automodel_cli.distributed.expert_parallel import apply_expert_parallel
 

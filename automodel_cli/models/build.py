@@ -14,6 +14,7 @@ from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.models import (
     attention,
     compat,
+    fp8,
     length_rope,
     multi_token,
     multi_token_names,
@@ -87,6 +88,8 @@ def _prepared_model(
             model.to_empty(device=device)
     if config.transformer_engine is not None:
         transformer_engine.swap_layers(model, config.transformer_engine)
+    if config.fp8 is not None:
+        fp8.convert_layers(model, config.fp8)
     train_every_token(model)
     length_rope.install(model)
     state_layers.install(model, way.classes, by_position=way.by_document)

@@ -123,6 +123,39 @@ class TransformerEngineConfig:
 
 
 @dataclass(frozen=True)
+class Fp8Config:
+    """Products of the layers' linear layers in 8-bit floats, cast with scales at every use; never run on a GPU yet.
+
+    `recipe`: "rowwise" has a scale, a power of two, for each token and each output; "tensorwise" one for each tensor,
+    faster and less exact; "rowwise_with_gw_hp" is rowwise with gradients of weights in the precision of the run.
+    Parameters, optimizer, checkpoints and exports stay as they are; so do head, embeddings, routers and norms, and
+    layers whose sizes are no multiples of 16 (the log counts them). Needs an NVIDIA GPU of compute capability 8.9
+    (L40S, H100, B200).
+    """
+
+    recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
+    skip: list[str] = field(default_factory=list)
+    """Endings of names of linear layers to leave alone, as `[o_proj, mlp.down_proj]`."""
+    emulate: bool = False
+    """Cast alike but multiply in float32, slower: to see the numbers on a CPU or an older GPU."""
+
+    def __post_init__(self) -> None:
+        if self.recipe == "mxfp8":
+            raise ConfigError(
+                "fp8.recipe=mxfp8: blocks of 32 with a scale each are in torchao's prototypes, whose names move; they "
+                "are here through Transformer Engine only, on Blackwell",
+                keys=("recipe",),
+                fix="model.fp8=null model.transformer_engine.fp8_recipe=mxfp8",
+            )
+        if self.recipe not in ("rowwise", "tensorwise", "rowwise_with_gw_hp"):
+            raise ConfigError(
+                f"recipe={self.recipe!r} is none of rowwise, tensorwise, rowwise_with_gw_hp",
+                keys=("recipe",),
+                fix="model.fp8.recipe=rowwise",
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A Hugging Face causal LM, unmodified.
 
@@ -171,11 +204,14 @@ class ModelConfig:
     mtp: MTPConfig | None = None
     """Train the layers for multi-token prediction too; null: what the checkpoint has of them is exported as it was."""
     transformer_engine: TransformerEngineConfig | None = None
+    fp8: Fp8Config | None = None
+    """Linear layers multiply in 8-bit floats; null: in what the run computes in."""
     head_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         self._check_source()
         self._check_transformer_engine()
+        self._check_fp8()
         self._check_mtp()
         if self.head_chunk_size is not None and self.head_chunk_size < 1:
             raise ConfigError(
@@ -211,6 +247,23 @@ class ModelConfig:
                 "lora puts adapters on torch's linear layers, which transformer_engine.linear=true takes away",
                 keys=("lora", "transformer_engine.linear"),
                 fix="model.transformer_engine.linear=false",
+            )
+
+    def _check_fp8(self) -> None:
+        if self.fp8 is None:
+            return
+        if self.transformer_engine is not None and self.transformer_engine.linear:
+            raise ConfigError(
+                "fp8 is for torch's linear layers, which transformer_engine.linear=true takes away",
+                keys=("fp8", "transformer_engine.linear"),
+                fix="model.fp8=null, or model.transformer_engine.linear=false",
+            )
+        if self.lora is not None and self.lora.base_quantization != "none":
+            raise ConfigError(
+                f"fp8 casts weights at every use, but lora.base_quantization={self.lora.base_quantization} has packed "
+                "them",
+                keys=("fp8", "lora.base_quantization"),
+                fix="model.fp8=null, or model.lora.base_quantization=none",
             )
 
     def _check_mtp(self) -> None:

@@ -100,7 +100,7 @@ def run_row(original: Original, row: Row, sabotage: Sabotage | None = None) -> E
 
 def build_stages(original: Original, row: Row, mesh: Mesh) -> Stages:
     """The way a recipe builds them: meta, cut, parallelised, then filled from the saved model."""
-    config = replace(original.model_config(), lora=row.lora)
+    config = replace(original.model_config(), lora=row.lora, fp8=row.fp8)
     count = row.num_microbatches // mesh.dp_size
     stages = build.build_stages(
         build_part(config, request=request_of(row.objective)),

@@ -8,7 +8,7 @@ from typing import Any
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import GLUE, Strategy
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.config import Fp8Config, LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.config import PipelineConfig
 
@@ -27,7 +27,8 @@ class Row:
     """`mesh` says every size. `num_microbatches` is of the whole step, over all data-parallel ranks.
 
     With `lora` adapters are trained and nothing else. `compute_dtype`: what the parallelizer computes in, where that is
-    not float32. `own_layers`: on a copy with as many layers as the model has, for the cut that the recipe describes.
+    not float32. `fp8`: the linear layers multiply so. `own_layers`: on a copy with as many layers as the model has, for
+    the cut that the recipe describes.
     """
 
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(dp_size=1))
@@ -38,6 +39,7 @@ class Row:
     num_microbatches: int = NUM_MICROBATCHES
     lora: LoRAConfig | None = None
     compute_dtype: str | None = None
+    fp8: Fp8Config | None = None
     own_layers: bool = False
 
     @property
@@ -60,6 +62,7 @@ class Row:
             "lora": self.lora is not None,
             f"own-stages:{self.mesh.pp_size}": self.own_layers,
             str(self.compute_dtype): self.compute_dtype is not None,
+            f"fp8:{self.fp8.recipe if self.fp8 else ''}": self.fp8 is not None,
         }
         return " ".join(words + [word for word, used in settings.items() if used])
 

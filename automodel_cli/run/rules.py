@@ -92,6 +92,24 @@ def check_transformer_engine(parallelizer: Strategy, model: ModelConfig, mesh: M
         )
 
 
+def check_fp8(parallelizer: Strategy, model: ModelConfig) -> None:
+    """What products of 8-bit floats cannot be combined with."""
+    if model.fp8 is None:
+        return
+    if "fp8" not in parallelizer.supports:
+        raise ConfigError(
+            f"model.fp8: casts of weights at every use are not measured under {parallelizer.name}",
+            keys=("model.fp8", "parallelizer"),
+            fix="parallelizer=fsdp2",
+        )
+    if parallelizer.enable_compile is True:
+        raise ConfigError(
+            "model.fp8: enable_compile=true is not tested with 8-bit products; as glue the casts compile",
+            keys=("parallelizer.enable_compile", "model.fp8"),
+            fix="parallelizer.enable_compile=auto",
+        )
+
+
 def check_4bit_base(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig) -> None:
     """What layers with 4-bit weights cannot be combined with."""
     if model.lora is None or model.lora.base_quantization == "none":

@@ -17,9 +17,10 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models import compat
-from automodel_cli.models.config import LoRAConfig, ModelConfig, MTPConfig, TransformerEngineConfig
+from automodel_cli.models.config import Fp8Config, LoRAConfig, ModelConfig, MTPConfig, TransformerEngineConfig
 from automodel_cli.run.rules import (
     check_4bit_base,
+    check_fp8,
     check_multi_token,
     check_packed_probe,
     check_transformer_engine,
@@ -152,6 +153,22 @@ def test_multi_token_prediction_refuses_adapters_and_files_that_do_not_have_it()
         MTPConfig(loss_weight=0)
     with pytest.raises(ConfigError, match="at least 1"):
         MTPConfig(depths=0)
+
+
+FP8 = {
+    "a parallelizer of others": (MegatronFSDPConfig(), "not measured under megatron_fsdp"),
+    "whole layers as graphs": (FSDP2Config(enable_compile=True), "as glue the casts compile"),
+}
+
+
+@pytest.mark.parametrize("case", FP8)
+def test_products_of_8_bits_refuse(case):
+    parallelizer, message = FP8[case]
+    model = _model(fp8=Fp8Config())
+    with pytest.raises(ConfigError, match=message):
+        check_fp8(parallelizer, model)
+    check_fp8(parallelizer, _model())
+    check_fp8(FSDP2Config(), model)
 
 
 def test_a_url_for_runs_needs_what_writes_to_it() -> None:

@@ -28,7 +28,7 @@ class DDPConfig(ParallelizerConfig):
     (less memory).
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "sampler", "mtp"})
+    supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "fp8", "sampler", "mtp"})
 
     broadcast_buffers: bool = False
     find_unused_parameters: bool = False

@@ -105,7 +105,7 @@ class FSDP2Config(ParallelizerConfig):
     are DeepEP's kernels (CUDA, a package of their own), which send a token once to a rank with several of its experts.
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset({"pp", "tp", "cp", "ep", "hsdp", "nf4", "sampler", "mtp"})
+    supports: ClassVar[frozenset[str]] = frozenset({"pp", "tp", "cp", "ep", "hsdp", "nf4", "fp8", "sampler", "mtp"})
 
     sequence_parallel: bool = False
     tp_plan: Any = field(default=None, metadata=trust.imports())

@@ -1,0 +1,198 @@
+"""Matrix products of 8-bit floats: casts with a scale for each row or for a whole tensor, and the product of two casts.
+
+A number x is stored as round(s x) in float8 and comes back as round(s x) / s. With the largest magnitude m of what
+shares a scale, s = 448 / m for e4m3 (57344 / m for e5m2), and where a recipe says so rounded down to a power of two, so
+that multiplying by it rounds nothing. Products add in float32. Recipes and numbers are those of torchao's float8
+training (BSD-3-Clause; `torchao.float8.config`), which the tests compare with; no code of it is needed to run.
+
+Every product has the form A [M, K] times B [N, K] turned around, both operands cast along K: what a scale is shared by,
+and the layout that tensor cores want. Shapes: T tokens, F features; M, N, K as here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.fused import Fuser, Glue
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""What K and N of a product on a GPU are multiples of; K is padded with zeros where it counts tokens."""
+CAPABILITY = (8, 9)
+_SMALLEST = 1e-12  # a largest magnitude: rows of zeros have a scale too
+_EXPONENT = -0x800000  # sign and exponent of a float32
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`by_row`: a scale for each row of an operand, else one for all of it. `gradient`: the format of gradients of
+    results; everything else is e4m3. `power_of_two`: scales are. `exact_weight_gradient`: that product is not in
+    float8, and the weight has one scale in the product for the gradient of inputs."""
+
+    name: str
+    by_row: bool
+    gradient: torch.dtype
+    power_of_two: bool
+    exact_weight_gradient: bool = False
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("rowwise", by_row=True, gradient=E4M3, power_of_two=True),
+        Recipe("tensorwise", by_row=False, gradient=E5M2, power_of_two=False),
+        Recipe("rowwise_with_gw_hp", by_row=True, gradient=E4M3, power_of_two=True, exact_weight_gradient=True),
+    )
+}
+
+
+class Operand(NamedTuple):
+    """float8 [M, K], contiguous, and what each row (float32 [M, 1]) or all of it ([]) is multiplied by to come back."""
+
+    values_MK: Tensor
+    inverse: Tensor
+
+
+@dataclass
+class Arithmetic:
+    """How a module multiplies. `emulate`: with the casts' values in float32, on any device. `cast` and `cast_to` are
+    the two functions below or what a fuser runs in their place."""
+
+    recipe: Recipe
+    emulate: bool
+
+    def __post_init__(self) -> None:
+        self.cast: Callable[..., Any] = _cast
+        self.cast_to: Callable[..., Any] = _cast_to
+
+    def fuse(self, fuser: Fuser) -> None:
+        """Let the casts run as `fuser` says, each as one kernel."""
+        recipe = self.recipe
+        self.cast = fuser(_glue("fp8 cast", _cast, recipe, given=False)) or _cast
+        self.cast_to = fuser(_glue("fp8 cast to a maximum", _cast_to, recipe, given=True)) or _cast_to
+
+    def operand(
+        self,
+        x_TF: Tensor,
+        dtype: torch.dtype = E4M3,
+        *,
+        turned: bool = False,
+        by_row: bool | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Operand:
+        """`x_TF` as an operand that contracts F, or T where it is `turned`. Collective with a `group`, over whose ranks
+        what a scale is shared by is cut."""
+        by_row = self.recipe.by_row if by_row is None else by_row
+        if turned and len(x_TF) % MULTIPLE:
+            x_TF = torch.nn.functional.pad(x_TF, (0, 0, 0, -len(x_TF) % MULTIPLE))
+        x_TF = x_TF.detach().contiguous()  # one graph for all that is cast
+        if group is None:
+            return Operand(*self.cast(x_TF, dtype, self.recipe.power_of_two, by_row, turned))
+        largest = _largest(x_TF, by_row, turned)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return Operand(*self.cast_to(x_TF, largest, dtype, self.recipe.power_of_two, turned))
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        """[M, N] in `dtype`. `fast`: tensor cores of Hopper may add in less than float32, as torchao lets them in the
+        forward pass."""
+        if self.emulate:
+            wide = torch.promote_types(dtype, torch.float32)
+            with _no_autocast(a.values_MK.device):
+                return (_restored(a, wide) @ _restored(b, wide).t()).to(dtype)
+        inverse_a, inverse_b = a.inverse, b.inverse
+        kind = ScalingType.RowWise if inverse_a.ndim or inverse_b.ndim else ScalingType.TensorWise
+        if kind is ScalingType.RowWise:  # one scale for all rows of the other operand: torch wants both alike
+            inverse_a = inverse_a.expand(len(a.values_MK), 1).contiguous()
+            inverse_b = inverse_b.expand(len(b.values_MK), 1).contiguous().t()
+        result_MN = scaled_mm(
+            a.values_MK,
+            b.values_MK.t(),
+            inverse_a,
+            kind,
+            inverse_b,
+            kind,
+            output_dtype=torch.bfloat16,  # the one that every kernel has
+            use_fast_accum=fast,
+        )
+        return result_MN.to(dtype)
+
+
+def require(device: torch.device, where: str = "model.fp8") -> None:
+    """Raise ConfigError, naming the device and the way out, where float8 products do not run."""
+    fix = "model.fp8=null, or model.fp8.emulate=true for the same numbers without the speed"
+    if device.type != "cuda":
+        reason = f"this run is on {device.type}"
+    elif torch.version.hip is not None:
+        reason = f"{torch.cuda.get_device_name()} is an AMD GPU, whose formats differ"
+    elif torch.cuda.get_device_capability() < CAPABILITY:
+        has = ".".join(map(str, torch.cuda.get_device_capability()))
+        reason = f"{torch.cuda.get_device_name()} has {has}"
+    else:
+        return
+    needed = ".".join(map(str, CAPABILITY))
+    raise ConfigError(
+        f"{where}: products of 8-bit floats need an NVIDIA GPU of compute capability {needed} or higher (L40S, H100, "
+        f"B200), but {reason}",
+        keys=(where,),
+        fix=fix,
+    )
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on this device; None outside of it."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
+
+
+def _restored(operand: Operand, dtype: torch.dtype) -> Tensor:
+    return operand.values_MK.to(dtype) * operand.inverse
+
+
+def _cast(x_TF: Tensor, dtype: torch.dtype, power_of_two: bool, by_row: bool, turned: bool) -> tuple[Tensor, Tensor]:
+    return _cast_to(x_TF, _largest(x_TF, by_row, turned), dtype, power_of_two, turned)
+
+
+def _largest(x_TF: Tensor, by_row: bool, turned: bool) -> Tensor:
+    """[M, 1] or []."""
+    if not by_row:
+        return x_TF.abs().amax()
+    return x_TF.abs().amax(0).unsqueeze(-1) if turned else x_TF.abs().amax(-1, keepdim=True)
+
+
+def _cast_to(
+    x_TF: Tensor, largest: Tensor, dtype: torch.dtype, power_of_two: bool, turned: bool
+) -> tuple[Tensor, Tensor]:
+    most = torch.finfo(dtype).max
+    # In float64, as compiled code divides less exactly than 1 ulp in float32.
+    scale = (most / largest.double().clamp(min=_SMALLEST)).float()
+    if power_of_two:  # the exponent alone: logarithms would round numbers next to a power to it
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    x_MK = x_TF.t() if turned else x_TF
+    values_MK = (x_MK.float() * scale).clamp(-most, most).to(dtype).contiguous()
+    return values_MK, scale.reciprocal()
+
+
+def _glue(name: str, function: Callable[..., Any], recipe: Recipe, *, given: bool) -> Glue:
+    """Under the name of its recipe, whose constants its graph has."""
+
+    def sample(rows: int) -> tuple[Any, ...]:
+        x_TF = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
+        if given:
+            return x_TF, _largest(x_TF, recipe.by_row, False).float(), E4M3, recipe.power_of_two, False
+        return x_TF, E4M3, recipe.power_of_two, recipe.by_row, False
+
+    return Glue(f"{name} {recipe.name}", function, None, sample)
