@@ -11,7 +11,7 @@ from automodel_cli.models.config import TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
 from automodel_cli.rollout.rollout_config import RolloutConfig
-from automodel_cli.rollout.rules import check_environment, check_indexer, check_prompt_data
+from automodel_cli.rollout.rules import check_environment, check_indexer, check_prompt_data, check_routing
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
 from automodel_cli.run.rules import check_exported
@@ -53,6 +53,7 @@ class GRPORecipe(Recipe):
         self._check_rollout()
         check_environment(self.rollout, self.data, self.rewards)
         check_indexer(self.model, self.rollout)
+        check_routing(self.rollout, self.parallelizer, compares="sampler_logprobs_BT" in self.objective.columns)
         for name, reward in self.rewards.items():
             check_on_error(reward.on_error, f"rewards.{name}.on_error")
         self._check_teacher()
@@ -200,6 +201,10 @@ class GRPORecipe(Recipe):
         if self.rollout.engine.capabilities.live_weights:
             trust = self.model.trust_remote_code
             check_decoding(hf_config, attention=self.model.attention, trust_remote_code=trust)
+        if self.rollout.replay_routing:
+            from automodel_cli.models.routing import selectors_of
+
+            selectors_of(hf_config, trust_remote_code=self.model.trust_remote_code)
 
     def prepared(self, tokenizer: Any) -> Any:
         """Prompts: the rows without their answers."""

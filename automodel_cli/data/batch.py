@@ -11,6 +11,9 @@ from torch import Tensor
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 
 IGNORE_INDEX = -100
+ROUTED_EXPERTS = "routed_experts_BTC"
+"""Column of `Batch.extra` with the experts that each token shall go to: int16, C = layers with experts x experts of a
+token, -1 where the router chooses by itself. No objective reads it, the model does."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,11 @@ class Batch:
         """The same tokens with more columns in `extra`."""
         return replace(self, extra={**self.extra, **columns})._at(self.label_positions_S)
 
+    def without_column(self, name: str) -> Batch:
+        """The same tokens without a column of `extra`, if it is there."""
+        extra = {key: column for key, column in self.extra.items() if key != name}
+        return replace(self, extra=extra)._at(self.label_positions_S)
+
     def _at(self, label_positions_S: Tensor | None) -> Batch:
         object.__setattr__(self, "label_positions_S", label_positions_S)
         return self
@@ -106,7 +114,9 @@ class Batch:
 
     def model_inputs(self) -> dict[str, Tensor | int]:
         """The keywords that every pipeline stage of the model receives (the labels reach only the head)."""
+        routed_BTC = self.extra.get(ROUTED_EXPERTS)
         return {
+            **({} if routed_BTC is None else {"routed_experts": routed_BTC}),
             "input_ids": self.input_ids_BT,
             "position_ids": self.position_ids_BT,
             "cu_seq_lens_q": self.cu_seqlens,

@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, further
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
+from automodel_cli.distributed.chosen_experts import choosing
 from automodel_cli.models import state_layers
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.context import Context, ContextGroup, local_length
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 
     from automodel_cli.models.composite import TextOfWhole
     from automodel_cli.models.multi_token_names import DepthNames
+    from automodel_cli.models.routing import Routing
 
 _PREFIX = "model."
+_ROUTED = "routed_experts"  # for the part, not for the library's model
 _PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "context")
 
 
@@ -53,6 +56,7 @@ def model_inputs_for(ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
 def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[str, Any]:
     """The keywords that this family's base model takes. One without the boundaries isolates documents only where no
     attention has to know them; the packing probe refuses the others."""
+    model_inputs = {name: value for name, value in model_inputs.items() if name != _ROUTED}
     if state_layers.runs_by_document(model):
         return state_layers.told_of_rows(model_inputs)
     if _takes_keywords(type(model.base_model).forward):
@@ -75,7 +79,7 @@ class ModelPart(nn.Module):
     `hub_dtype` is what the checkpoint was stored in, the default dtype of exports. `source_config` is the library's
     config as it was read, before attention, dtype or caching were set on the model's own copy. `unclaimed`: keys of the
     checkpoint for which the whole model has no place, once loaded; `within`: where the model is in the composite
-    that the checkpoint is of.
+    that the checkpoint is of. `routing`: set where the experts of a token may be given (`Batch.model_inputs`).
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class ModelPart(nn.Module):
         self.source_config = source_config or copy.deepcopy(model.config)
         self.unclaimed: tuple[str, ...] = ()
         self.within: TextOfWhole | None = None
+        self.routing: Routing | None = None
         self._context_group: ContextGroup | None = None
 
     def forward(
@@ -169,9 +174,16 @@ class ModelPart(nn.Module):
 
     def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
         """Hidden states `[B, T, D]` after the last layer, of this rank's tokens (`local_inputs`)."""
-        with state_layers.documents_of(self.model, local_inputs):
+        with state_layers.documents_of(self.model, local_inputs), self._routed(local_inputs):
             hidden_BTD: Tensor = self.model.base_model(**accepted_by(self.model, local_inputs), use_cache=False)[0]
         return hidden_BTD
+
+    def _routed(self, local_inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Around the layers: tokens go to the experts that the inputs name."""
+        experts_BTC = local_inputs.get(_ROUTED)
+        if experts_BTC is None or self.routing is None:
+            return nullcontext()
+        return choosing(self.routing.replay(experts_BTC, counts=torch.is_grad_enabled()))
 
     def share_context(self, group: ContextGroup) -> None:
         """Work on this rank's tokens of every row from now on. `forward` stays the same from outside, and becomes
@@ -213,7 +225,10 @@ class ModelPart(nn.Module):
         ids_BT: Tensor = model_inputs["input_ids"]
         rows, tokens = ids_BT.shape
         context = Context(self._context_group, (rows, tokens), model_inputs["cu_seq_lens_q"], ids_BT.device)
-        return context.local_inputs(ids_BT, model_inputs["position_ids"])
+        inputs = context.local_inputs(ids_BT, model_inputs["position_ids"])
+        if _ROUTED in model_inputs:
+            inputs[_ROUTED] = context.local(model_inputs[_ROUTED], -1)
+        return inputs
 
     def boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:
         """Rows and tokens of the hidden states of a microbatch on this rank, as pipeline stages exchange them."""

@@ -18,9 +18,11 @@ from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, sam
 from automodel_cli.rollout.environment import EpisodeEnd, Message, Turn
 from automodel_cli.rollout.environment_pool import Account, EnvironmentPool, Failure
 from automodel_cli.rollout.loop_thread import in_thread
+from automodel_cli.rollout.routing_record import first_known
 from automodel_cli.rollout.token_turns import check_read, tokens_between
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
     from automodel_cli.data.prompts import Prompt
@@ -38,6 +40,7 @@ class Episode:
     the episode failed. `rendered`: what the template said before, between and after the model's messages so far.
     `weight_versions` are the oldest weights that drew of each message, `versions` those of each token (of one that the
     model did not draw: of the message before it).
+    `routed_experts`: as of a `Completion`, of all that was read.
     """
 
     name: str = ""
@@ -58,6 +61,7 @@ class Episode:
     state: Any = None
     account: Account = field(default_factory=Account)
     rendered: list[str] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
 
     def about(self, index: int, prompt: Prompt) -> Episode:
         """This one, as the `index`-th on a prompt."""
@@ -176,6 +180,7 @@ class Player:
         if completion.prompt_tokens is not None:
             check_read(prompt, completion.prompt_tokens, f"{episode.name}, turn {episode.num_turns + 1}")
         _extend(episode, completion.tokens, completion.logprobs, completion.versions, generated=True)
+        episode.routed_experts = first_known(episode.routed_experts, completion.routed_experts)
         episode.finish_reason = completion.finish_reason
         episode.weight_versions.append(completion.weight_version)
         text = str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))

@@ -9,17 +9,19 @@ Shapes: B rows, T tokens, D hidden, V vocabulary, S wanted positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.models import mixing, state_layers
 from automodel_cli.rollout.kv_cache import NAME
+from automodel_cli.rollout.routing_record import joined
 
 
 class Part(Protocol):
@@ -133,6 +135,15 @@ class Decoder:
         source = dist.get_global_rank(self.pp_group, self.stages[-1].owner)
         dist.broadcast(drawn_2S, src=source, group=self.pp_group)
         return drawn_2S
+
+    def over_stages(self, layers: Sequence[int], mine: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """`[T, L, K]` of all layers with experts, from each sample's `[T, L', K]` of those of this rank, which have
+        these numbers. Collective over the pipeline, whose ranks have the same samples."""
+        everywhere = [(tuple(layers), dict(mine))]
+        if self.pp_group is not None:
+            everywhere = everywhere * dist.get_world_size(self.pp_group)
+            dist.all_gather_object(everywhere, everywhere[0], group=self.pp_group)
+        return {index: joined([(numbers, found[index]) for numbers, found in everywhere]) for index in mine}
 
     def anyone(self, busy: bool) -> bool:
         """Whether a rank in lock-step with this one still has work. Collective over `lockstep_group`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError, RunError
@@ -13,6 +13,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     import torch
     from torch import Tensor
 
@@ -31,6 +32,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy, and then `top_p` and `top_k` have nothing to do and must be left alone. `top_k` 0 keeps
     all tokens. `seed` makes one call repeatable without touching the caller's random state; None draws from that state.
+    `routing`: completions shall tell which experts each token went to.
     """
 
     max_new_tokens: int = 256
@@ -38,6 +40,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    routing: bool = False
 
     def __post_init__(self) -> None:
         rules = (
@@ -69,7 +72,9 @@ class Completion:
     `tokens[i]` under the distribution it was drawn from: after temperature, top-k and top-p; the plain softmax when
     greedy. `weight_version` counts the weight updates that the engine had seen when it drew the oldest of the tokens;
     `token_versions` says it of each, None where it is the same (or known) for all. `prompt_tokens`: what the engine
-    says that it read where that is not the prompt.
+    says that it read where that is not the prompt. `routed_experts`, where it was asked for: small integers
+    `[tokens, layers, k]`, the experts of each token that the model read, which is all of prompt and completion but the
+    last; layers are those with experts, or all of the model's.
     """
 
     tokens: list[int]
@@ -78,6 +83,7 @@ class Completion:
     weight_version: int
     prompt_tokens: list[int] | None = None
     token_versions: list[int] | None = None
+    routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def versions(self) -> list[int]:
@@ -96,6 +102,7 @@ class Capabilities:
     `at_once`: how many calls of `generate` may run at once in threads; 1: none beside another.
     `in_flight_updates`: `generate` may be called from several threads, and `update_weights` while they generate; each
     completion tells by which weights it was drawn.
+    `routing`: it tells of each token which experts it went to.
     `hub_names`: the weight stream must name tensors as checkpoints on the hub do, not as the model's parameters.
     """
 
@@ -107,6 +114,7 @@ class Capabilities:
     hub_names: bool = False
     at_once: int = 1
     in_flight_updates: bool = False
+    routing: bool = False
 
 
 class Engine(Protocol):

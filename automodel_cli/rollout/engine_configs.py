@@ -34,7 +34,9 @@ class SamplerConfig:
     new prompts start.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True, live_weights=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        logprobs=True, weight_updates=True, live_weights=True, routing=True
+    )
 
     num_slots: int | None = None
     prefill_tokens: int = 8192
@@ -60,7 +62,7 @@ class SamplerConfig:
 class HFConfig:
     """The library's own `generate` on a replica of the model, which needs the memory of one more copy."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True, routing=True)
 
     max_batch_tokens: int = 16_384
     """Tokens of prompts and responses that are generated at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from automodel_cli.models.routing import mark_selections
 from automodel_cli.rollout.engine import Engine, Joins
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from automodel_cli.distributed.mesh import Mesh
+    from automodel_cli.models.routing import Selectors
     from automodel_cli.rollout.http import Server
     from automodel_cli.run.model import Model
     from automodel_cli.run.recipe import Recipe
@@ -49,10 +51,11 @@ class Built(Protocol):
 
 
 class EngineHost:
-    """See `automodel_cli.rollout.engine.Host`. That a model can be generated for, its recipe has checked."""
+    """See `automodel_cli.rollout.engine.Host`. That a model can be generated for, its recipe has checked. `selectors`:
+    where copies of the model choose experts, if that shall be recorded."""
 
-    def __init__(self, session: Built, *, shares_gpus: bool = False):
-        self.shares_gpus = shares_gpus
+    def __init__(self, session: Built, *, shares_gpus: bool = False, selectors: Selectors | None = None):
+        self.shares_gpus, self._selectors = shares_gpus, selectors
         self._session, self.tokenizer = session, session.tokenizer
         self._source_config = session.model.parts[0].source_config
         self.stop_token_ids = stop_token_ids(session.tokenizer, session.model.parts[0].model.config)
@@ -79,7 +82,10 @@ class EngineHost:
 
     def replica(self, **options: Any) -> HFEngine:
         """See `Host`."""
-        return build_replica(self._session, self.stop_token_ids, **options)
+        engine = build_replica(self._session, self.stop_token_ids, **options)
+        if self._selectors is not None:
+            mark_selections(engine.model, self._selectors)
+        return engine
 
     def on_first_rank(self, make: Callable[[], Engine], *, joins: Joins | None = None) -> Engine:
         """See `Host`."""

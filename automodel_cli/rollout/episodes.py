@@ -198,7 +198,16 @@ def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: A
             check_read(prompt.tokens, answer.prompt_tokens, sample_name(index, prompt))
         text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
         drawn = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version)
-        return Sample(place, index, prompt, *drawn, nothing, token_versions=answer.token_versions)
+        return Sample(
+            place,
+            index,
+            prompt,
+            *drawn,
+            nothing,
+            token_versions=answer.token_versions,
+            routed_experts=answer.routed_experts,
+        )
     text = str(answer.said[-1]["content"])
     sample = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version, nothing)
-    return Sample(place, index, prompt, *sample, answer.generated, answer.said, token_versions=answer.versions)
+    known: dict[str, Any] = {"token_versions": answer.versions, "routed_experts": answer.routed_experts}
+    return Sample(place, index, prompt, *sample, answer.generated, answer.said, **known)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS, Batch
 from automodel_cli.data.packing import best_fit_decreasing
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.objectives.policy import kl_penalty
@@ -34,7 +34,8 @@ class Sample:
 
     Of several turns `tokens` holds what the environment said too: `generated` tells the model's own apart (None: all of
     them), `said` are the messages after the prompt, and `text` is the last of the model's; `environment` is the name of
-    who answered, and `account` what that cost.
+    who answered, and `account` what that cost. `routed_experts` `[tokens, layers, k]`: of prompt and response, as
+    far as it is known.
     """
 
     place: int
@@ -51,6 +52,7 @@ class Sample:
     environment: str | None = None
     account: Account | None = None
     token_versions: list[int] | None = None
+    routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def failed(self) -> bool:
@@ -181,6 +183,7 @@ def _batch(
     labels_BT = torch.full(shape, IGNORE_INDEX)
     positions_BT = torch.zeros(shape, dtype=torch.int64)
     sampler_BT, rewards_BT = torch.zeros(shape), torch.zeros(shape)
+    routed_BTC = _no_routing(samples, shape)
     bounds, spread = [], []
     for row, numbers in enumerate(rows):
         start = 0
@@ -195,6 +198,9 @@ def _batch(
             labels_BT[row, labelled] = torch.tensor(sample.tokens).masked_fill(~generated_T, IGNORE_INDEX)
             sampler_BT[row, labelled] = torch.tensor(sample.logprobs)
             rewards_BT[row, labelled] = sample.score.total * generated_T
+            if routed_BTC is not None and sample.routed_experts is not None:
+                known = slice(start, start + len(sample.routed_experts))
+                routed_BTC[row, known] = torch.from_numpy(sample.routed_experts.astype(np.int16)).flatten(1)
             spread.append((row, first, number))
             bounds.append(row * num_tokens + start)
             start += sample.length
@@ -210,9 +216,19 @@ def _batch(
         cu_seqlens=cu_seqlens,
         max_seqlen=int(cu_seqlens.diff().max()),
         row_ids_B=torch.tensor([samples[numbers[0]].prompt.number if numbers else -1 for numbers in rows]),
-        extra={"sampler_logprobs_BT": sampler_BT, "rewards_BT": rewards_BT},
+        extra={
+            "sampler_logprobs_BT": sampler_BT,
+            "rewards_BT": rewards_BT,
+            **({} if routed_BTC is None else {ROUTED_EXPERTS: routed_BTC}),
+        },
     )
     return batch, spread
+
+
+def _no_routing(samples: Sequence[Sample], shape: tuple[int, int]) -> Tensor | None:
+    """`ROUTED_EXPERTS` with nothing known, of the width that the samples of the step have; None where none has any."""
+    known = next((sample.routed_experts for sample in samples if sample.routed_experts is not None), None)
+    return None if known is None else torch.full((*shape, known[0].size), -1, dtype=torch.int16)
 
 
 def kl_sums(updates: Sequence[Update], samples: Sequence[Sample], kl_type: str) -> Tensor:

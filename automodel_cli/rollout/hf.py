@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -21,7 +24,9 @@ from transformers.generation.logits_process import (
 )
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.distributed.chosen_experts import Recorder, choosing
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream, resolve_seeds
+from automodel_cli.rollout.routing_record import compact
 from automodel_cli.rollout.sampling import draw, uniforms
 
 if TYPE_CHECKING:
@@ -36,7 +41,7 @@ class HFEngine:
     least).
     """
 
-    capabilities = Capabilities(logprobs=True, weight_updates=True)
+    capabilities = Capabilities(logprobs=True, weight_updates=True, routing=True)
 
     def __init__(
         self,
@@ -149,26 +154,63 @@ class HFEngine:
             mask_BT[row, width - len(prompt) :] = 1
         device = self.model.device
         chooser = _Chooser(params, seeds, device)
-        output_BT = self.model.generate(
-            input_ids=input_ids_BT.to(device),
-            attention_mask=mask_BT.to(device),
-            logits_processor=LogitsProcessorList([*_warpers(params), chooser]),
-            generation_config=GenerationConfig(
-                do_sample=False,  # the chooser has drawn: it leaves one token to take
-                max_new_tokens=params.max_new_tokens,
-                eos_token_id=self.stop_token_ids,
-                pad_token_id=self.pad_token_id,
-            ),
-        )
+        record = _Record(self.model) if params.routing else None
+        with record or nullcontext():
+            output_BT = self.model.generate(
+                input_ids=input_ids_BT.to(device),
+                attention_mask=mask_BT.to(device),
+                logits_processor=LogitsProcessorList([*_warpers(params), chooser]),
+                generation_config=GenerationConfig(
+                    do_sample=False,  # the chooser has drawn: it leaves one token to take
+                    max_new_tokens=params.max_new_tokens,
+                    eos_token_id=self.stop_token_ids,
+                    pad_token_id=self.pad_token_id,
+                ),
+            )
         logprobs_BT = chooser.logprobs_BT().cpu().tolist()
         tokens_BT = output_BT[:, width:].cpu().tolist()
-        return [self._completion(tokens, logprobs) for tokens, logprobs in zip(tokens_BT, logprobs_BT, strict=True)]
+        done = [self._completion(tokens, logprobs) for tokens, logprobs in zip(tokens_BT, logprobs_BT, strict=True)]
+        if record is None:
+            return done
+        found = zip(done, prompts, record.chosen_BTLK(), strict=True)
+        return [replace(c, routed_experts=_of_tokens(chosen, width, prompt, c)) for c, prompt, chosen in found]
 
     def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
         """Cut one row after its first stop token; what `generate` wrote behind it is padding."""
         stops = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
         end = stops[0] + 1 if stops else len(tokens)
         return Completion(tokens[:end], logprobs[:end], "stop" if stops else "length", self.weight_version)
+
+
+def _of_tokens(chosen_TLK: np.ndarray, width: int, prompt: Sequence[int], completion: Completion) -> np.ndarray:
+    """Without the padding before the prompt, and without what was read after the completion."""
+    return compact(chosen_TLK[width - len(prompt) : width + len(completion.tokens) - 1])
+
+
+class _Record:
+    """Around `generate`: which experts each token of each row went to."""
+
+    def __init__(self, model: PreTrainedModel):
+        self._model, self._recorder = model, Recorder()
+        self._steps: list[Tensor] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        handle = self._model.register_forward_hook(self._read, with_kwargs=True)
+        self._stack.callback(handle.remove)
+        self._stack.enter_context(choosing(self._recorder))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+    def _read(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        rows, tokens = kwargs["input_ids"].shape
+        chosen_NLK = self._recorder.stacked(rows * tokens).to(torch.int16)
+        self._steps.append(chosen_NLK.unflatten(0, (rows, tokens)))
+
+    def chosen_BTLK(self) -> np.ndarray:
+        found: np.ndarray = torch.cat(self._steps, 1).cpu().numpy()
+        return found
 
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:

@@ -13,6 +13,7 @@ import numpy as np
 from automodel_cli.rollout.conversation import Episode
 from automodel_cli.rollout.engine import Completion
 from automodel_cli.rollout.environment_pool import Account
+from automodel_cli.rollout.routing_record import from_text, to_text
 
 Answer = Completion | Episode
 Place = tuple[int, int]
@@ -31,6 +32,9 @@ def packed(found: Mapping[Place, Answer]) -> dict[str, Any]:
         "finish_reasons": [answer.finish_reason for answer in answers],
         "weight_versions": [answer.weight_version for answer in answers],
     }
+    if any(answer.routed_experts is not None for answer in answers):
+        experts = [answer.routed_experts for answer in answers]
+        columns["routed_experts"] = [None if chosen is None else to_text(chosen) for chosen in experts]
     episodes = [answer for answer in answers if isinstance(answer, Episode)]
     if not episodes:
         return columns
@@ -40,8 +44,16 @@ def packed(found: Mapping[Place, Answer]) -> dict[str, Any]:
 
 def unpacked(state: Mapping[str, Any]) -> dict[Place, Answer]:
     """What `packed` was given; episodes lack their prompts (`of_prompt`)."""
-    if "turns" not in state:
-        return {key: _completion(*row) for key, *row in _rows(state)}
+    found: dict[Place, Answer] = (
+        _episodes(state) if "turns" in state else {key: _completion(*row) for key, *row in _rows(state)}
+    )
+    for (key, answer), text in zip(list(found.items()), state.get("routed_experts", ()), strict=False):
+        if text is not None:
+            found[key] = dataclasses.replace(answer, routed_experts=from_text(text))
+    return found
+
+
+def _episodes(state: Mapping[str, Any]) -> dict[Place, Answer]:
     generated = [bool(drawn) for drawn in _numbers(state["generated"], "u1")]
     found: dict[Place, Answer] = {}
     begin = 0

@@ -14,6 +14,7 @@ cached tokens of the longest sequence, M copied tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,12 @@ class Prefill:
         self.slot_M = torch.cat([torch.full_like(spans[i], slot) for i, slot in copies]).to(device)
         self.position_M = torch.cat([spans[i] for i, _ in copies]).to(device)
 
+    def rows_of_slots(self) -> list[slice]:
+        """Where the tokens of each slot's sequence are among those of this forward."""
+        ends = [*itertools.accumulate(self.lengths)]
+        spans = zip(self.lengths, ends, self.slots, strict=True)
+        return [slice(end - length, end) for length, end, of_prompt in spans for _ in of_prompt]
+
 
 class Decode:
     """One token for each of the slots 0..B-1, at `position_B` of its sequence; `longest` tokens are then cached."""
@@ -56,6 +63,10 @@ class Decode:
         self.position_B, self.longest = position_B, longest
         self.slot_B = torch.arange(len(position_B), device=position_B.device)
         self._visible: dict[int | None, Tensor] = {}
+
+    def rows_of_slots(self) -> list[slice]:
+        """See `Prefill.rows_of_slots`."""
+        return [slice(row, row + 1) for row in range(len(self.slot_B))]
 
     def visible_BL(self, window: int | None) -> Tensor:
         """Bool: which cached tokens each slot's new token sees. All layers of one window share it."""

@@ -25,7 +25,7 @@ class Rollout:
     are not all the same. `num_sampled`: samples drawn, those of dropped groups too. `version`: that of the weights
     which the step updates. `seconds` of the whole rollout, `reward_seconds` those of them in which rewards judged;
     `wait_seconds` in which training waited for samples that are drawn beside it (None: the two take turns).
-    `of_engine`: what the engine tells about itself.
+    `of_engine`: what the engine tells about itself, and how far the trainer is from it.
     """
 
     version: int

@@ -97,6 +97,9 @@ class RolloutConfig:
     rollouts are drawn while steps before them train, and no token that is trained on was drawn by weights that are more
     than k steps old (docs/grpo.md).
 
+    `replay_routing`, for a mixture of experts: the update sends each token to the experts that it went to when it was
+    sampled; gate weights, and so the gradients of routers, are the trainer's own (arXiv:2510.11370).
+
     `placement`: on which GPUs vLLM generates. `separate`: on others than those that train, of the same machine or of
     further nodes. `colocated`: on the same ones in turns; while one works the other keeps little in their memory. null:
     as the engine is (a vLLM server is separate, our own sampler and `hf` share the trainer's GPUs).
@@ -132,6 +135,7 @@ class RolloutConfig:
     environments: dict[str, EnvironmentNode] = field(default_factory=dict)
     environment_column: str = "environment"
     max_staleness: int = 0
+    replay_routing: bool = False
     max_mult_prob_error: float = 1.05
     max_logprob_gap: float = 0.1
     reward_helpers: int = 2
@@ -297,6 +301,13 @@ class RolloutConfig:
                 fix="rollout=sampler",
             )
 
+        if self.replay_routing and not able.routing:
+            raise ConfigError(
+                f"replay_routing=true: {type(self.engine).__name__} does not tell which experts its tokens went to",
+                keys=("replay_routing", "engine"),
+                fix="replay_routing=false",
+            )
+
     def _check_staleness(self) -> None:
         if self.max_staleness < 0:
             raise ConfigError(
@@ -353,7 +364,8 @@ class RolloutConfig:
         """For training, or (`greedy`) to measure with."""
         if greedy:
             return SamplingParams(self.max_new_tokens, temperature=0.0)
-        return SamplingParams(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+        shape = (self.temperature, self.top_p, self.top_k)
+        return SamplingParams(self.max_new_tokens, *shape, routing=self.replay_routing)
 
     def validation_params(self) -> SamplingParams:
         """For the samples besides the greedy one."""

@@ -17,6 +17,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import answer_checker
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.config import TeacherConfig
+from automodel_cli.models.routing import Selectors, selectors_of
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.advantages import group_advantages
@@ -44,6 +45,8 @@ from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
+from automodel_cli.rollout.routing_replay import RoutingReplay
+from automodel_cli.rollout.rules import check_routing_engine
 from automodel_cli.rollout.sample_queue import Generated, SampleQueue, SampleRequest
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.scorer import Scorer
@@ -82,7 +85,10 @@ class Rollouts(Callback):
         required = teacher is None and not config.played
         self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=required)
         self.pool = self._build_pool()
-        self.engine = self.config.engine.build(EngineHost(session, shares_gpus=config.shares_gpus))
+        selectors = self._selectors()
+        self._replay = None if selectors is None else RoutingReplay(session, selectors)
+        host = EngineHost(session, shares_gpus=config.shares_gpus, selectors=selectors)
+        self.engine = self.config.engine.build(host)
         capabilities = self.engine.capabilities
         if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
             raise ConfigError(
@@ -91,6 +97,7 @@ class Rollouts(Callback):
                 keys=("rollout.engine",),
                 fix="rollout=sampler",
             )
+        check_routing_engine(self.config, self.engine.capabilities)
         self._queue = self._build_queue()
         self._scorer = Scorer(session, config, objective, teacher, reference_update)
         self._plan = RowPlan(
@@ -258,7 +265,7 @@ class Rollouts(Callback):
         """Responses with their rewards, of all ranks, by place and index."""
         found, began = None, time.perf_counter()
         if is_group_leader(self.mesh):
-            found = scored_samples(requests, answers, self.session.tokenizer, self.rewards, self.pool)
+            found = self._routed(scored_samples(requests, answers, self.session.tokenizer, self.rewards, self.pool))
         samples = self._of_all_ranks(found)
         self._reward_seconds += time.perf_counter() - began
         return samples
@@ -269,6 +276,9 @@ class Rollouts(Callback):
         dist.all_gather_object(everywhere, mine if is_group_leader(self.mesh) else None)
         samples = [sample for of_rank in everywhere for sample in of_rank or ()]
         return sorted(samples, key=lambda sample: (sample.place, sample.index))
+
+    def _routed(self, samples: list[Sample]) -> list[Sample]:
+        return samples if self._replay is None else self._replay.of_layers(samples)
 
     # -- what is learnt from it
 
@@ -318,6 +328,7 @@ class Rollouts(Callback):
             updates = [update.with_pairs(units) for update in updates]
         with self._phases("score"):
             updates = self._scorer.scored(updates, samples)
+            gaps = {} if self._replay is None else self._replay.gaps(updates, self._scorer)
         if by_token is not None:
             updates, advantages_N = by_token.into(updates, samples, rewards_N, mesh)
         else:
@@ -328,7 +339,7 @@ class Rollouts(Callback):
         passes, trained = self.config.passes, [number for numbers in units for number in numbers]
         self._phases.begin("train")
         waited = None if self._queue is None else self._wait_seconds
-        told = (seconds, self._reward_seconds, waited, getattr(self.engine, "metrics", {}))
+        told = (seconds, self._reward_seconds, waited, {**getattr(self.engine, "metrics", {}), **gaps})
         return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *told)
 
     def _token_advantages(self) -> TokenAdvantages | None:
@@ -338,6 +349,11 @@ class Rollouts(Callback):
             return None
         lam = config.gae_lambda if critic else 1.0
         return TokenAdvantages(config.gamma, lam, critic, config.normalise, self.objective.reward_kl)
+
+    def _selectors(self) -> Selectors | None:
+        if not self.config.replay_routing:
+            return None
+        return selectors_of(self.model.parts[0].source_config, trust_remote_code=self.recipe.model.trust_remote_code)
 
     def _build_pool(self) -> EnvironmentPool | None:
         environments = self.config.played
@@ -391,7 +407,7 @@ class Rollouts(Callback):
         params = self.config.params()
         params = dataclasses.replace(params, max_new_tokens=min(MAX_NEW_TOKENS, params.max_new_tokens))
         answers = self.engine.generate([prompt.tokens for _, _, prompt in requests[few]], params, seeds[few])
-        samples = self._of_all_ranks(unscored_samples(requests[few], answers, session.tokenizer))
+        samples = self._of_all_ranks(self._routed(unscored_samples(requests[few], answers, session.tokenizer)))
         self._rest(weights_follow=False)
         mesh, stages = self.mesh, self.model.stages
         every = [(number,) for number in range(len(samples))]

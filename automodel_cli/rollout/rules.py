@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats import format_name, prompt_format
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.rollout.engine import Capabilities
 from automodel_cli.rollout.environment import check_limits
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.run.sizes import written_config
+
+if TYPE_CHECKING:
+    from automodel_cli.distributed.strategies.base import Strategy
 
 ENVIRONMENT = "environment"
 """What an environment's reward is called among those of a sample."""
@@ -55,6 +60,38 @@ def check_indexer(model: ModelConfig, rollout: RolloutConfig) -> None:
         keys=("rollout.engine", written.key_of(name)),
         fix="rollout=hf",
     )
+
+
+def check_routing(rollout: RolloutConfig, parallelizer: Strategy, *, compares: bool) -> None:
+    """What replay of the sampler's experts cannot be combined with. `compares`: the objective compares its log-probs
+    with the sampler's. Raises ConfigError."""
+    if not rollout.replay_routing:
+        return
+    if not compares:
+        raise ConfigError(
+            "rollout.replay_routing=true: this objective compares nothing with the sampler, so its update is that of "
+            "the model as it is",
+            keys=("rollout.replay_routing", "objective"),
+            fix="rollout.replay_routing=false",
+        )
+    if getattr(parallelizer, "enable_compile", False) is True:
+        raise ConfigError(
+            "rollout.replay_routing=true asks for experts in the middle of a layer, and "
+            "parallelizer.enable_compile=true compiles whole ones",
+            keys=("rollout.replay_routing", "parallelizer.enable_compile"),
+            fix="parallelizer.enable_compile=glue",
+        )
+
+
+def check_routing_engine(rollout: RolloutConfig, able: Capabilities) -> None:
+    """The same of an engine that was found out. Raises ConfigError."""
+    if rollout.replay_routing and not able.routing:
+        raise ConfigError(
+            f"rollout.replay_routing=true: the server of {type(rollout.engine).__name__} does not tell which experts "
+            "its tokens went to; vLLM does so with --enable-return-routed-experts",
+            keys=("rollout.replay_routing", "rollout.engine"),
+            fix="rollout.replay_routing=false",
+        )
 
 
 def check_prompt_data(data: DataConfig) -> None:

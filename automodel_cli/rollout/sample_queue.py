@@ -185,7 +185,8 @@ class SampleQueue:
                 continue
             del self._kept[number]
             of_them = min(answer.weight_version for answer in found.values())
-            if self._kept_settings != self._settings_of(params) or of_them < oldest:
+            kept_settings = {"routing": False, **self._kept_settings}  # a checkpoint may be older than that
+            if kept_settings != self._settings_of(params) or of_them < oldest:
                 return None
             return Generated(requests, [_with_prompt(found[request[:2]], request) for request in requests], 0.0)
         return None

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.chosen_experts import Recorder, choosing
 from automodel_cli.rollout.decoder import Decoder
 from automodel_cli.rollout.engine import (
     Capabilities,
@@ -32,7 +34,8 @@ from automodel_cli.rollout.state_slots import StateSlots
 
 @dataclass
 class _Sequence:
-    """One sample on its way: `index` in the call, what it drew so far, and its random stream of `limit` numbers."""
+    """One sample on its way: `index` in the call, what it drew so far, and its random stream of `limit` numbers.
+    `experts` `[n, layers, k]` of the tokens that were read, where they are asked for: of the layers on this rank."""
 
     index: int
     prompt: Sequence[int]
@@ -40,6 +43,7 @@ class _Sequence:
     uniform_T: Tensor
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -60,7 +64,7 @@ class Sampler:
     before new prompts start: one forward for several prompts costs little more than for one.
     """
 
-    capabilities = Capabilities(logprobs=True, weight_updates=True, live_weights=True)
+    capabilities = Capabilities(logprobs=True, weight_updates=True, live_weights=True, routing=True)
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class Sampler:
         self.stop_token_ids = frozenset(stop_token_ids)
         self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
         self.weight_version = 0
+        self._layers: tuple[int, ...] = ()
         self._refill = max(1, int(num_slots * refill_share))
         self._cache = KVCache(num_slots, whole_attention)
         self._states = StateSlots(num_slots, decoder.new_cache)
@@ -136,7 +141,15 @@ class Sampler:
                     self._retire(active, finished)
         finally:
             self._forget()
+        if params.routing:
+            finished = self._with_experts(finished)
         return [finished[i] for i in range(len(prompts))]
+
+    def _with_experts(self, finished: dict[int, Completion]) -> dict[int, Completion]:
+        """The completions with the experts of all layers, not of this rank's alone. Collective over the pipeline."""
+        mine = {index: c.routed_experts for index, c in finished.items() if c.routed_experts is not None}
+        whole = self.decoder.over_stages(self._layers, mine)
+        return {index: replace(c, routed_experts=whole[index]) for index, c in finished.items()}
 
     def _start(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> None:
         """Prefill the next prompts into free slots and draw their first tokens."""
@@ -179,10 +192,16 @@ class Sampler:
         sequences: Sequence[_Sequence],
         params: SamplingParams,
     ) -> None:
-        with self._cache.during(forward), self._states.during(forward):
+        recorder = Recorder() if params.routing else None
+        with self._cache.during(forward), self._states.during(forward), choosing(recorder):
             logits_SV = self.decoder.logits(input_ids_BT, position_ids_BT, wanted_S)
         if not sequences:
             return
+        if recorder is not None:
+            self._layers = tuple(sorted(recorder.layers))
+            chosen_NLK = recorder.stacked(input_ids_BT.numel()).to(torch.int16).cpu().numpy()
+            for sequence, rows in zip(sequences, forward.rows_of_slots(), strict=True):
+                sequence.experts.append(chosen_NLK[rows])
         drawn_2S = None
         if logits_SV is not None:
             uniform_S = wanted_S.double()
@@ -203,7 +222,10 @@ class Sampler:
             if not stopped and len(sequence.tokens) < sequence.limit:
                 continue
             reason: FinishReason = "stop" if stopped else "length"
-            finished[sequence.index] = Completion(sequence.tokens, sequence.logprobs, reason, self.weight_version)
+            experts = np.concatenate(sequence.experts) if sequence.experts else None
+            finished[sequence.index] = Completion(
+                sequence.tokens, sequence.logprobs, reason, self.weight_version, routed_experts=experts
+            )
             last = active.pop()
             if last is not sequence:
                 active[slot] = last

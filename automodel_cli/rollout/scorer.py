@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from automodel_cli.data.batch import ROUTED_EXPERTS
 from automodel_cli.data.head_output import HeadRequest
 from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.shaping import Shaping
@@ -61,7 +62,10 @@ class Scorer:
             if isinstance(self._objective, Distillation):
                 return [self._with_teacher(update, self._objective, stages) for update in updates]
             device = self._mesh.device
-            return [u.with_column("ref_logprobs_BT", logprobs_of(stages, u.batches, device)) for u in updates]
+            # The reference's experts are its own, also where it is the model without its adapters.
+            own = [[batch.without_column(ROUTED_EXPERTS) for batch in update.batches] for update in updates]
+            found = [logprobs_of(stages, batches, device) for batches in own]
+            return [u.with_column("ref_logprobs_BT", column) for u, column in zip(updates, found, strict=True)]
 
     def _by_policy(self, updates: Sequence[Update], samples: Sequence[Sample]) -> list[Update]:
         """In one pass, or none: the log-probs of an only update are its own."""

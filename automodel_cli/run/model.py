@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -44,7 +43,7 @@ class Model:
     parts: list[ModelPart]
     num_parameters: int
     num_trained: int
-    step_hooks: Sequence[StepHook] = ()
+    step_hooks: list[StepHook] = field(default_factory=list)
 
     @classmethod
     def build(cls, recipe: Recipe, mesh: Mesh) -> Model:

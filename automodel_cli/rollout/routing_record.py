@@ -1,0 +1,51 @@
+"""What engines tell of the experts that tokens went to, on its way from a forward to a batch.
+
+Shapes: T tokens, L layers with experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def compact(chosen_TLK: np.ndarray) -> np.ndarray:
+    """In the smallest integers that hold it: a byte for each expert of up to 256."""
+    if chosen_TLK.dtype == np.uint8 or not chosen_TLK.size:
+        return chosen_TLK.astype(np.uint8)
+    fits = chosen_TLK.min() >= 0 and chosen_TLK.max() < 256
+    return chosen_TLK.astype(np.uint8 if fits else np.int16)
+
+
+def joined(of_stages: Sequence[tuple[Sequence[int], np.ndarray]]) -> np.ndarray:
+    """`[T, L, K]` of all layers from what each stage of a pipeline knows: the numbers of its layers, and theirs."""
+    num_layers = sum(len(numbers) for numbers, _ in of_stages)
+    most = max(chosen.shape[2] for _, chosen in of_stages)
+    whole = np.full((len(of_stages[0][1]), num_layers, most), -1, np.int16)
+    for numbers, chosen in of_stages:
+        whole[:, list(numbers), : chosen.shape[2]] = chosen
+    return compact(whole)
+
+
+def first_known(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray | None:
+    """Of a conversation that is read again at each turn: what was chosen when a token was read first, which for what
+    the model drew is when it drew the next one."""
+    if before is None or now is None:
+        return now if before is None else before
+    return compact(np.concatenate([before.astype(np.int16), now[len(before) :].astype(np.int16)]))
+
+
+def to_text(array: np.ndarray) -> str:
+    """As text for JSON: shape, dtype and numbers."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def from_text(text: str) -> np.ndarray:
+    """What `to_text` made; also what vLLM sends."""
+    found: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    return found

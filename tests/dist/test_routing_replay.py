@@ -1,0 +1,156 @@
+"""Samples that bring their experts along: every layout against the library's model in one process, whose routers are
+forced by hand; and what the sampler records under each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.data.batch import ROUTED_EXPERTS, Batch
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.models.router import routers
+from automodel_cli.models.routing import install_routing, selectors_of
+from automodel_cli.parity.compare import Errors, Recorder, judge
+from automodel_cli.parity.reference import Reference, one_process
+from automodel_cli.parity.rows import FP32, Row
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.model_engines import build_sampler
+from automodel_cli.training.step import train_step
+from tests import tiny
+from tests.dist.harness import launch, launch_all
+from tests.dist.test_grpo import OBJECTIVE, TOLERANCE, built, given_samples, updates_of, with_columns
+from tests.marks import slow
+
+FAMILY = "qwen3_moe"
+K = 2
+
+
+def routed_samples() -> list[Sample]:
+    """The same samples, each token but the last one with two experts at random in every layer."""
+    samples = []
+    for number, sample in enumerate(given_samples()):
+        generator = torch.Generator().manual_seed(1000 + number)
+        scores = torch.rand(sample.length - 1, tiny.NUM_LAYERS, 8, generator=generator)
+        samples.append(replace(sample, routed_experts=scores.topk(K).indices.numpy().astype(np.uint8)))
+    return samples
+
+
+def force(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """From now on each call of the model is the next document of these batches, with its experts."""
+
+    def documents() -> Iterator[Tensor]:
+        for batch in batches:
+            experts_NLK = batch.extra[ROUTED_EXPERTS].flatten(0, 1).unflatten(-1, (tiny.NUM_LAYERS, K)).long()
+            yield from experts_NLK.tensor_split(batch.cu_seqlens[1:-1].long())
+
+    coming, current = documents(), [torch.empty(0)]
+
+    def routed(router: Any, layer: int) -> Any:
+        def forward(hidden_ND: Tensor) -> tuple[None, Tensor, Tensor]:
+            probs_NE = (hidden_ND @ router.weight.T).softmax(-1)
+            given_NK = current[0][:, layer]
+            index_NK = torch.where(given_NK >= 0, given_NK, probs_NE.topk(K).indices)
+            gates_NK = probs_NE.gather(-1, index_NK)
+            return None, gates_NK / gates_NK.sum(-1, keepdim=True), index_NK
+
+        return forward
+
+    model.register_forward_pre_hook(lambda *_: current.__setitem__(0, next(coming)))
+    for layer, (_, _, router) in enumerate(routers(model)):
+        router.forward = routed(router, layer)  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, and what one process makes of the samples with their experts, in float64."""
+    folder = tmp_path_factory.mktemp("routed")
+    model = tiny.build_hf(FAMILY)
+    model.save_pretrained(folder / FAMILY)
+    model.double()
+    model.set_experts_implementation("eager")
+    samples = routed_samples()
+    (update,) = updates_of(samples, packed=False)
+    batches = with_columns(update, samples).batches
+    force(model, batches)
+    torch.save(vars(one_process(model, batches, OBJECTIVE)), folder / f"{FAMILY}.pt")
+    return folder
+
+
+def row(*, schedule: str = "1f1b", recompute: bool = True, **sizes: int) -> Row:
+    mesh = MeshConfig(**{f"{name}_size": size for name, size in sizes.items()})
+    config = FSDP2Config(mp_policy=FP32, activation_checkpointing="full" if recompute else False)
+    pipeline = PipelineConfig(schedule=schedule) if sizes.get("pp", 1) > 1 else None
+    return Row(mesh, config, pipeline, objective=OBJECTIVE)
+
+
+def updated(rank: int, world: int, folder: Path, rows: Sequence[Row]) -> list[tuple[Errors, float]]:
+    """What an update on the samples differs by from one process, and the mismatch that it counts."""
+    found = []
+    for which in rows:
+        mesh, stages = built(folder, FAMILY, which, world)
+        routing = install_routing(stages.parts, selectors_of(tiny.tiny_config(FAMILY)), mesh.device, stages.pp_group)
+        samples = routed_samples()
+        (update,) = updates_of(samples, which.packed, mesh.dp_rank, mesh.dp_size)
+        recorder, batches = Recorder(*stages.parts), with_columns(update, samples).batches
+        result = train_step(stages, batches, OBJECTIVE, recorder, mesh, max_grad_norm=None, hooks=[routing])
+        wanted = Reference(**torch.load(folder / f"{FAMILY}.pt"))
+        found.append((judge(wanted, result, recorder.gradients), result.metrics["routing_mismatch"].item()))
+    return found
+
+
+LAYOUTS = {
+    1: [row(), row(recompute=False)],
+    2: [row(dp=2, ep=2), row(pp=2), row(cp=2), row(tp=2)],
+}
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_layouts_replay_what_one_process_with_forced_routers_computes(folder, world):
+    (_, mismatch), *_ = launch(updated, 1, folder, [row()])
+    assert 0.8 < mismatch < 1  # two of eight at random are the router's own once in 28
+    for which, (errors, counted) in zip(LAYOUTS[world], launch(updated, world, folder, LAYOUTS[world]), strict=True):
+        assert errors.within(TOLERANCE), f"{which}: {errors}"
+        assert counted == pytest.approx(mismatch, abs=0.01), which
+
+
+@pytest.mark.parametrize("which", slow(row(pp=2, dp=2, ep=2), row(pp=2, dp=2, ep=2, schedule="interleaved1f1b")))
+def test_stages_with_experts_over_ranks_replay_them(folder, which):
+    ((errors, _),) = launch(updated, 4, folder, [which])
+    assert errors.within(TOLERANCE), errors
+
+
+def recorded(rank: int, world: int, folder: Path, rows: Sequence[Row]) -> list[dict[int, list[Any]]]:
+    """By number of the prompt: the tokens that are drawn and the experts that are told."""
+    params = SamplingParams(max_new_tokens=6, routing=True)
+    found = []
+    for which in rows:
+        mesh, stages = built(folder, FAMILY, which, world)
+        install_routing(stages.parts, selectors_of(tiny.tiny_config(FAMILY)), mesh.device, stages.pp_group)
+        sampler = build_sampler(stages, mesh, stop_token_ids=[5, 9], num_slots=3)
+        prompts = [sample.prompt.tokens for sample in given_samples()]
+        mine = list(range(len(prompts)))[mesh.dp_rank :: mesh.dp_size]
+        drawn = sampler.generate([prompts[i] for i in mine], params, [sample_seed(0, i) for i in mine])
+        experts = [None if c.routed_experts is None else np.sort(c.routed_experts).tolist() for c in drawn]
+        found.append({i: [c.tokens, chosen] for i, c, chosen in zip(mine, drawn, experts, strict=True)})
+    return found
+
+
+def test_layouts_record_what_one_process_records(folder):
+    (want,) = launch(recorded, 1, folder, [row()])
+    assert all(len(experts) == len(given_samples()[i].prompt.tokens) + len(tokens) - 1 for i, (tokens, experts) in want.items())
+    every_rank = launch_all(recorded, 2, folder, LAYOUTS[2])
+    for number, which in enumerate(LAYOUTS[2]):
+        for of_rank in every_rank:
+            assert of_rank[number].items() <= want.items(), which
+        assert {i for of_rank in every_rank for i in of_rank[number]} == set(want)
