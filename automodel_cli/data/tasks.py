@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.data.messages import ROLES
 
 Split = Literal["train", "validation"]
 Operands = tuple[int | str, ...]
@@ -40,8 +41,9 @@ class ChatTasks:
 
     `kinds` maps a kind to its share of the rows (any positive numbers; 0 leaves the kind out). `max_number` bounds
     every number, `max_addend` the smaller operand of a sum or a difference, `max_length` the letters or digits of a
-    string (at least 2). `num_train` rows are drawn with replacement; `num_validation` rows are distinct problems, none
-    of which occurs in the training split of any seed.
+    string (at least 2). `context` are messages in front of each question, `{role: ..., content: ...}`: what the model
+    is told, or worked examples; none of them is trained. `num_train` rows are drawn with replacement; `num_validation`
+    rows are distinct problems, none of which occurs in the training split of any seed.
     """
 
     kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 1.0))
@@ -50,6 +52,7 @@ class ChatTasks:
     max_number: int = 99
     max_addend: int = 9
     max_length: int = 5
+    context: list[dict[str, str]] = field(default_factory=list)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,6 +65,13 @@ class ChatTasks:
                 raise ConfigError(f"kinds.{name}={share} must be >= 0", keys=(f"kinds.{name}",), fix=f"kinds.{name}=1")
         if not sum(self.kinds.values()) > 0:
             raise ConfigError("kinds has no kind with a share above 0", keys=("kinds",), fix="kinds.add=1")
+        for index, message in enumerate(self.context):
+            if set(message) != {"role", "content"} or message["role"] not in ROLES:
+                raise ConfigError(
+                    f"context[{index}]={message} is no message: it has a role ({', '.join(ROLES)}) and a content",
+                    keys=("context",),
+                    fix="context=[{role: system, content: Be brief.}]",
+                )
         for name, least in (
             ("num_train", 1),
             ("num_validation", 0),
@@ -75,13 +85,15 @@ class ChatTasks:
                 )
 
     def rows(self, split: Split) -> Iterator[dict[str, Any]]:
-        """The rows of one split, the same for the same node: dicts with `messages` (user, assistant), `answer`, `kind`.
+        """The rows of one split, the same for the same node: dicts with `messages` (the context, user, assistant),
+        `answer`, `kind`.
 
         Raises DataError when the held-out problems of the chosen kinds are fewer than `num_validation`.
         """
         # A string seed is hashed with SHA-512 by `random`, so the two streams are unrelated and the same on every
         # machine.
         rng = random.Random(f"{self.seed} {split}")
+        before = [{**message, "train": False} for message in self.context]
         names = list(self.kinds)
         shares = list(self.kinds.values())
         total = self.num_train if split == "train" else self.num_validation
@@ -106,8 +118,9 @@ class ChatTasks:
                 seen.add((name, operands))
             made += 1
             answer = kind.answer(operands)
-            user = {"role": "user", "content": kind.ask(rng, operands)}
-            yield {"messages": [user, {"role": "assistant", "content": answer}], "answer": answer, "kind": name}
+            question = {"role": "user", "content": kind.ask(rng, operands)}
+            messages = [*before, question, {"role": "assistant", "content": answer}]
+            yield {"messages": messages, "answer": answer, "kind": name}
 
     def cache_key(self) -> str:
         """Hex digest of everything that decides the rows: the fields and the version of this code."""

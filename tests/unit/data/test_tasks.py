@@ -10,10 +10,13 @@ from collections import Counter
 import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.data.config import DataConfig
+from automodel_cli.data.prepare import prepare
 from automodel_cli.data.tasks import KINDS, ChatTasks
+from automodel_cli.models.tokenizer import ByteTokenizer
 
 PINNED_QUESTIONS = ["Say QPRFO again.", "Write the digits of 00572 in order.", "What is HENVD in reverse?"]
-PINNED_KEY = "70c44bc279e54b39381c580a820fc5686516737cf34a28fd163cc1df6ba91562"
+PINNED_KEY = "9131d33ff25cb388e72b0ab01cf763e4ab5e2ccc9e351f38bd0abfbd024276ae"
 
 
 def solve(question: str) -> str:
@@ -105,6 +108,7 @@ def test_the_key_names_every_field():
             {"max_number": 50},
             {"max_addend": 5},
             {"max_length": 3},
+            {"context": [{"role": "system", "content": "Be brief."}]},
             {"seed": 1},
         )
     ]
@@ -155,3 +159,28 @@ def test_too_few_held_out_problems_are_said_with_their_number():
 def test_importing_the_module_imports_no_torch():
     code = "import sys, automodel_cli.data.tasks as t; t.ChatTasks(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_messages_of_the_context_stand_before_each_question_and_are_not_trained():
+    shown = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "What is 1 + 1?"}]
+    shown.append({"role": "assistant", "content": "2"})
+    plain, told = (list(ChatTasks(num_train=20, context=c).rows("train")) for c in ([], shown))
+    for alone, row in zip(plain, told, strict=True):
+        *before, question, answer = row["messages"]
+        assert [{key: m[key] for key in ("role", "content")} for m in before] == shown
+        assert [question, answer] == alone["messages"] and row["answer"] == alone["answer"]
+    config = DataConfig(task=ChatTasks(num_train=20, num_validation=1, context=shown), seq_len=256)
+    tokenizer = ByteTokenizer().build()
+    train = prepare(config, tokenizer, seed=0).train
+    trained = ""
+    for row in range(len(train)):
+        ids, mask, _ = train.tokens(row)
+        trained += tokenizer.decode(ids[1:][mask[:-1].astype(bool)])  # the mask is of what is predicted from
+    assert sorted(trained.split("<|end|>")[:-1]) == sorted(row["answer"] for row in told)
+
+
+@pytest.mark.parametrize("message", [{"role": "bot", "content": "x"}, {"role": "user"}, {"role": "user", "text": "x"}])
+def test_a_message_of_the_context_that_is_none_is_refused(message):
+    with pytest.raises(ConfigError, match=r"context\[0\]") as caught:
+        ChatTasks(context=[message])
+    assert caught.value.keys == ("context",)
