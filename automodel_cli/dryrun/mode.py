@@ -44,6 +44,8 @@ class Counts:
         self.on = False
         self.syncs: Counter[tuple[str, str]] = Counter()
         self.kernels: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+        """Bytes that they read and write."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.flops = 0.0
 
@@ -77,7 +79,8 @@ class TracedRank(TorchDispatchMode):
         for t in written:
             self.memory.add(t, name)
         unique = {id(t): t for t in (*read, *written)}.values()
-        self._took(name, kernels.memory_seconds(self.gpu, sum(t.numel() * t.element_size() for t in unique)), 0.0)
+        moved = sum(t.numel() * t.element_size() for t in unique)
+        self._took(name, kernels.memory_seconds(self.gpu, moved), 0.0, moved)
 
     def synchronised(self, what: str) -> None:
         """The host waits for the device, at the line that is running."""
@@ -215,12 +218,13 @@ class TracedRank(TorchDispatchMode):
         on_device = [t for t in tensors if _is_cuda(t)]
         moved = kernels.num_bytes(func, on_device, [t for t in outs if _is_cuda(t)])
         took = kernels.seconds(self.gpu, func, work, moved, tensors[0].dtype if tensors else torch.bfloat16)
-        self._took(name, took, work)
+        self._took(name, took, work, moved)
 
-    def _took(self, name: str, took: float, work: float) -> None:
+    def _took(self, name: str, took: float, work: float, moved: int) -> None:
         self.clock.kernel(took)
         if self.counts.on:
             self.counts.kernels[name] += 1
+            self.counts.moved[name] += moved
             self.counts.seconds[name] += took
             self.counts.flops += work
 
