@@ -7,7 +7,7 @@ communication buffers are not counted, hence "estimate".
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,13 +98,17 @@ class Accounting:
 
     def _gathered_parameters(self, units: Sequence[Unit], num_outside: int) -> float:
         """Under a pipeline a stage stays gathered for the whole step; otherwise the root group and the last layer do,
-        and two more layers are in flight."""
+        experts where they are kept, and two more layers are in flight."""
         dtype = self.storage.compute_dtype
         if self.layout.pp > 1:
             return self._gathered(units, dtype)
         outside, layers = units[:num_outside], units[num_outside:]
+        kept = 0.0
+        if self.storage.keeps_experts and self.layout.ep > 1:
+            kept = self._gathered([_part(unit, is_experts) for unit in layers], dtype)
+            layers = [_part(unit, lambda owner: not is_experts(owner)) for unit in layers]
         by_size = sorted((self._gathered([unit], dtype) for unit in layers[:-1]), reverse=True)
-        return self._gathered([*outside, *layers[-1:]], dtype) + sum(by_size[:2])
+        return self._gathered([*outside, *layers[-1:]], dtype) + sum(by_size[:2]) + kept
 
     def _unsharded_gradients(self, units: Sequence[Unit]) -> float:
         """Gradients that are reduced once per step add up unsharded until then."""
@@ -112,6 +116,10 @@ class Accounting:
         if self.storage.defers and (self.layout.pp > 1 or self.num_microbatches > 1):
             return self._gathered(units, dtype, trained=True)
         return max((self._gathered([unit], dtype, trained=True) for unit in units), default=0.0)
+
+
+def _part(unit: Unit, chosen: Callable[[nn.Module], bool]) -> Unit:
+    return replace(unit, params=tuple(item for item in unit.params if chosen(item.owner)))
 
 
 def sharded_rows(rows: int, shards: int) -> int:

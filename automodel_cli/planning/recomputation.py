@@ -19,12 +19,13 @@ _QUICKEST_FIRST: tuple[bool | str, ...] = (False, "selective", "full", "minimal"
 @dataclass(frozen=True)
 class Choice:
     """`tried` are the modes in order, each with the bytes of the heaviest GPU; the last one was taken. `refused` is
-    why nothing could be estimated, if so."""
+    why nothing could be estimated, if so. `keeps_experts`: there is room for those of all layers, gathered."""
 
     mode: bool | str
     tried: tuple[tuple[bool | str, float], ...] = ()
     room: float = 0.0
     refused: str = ""
+    keeps_experts: bool = False
 
     def __str__(self) -> str:
         name = _named(self.mode)
@@ -33,7 +34,8 @@ class Choice:
         *others, (_, peak) = self.tried
         more = "".join(f"; {_named(mode)} would need {size / GIB:.0f}" for mode, size in reversed(others))
         over = "" if peak <= self.room else ", which is more than there is"
-        return f"{name} (planned peak {peak / GIB:.0f} GiB of {self.room / GIB:.0f} to be used{over}{more})"
+        kept = ", with experts cast once a step" if self.keeps_experts else ""
+        return f"{name} (planned peak {peak / GIB:.0f} GiB of {self.room / GIB:.0f} to be used{kept}{over}{more})"
 
 
 def _named(mode: bool | str) -> str:
@@ -43,7 +45,7 @@ def _named(mode: bool | str) -> str:
 def choose(request: Request, memory: float) -> Choice:
     """For GPUs of `memory` bytes, from the fast estimate of `automodel plan`: the first of none, selective, full and,
     where experts are on other ranks, minimal whose heaviest GPU has room beside what is set aside. The last one where
-    none has."""
+    none has. Then, without a pipeline, experts stay gathered if there is room for that too."""
     assert isinstance(request.parallelizer, ParallelizerConfig)
     room = (memory - RESERVE_GIB * GIB) / (1 + MARGIN)
     tried: list[tuple[bool | str, float]] = []
@@ -55,4 +57,9 @@ def choose(request: Request, memory: float) -> Choice:
             return Choice("full", refused=f"no estimate: {error.message}")
         if tried[-1][1] <= room:
             break
+    keeping = parallelizer.keeping_experts() if request.layout.ep > 1 and request.layout.pp == 1 else None
+    if keeping is not None:
+        peak = make_plan(replace(request, parallelizer=keeping)).heaviest
+        if peak <= room:
+            return Choice(tried[-1][0], (*tried[:-1], (tried[-1][0], peak)), room, keeps_experts=True)
     return Choice(tried[-1][0], tuple(tried), room)

@@ -31,9 +31,11 @@ def decide(recipe: Recipe, layout: Layout, memory: float | None) -> Choice:
     return choose(plan_request(recipe, layout), memory)
 
 
-def with_mode(recipe: Recipe, mode: bool | str) -> Recipe:
+def with_choice(recipe: Recipe, choice: Choice) -> Recipe:
     assert isinstance(recipe.parallelizer, ParallelizerConfig)
-    parallelizer: Any = replace(recipe.parallelizer, activation_checkpointing=mode)
+    parallelizer: Any = replace(recipe.parallelizer, activation_checkpointing=choice.mode)
+    if choice.keeps_experts:
+        parallelizer = parallelizer.keeping_experts()
     return replace(recipe, parallelizer=parallelizer)
 
 
@@ -42,7 +44,7 @@ def decided(recipe: Recipe, layout: Layout, memory: float | None) -> tuple[Recip
     if not is_open(recipe):
         return recipe, None
     choice = decide(recipe, layout, memory)
-    return with_mode(recipe, choice.mode), str(choice)
+    return with_choice(recipe, choice), str(choice)
 
 
 def decided_together(recipe: Recipe, mesh: Mesh) -> tuple[Recipe, str | None]:
@@ -61,4 +63,4 @@ def decided_together(recipe: Recipe, mesh: Mesh) -> tuple[Recipe, str | None]:
     if dist.get_rank() == 0:
         found = [decide(recipe, mesh.layout, memory)]
     dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-    return with_mode(recipe, found[0].mode), str(found[0])
+    return with_choice(recipe, found[0]), str(found[0])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
@@ -257,6 +258,47 @@ def test_recomputation_exchanges_nothing_again(family):
         assert all(torch.equal(seen[3][name], grad) for name, grad in plain[3].items()), mode
     assert minimal[0] > plain[0] and minimal[2] > plain[2]
     assert all(torch.equal(minimal[3][name], grad) for name, grad in plain[3].items())
+
+
+class _Casts(TorchDispatchMode):
+    """How often float32 is copied into a bfloat16 of at least so many elements."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and result.dtype == torch.bfloat16:
+            self.count += result.numel() >= self.numel and args[1].dtype == torch.float32
+        return result
+
+
+def _with_kept_experts(rank, world, keep):
+    """(casts of experts, gradients) of two steps of three microbatches in bfloat16, and whether experts are shards
+    after each."""
+    mesh = build_mesh(EP2.resolve(world), "cpu")
+    config = replace(FSDP2, mp_policy=MixedPrecision(), keep_cast_experts=keep)
+    stages = build_stages(Case("qwen3_moe", EP2, config=config), mesh)
+    experts = [module for module in stages.parts[0].modules() if is_experts(module)]
+    smallest = min(param.to_local().numel() for module in experts for param in module.parameters())
+    found = []
+    for _ in range(2):
+        recorder = Recorder(stages.parts)
+        with _Casts(smallest) as casts:
+            train_step(stages, batches_of(mesh.dp_rank, 3), SFT(), recorder, mesh, max_grad_norm=None)
+        in_shards = all(param.dtype == torch.float32 for module in experts for param in module.parameters())
+        found.append((casts.count / len(experts), recorder.gradients, in_shards))
+    return found
+
+
+def test_kept_experts_are_cast_once_a_step_and_give_the_same_gradients():
+    """Otherwise forward and backward of three microbatches cast two weights each; those of the last layer stay between
+    its forward and its backward."""
+    cast_again, kept = (launch(_with_kept_experts, 2, keep) for keep in (False, True))
+    for (more, want, _), (count, got, in_shards) in zip(cast_again, kept, strict=True):
+        assert count == 2 and more >= 3 * count and in_shards
+        assert all(torch.equal(got[name], grad) for name, grad in want.items())
 
 
 def _compiled(rank, world, family):

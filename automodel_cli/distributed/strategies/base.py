@@ -49,7 +49,7 @@ class Storage:
     `shards`: which of "parameters", "gradients" and "optimizer" are cut over the data-parallel and context-parallel
     ranks; the others are whole copies. `compute_dtype` of gathered parameters, `reduce_dtype` of gradients: null is the
     dtype as stored. `defers`: gradients add up unsharded until the last microbatch. `gradient_copies` of whole
-    gradients. `offloaded`: what is sharded lives in host memory.
+    gradients. `offloaded`: what is sharded lives in host memory. `keeps_experts`: those of all layers stay gathered.
     """
 
     shards: frozenset[str] = frozenset()
@@ -58,6 +58,7 @@ class Storage:
     defers: bool = True
     gradient_copies: int = 1
     offloaded: bool = False
+    keeps_experts: bool = False
 
 
 class Strategy(Protocol):
@@ -191,6 +192,10 @@ class ParallelizerConfig:
         from automodel_cli.distributed.parallelizer import parallelize
 
         parallelize(part, mesh, self)
+
+    def keeping_experts(self) -> Self | None:
+        """The same with experts that stay gathered for a step, where it leaves that to the machine; else None."""
+        return None
 
     def storage(self) -> Storage:
         """What a rank keeps, for `automodel plan`."""

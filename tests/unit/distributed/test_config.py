@@ -39,6 +39,7 @@ FSDP2_FIELDS = COMMON | {
     "fsdp2_backward_prefetch_depth": 2,
     "fsdp2_forward_prefetch_depth": 1,
     "expert_dispatch": "all_to_all",
+    "keep_cast_experts": "auto",
     "context_parallel": "all_gather",
 }
 DDP_FIELDS = COMMON | {

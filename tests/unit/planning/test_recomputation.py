@@ -43,6 +43,17 @@ def test_tokens_of_other_ranks_are_exchanged_again_only_where_nothing_else_has_r
     assert "more than there is" in str(dense)
 
 
+def test_experts_stay_cast_where_there_is_room_beside_what_is_recomputed():
+    asked = request("qwen3_moe", layout=Layout(dp_shard=2, ep=2), pipeline=None, seq_len=256)
+    kept = replace(asked, parallelizer=replace(asked.parallelizer, keep_cast_experts=True))
+    room = _memory_with_room_for(_peak(kept, False))
+    assert _peak(kept, False) > _peak(asked, False)
+    assert choose(asked, room + 1).keeps_experts and not choose(asked, room - 1024).keeps_experts
+    assert "with experts cast once a step" in str(choose(asked, room + 1))
+    refused = replace(asked, parallelizer=replace(asked.parallelizer, keep_cast_experts=False))
+    assert choose(refused, room + 1) == replace(choose(refused, room + 1), mode=False, keeps_experts=False)
+
+
 def test_the_choice_says_its_numbers_and_what_was_turned_down():
     asked = request(layout=Layout(), pipeline=None, seq_len=256)
     choice = choose(asked, _memory_with_room_for(_peak(asked, "selective")) + 1)

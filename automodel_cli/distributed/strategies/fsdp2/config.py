@@ -10,6 +10,7 @@ from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import (
+    AUTO,
     AxisOptions,
     ParallelizerConfig,
     Storage,
@@ -103,6 +104,9 @@ class FSDP2Config(ParallelizerConfig):
     them during one layer; "ring" passes them around, for rows so long that this is too much. The numbers are the same.
     `expert_dispatch`: how tokens reach experts on other ranks where mesh.ep_size > 1. "all_to_all" is torch's; "deepep"
     are DeepEP's kernels (CUDA, a package of their own), which send a token once to a rank with several of its experts.
+    `keep_cast_experts`: true gathers and casts the experts of each layer once a step; false forward and backward of
+    each microbatch, and holds those of three layers instead of all. "auto" keeps them where `activation_checkpointing:
+    auto` finds room beside what it chose, else not. Under a pipeline they stay in any case.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset({"pp", "tp", "cp", "ep", "hsdp", "nf4", "fp8", "sampler", "mtp"})
@@ -119,6 +123,7 @@ class FSDP2Config(ParallelizerConfig):
     fsdp2_forward_prefetch_depth: int = 1
     context_parallel: str = CONTEXT_PARALLEL[0]
     expert_dispatch: str = EXPERT_DISPATCH[0]
+    keep_cast_experts: bool | str = AUTO
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,6 +132,12 @@ class FSDP2Config(ParallelizerConfig):
         self._check_autocast()
         check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL, "parallelizer.context_parallel")
         check_choice("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCH, "parallelizer.expert_dispatch")
+        if not isinstance(self.keep_cast_experts, bool) and self.keep_cast_experts != AUTO:
+            raise ConfigError(
+                f"keep_cast_experts={self.keep_cast_experts!r} is not one of auto, true, false",
+                keys=("keep_cast_experts",),
+                fix="parallelizer.keep_cast_experts=auto",
+            )
         if self.enable_async_tensor_parallel and self.enable_compile is not True:
             raise ConfigError(
                 f"enable_async_tensor_parallel is something that the compiler does with whole layers, but "
@@ -179,6 +190,7 @@ class FSDP2Config(ParallelizerConfig):
         for name, axis, default in (
             ("context_parallel", "cp_size", CONTEXT_PARALLEL[0]),
             ("expert_dispatch", "ep_size", EXPERT_DISPATCH[0]),
+            ("keep_cast_experts", "ep_size", AUTO),
         ):
             if getattr(self, name) != default and (getattr(mesh, axis) or 1) == 1:
                 raise ConfigError(
@@ -223,7 +235,11 @@ class FSDP2Config(ParallelizerConfig):
             reduce_dtype=policy.reduce_dtype or policy.param_dtype,
             defers=self.defer_fsdp_grad_sync,
             offloaded=self.offload_policy is not None,
+            keeps_experts=self.keep_cast_experts is True,
         )
+
+    def keeping_experts(self) -> Self | None:
+        return replace(self, keep_cast_experts=True) if self.keep_cast_experts == AUTO else None
 
     def exact(self, axes: Sequence[str], *, precision: bool = False, compiled: bool = False) -> Self:
         plain = replace(
@@ -233,6 +249,8 @@ class FSDP2Config(ParallelizerConfig):
         )
         if "tp" not in axes:
             plain = replace(plain, sequence_parallel=False, tp_plan=None)
+        if "ep" not in axes:
+            plain = replace(plain, keep_cast_experts=AUTO)
         return plain if "cp" in axes else replace(plain, context_parallel=CONTEXT_PARALLEL[0])
 
     @property

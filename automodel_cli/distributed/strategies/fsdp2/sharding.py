@@ -29,9 +29,10 @@ _alone: WeakSet[nn.Module] = WeakSet()
 class FSDP2Sharded(Sharded):
     """FSDP2 works in place: the part is what runs."""
 
-    def __init__(self, part: nn.Module, *, every_microbatch: bool):
+    def __init__(self, part: nn.Module, *, every_microbatch: bool, kept: Sequence[FSDPModule] = ()):
+        """`kept` stay gathered from their first use to the end of the last microbatch."""
         super().__init__(part)
-        self._every_microbatch = every_microbatch
+        self._every_microbatch, self._kept = every_microbatch, kept
         self._alone = alone(part)
 
     @contextmanager
@@ -39,6 +40,8 @@ class FSDP2Sharded(Sharded):
         module = self.part
         assert isinstance(module, FSDPModule)
         reduce_in_backward(module, self._alone, is_last=is_last, every_microbatch=self._every_microbatch)
+        for unit in self._kept:
+            unit.set_reshard_after_backward(is_last, recurse=False)
         try:
             yield
         finally:
@@ -131,18 +134,25 @@ def fsdp2_strategy_parallelize(
     shard: dict[str, Any] = {"mesh": mesh, "offload_policy": offload_policy or OffloadPolicy()}
     # output_dtype belongs to the root: on a layer it would feed float32 into the next layer's bfloat16 norm.
     layer_policy = dataclasses.replace(policy, output_dtype=None)
+    kept: list[FSDPModule] = []
     for i, layer in enumerate(layers):
         reshard = pp_size == 1 and i < len(layers) - 1
         if expert_mesh is not None:
-            shard_experts(
-                layer, expert_mesh, mp_policy=layer_policy, offload_policy=shard["offload_policy"], reshard=reshard
+            keep = config.keep_cast_experts is True
+            units = shard_experts(
+                layer,
+                expert_mesh,
+                mp_policy=layer_policy,
+                offload_policy=shard["offload_policy"],
+                reshard=reshard and not keep,
             )
+            kept += units if keep else ()
         fully_shard(layer, mp_policy=layer_policy, reshard_after_forward=reshard, **shard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **shard)
     if mesh.size() == 1:
         _alone.update(unit for unit in (*layers, model) if isinstance(unit, FSDPModule))
     sum_gradients(model)
-    register(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch), model)
+    register(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch, kept=kept), model)
     if config.enable_fsdp2_prefetch:
         chain_prefetch(model, layers, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
     logger.info("fsdp2: %d layers over %s ranks, %s", len(layers), tuple(mesh.shape), policy)
@@ -156,8 +166,9 @@ def shard_experts(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     reshard: bool,
-) -> None:
-    """Shard the layer's experts on their own mesh: other ranks hold other experts, so only `mesh` shards and sums."""
+) -> list[FSDPModule]:
+    """Shard the layer's experts on their own mesh: other ranks hold other experts, so only `mesh` shards and sums.
+    Returns them."""
     from automodel_cli.distributed.expert_parallel import experts_modules
 
     # The layer has cast its inputs; routing weights that a family computes in float32 stay so, as without a mesh.
@@ -168,6 +179,7 @@ def shard_experts(
         )
         if mesh.size() == 1:
             _alone.add(experts)
+    return fsdp_modules(layer)
 
 
 def chain_prefetch(root: nn.Module, layers: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
