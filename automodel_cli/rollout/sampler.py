@@ -1,8 +1,9 @@
 """Our own generation: batched decoding on the model that is being trained, no copy of it anywhere.
 
-Continuous batching: a sequence that ends gives its slot to the next prompt. Several samples of one prompt that start
-together share its prefill. Log-probs come from the very forward, weights and head that the trainer scores with, so the
-two agree to rounding. Runs whatever `Decoder` runs: whole, FSDP-, expert- or pipeline-sharded models, CPU and CUDA.
+Continuous batching: a sequence that ends gives its slot to the next prompt. A prompt runs once for all of its samples
+that follow one another: where they do not all find a slot, what was computed of it waits in one more. Log-probs come
+from the very forward, weights and head that the trainer scores with, so the two agree to rounding. Runs whatever
+`Decoder` runs: whole, FSDP-, expert- or pipeline-sharded models, CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -55,11 +56,22 @@ class _Sequence:
         return self.uniform_T[len(self.tokens)]
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A prompt some of whose samples have no slot yet: its keys, values and states are in the slot behind all others.
+    `logits_1V` of its last token, on the rank that draws; `experts` of its tokens, where they are recorded."""
+
+    prompt: Sequence[int]
+    logits_1V: Tensor | None
+    experts: list[np.ndarray]
+
+
 class Sampler:
     """Completions from the trained weights as they are.
 
     `whole_attention` computes prompts (`models.attention.packed_attention`, which the trainer uses too). `num_slots`
-    sequences decode together; the cache has `num_slots` times the longest of them, so memory bounds this number.
+    sequences decode together; the cache has `num_slots` times the longest of them (and one more where samples of a
+    prompt outnumber the slots), so memory bounds this number.
     `prefill_tokens` bounds the prompts of one forward (one prompt at least). `refill_share` of the slots must be free
     before new prompts start: one forward for several prompts costs little more than for one.
     """
@@ -91,6 +103,7 @@ class Sampler:
         self._refill = max(1, int(num_slots * refill_share))
         self._cache = KVCache(num_slots, whole_attention)
         self._states = StateSlots(num_slots, decoder.new_cache)
+        self._shared: _Waiting | None = None
 
     def update_weights(self, stream: WeightStream) -> None:
         """The weights are the trainer's own: only the version changes, and nothing of the stream is read."""
@@ -126,13 +139,17 @@ class Sampler:
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
         must_gather = self.decoder.gathers
-        self._cache.num_slots = self._states.num_slots = min(self.num_slots, max(1, len(prompts)))
+        slots = min(self.num_slots, max(1, len(prompts)))
+        self._cache.num_slots = self._states.num_slots = slots + (len(prompts) > self.num_slots)
         self._cache.register()
         try:
             with self.decoder.generating(self._states):
                 while self.decoder.anyone(bool(waiting or active)) or must_gather:
                     must_gather = False
-                    if waiting and (not active or self.num_slots - len(active) >= self._refill):
+                    refills = bool(waiting) and (not active or self.num_slots - len(active) >= self._refill)
+                    while refills and self._start_shared(waiting, active, params):
+                        self._retire(active, finished)
+                    if refills and waiting and len(active) < self.num_slots:
                         self._start(waiting, active, params)
                     elif active:
                         self._continue(active, params)
@@ -151,6 +168,25 @@ class Sampler:
         whole = self.decoder.over_stages(self._layers, mine)
         return {index: replace(c, routed_experts=whole[index]) for index, c in finished.items()}
 
+    def _start_shared(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> bool:
+        """Give free slots to samples of a prompt that has run already, and draw their first tokens; False for none."""
+        new: list[_Sequence] = []
+        shared = self._shared
+        while waiting and shared is not None and waiting[0].prompt == shared.prompt:
+            if len(active) + len(new) == self.num_slots:
+                break
+            new.append(waiting.popleft())
+            new[-1].experts += shared.experts
+        if shared is None or not new:
+            return False
+        for slot in range(len(active), len(active) + len(new)):
+            self._cache.move(self.num_slots, slot, len(shared.prompt))
+            self._states.move(self.num_slots, slot)
+        active += new
+        logits_1V = shared.logits_1V
+        self._draw(None if logits_1V is None else logits_1V.expand(len(new), -1), new, params)
+        return True
+
     def _start(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> None:
         """Prefill the next prompts into free slots and draw their first tokens."""
         new: list[_Sequence] = []
@@ -158,24 +194,33 @@ class Sampler:
         while waiting and len(active) + len(new) < self.num_slots:
             shared = bool(new) and waiting[0].prompt == new[-1].prompt
             num_tokens += 0 if shared else len(waiting[0].prompt)
-            if new and num_tokens > self.prefill_tokens:
+            if new and not shared and num_tokens > self.prefill_tokens:
                 break
             new.append(waiting.popleft())
         slots = range(len(active), len(active) + len(new))
         groups = [list(group) for _, group in groupby(zip(slots, new, strict=True), key=lambda pair: pair[1].prompt)]
         prompts = [group[0][1].prompt for group in groups]
-        forward = Prefill([len(p) for p in prompts], [[slot for slot, _ in g] for g in groups], self.decoder.device)
+        places = [[slot for slot, _ in group] for group in groups]
+        goes_on = bool(waiting) and waiting[0].prompt == prompts[-1]
+        if goes_on:
+            places[-1].append(self.num_slots)
+        forward = Prefill([len(prompt) for prompt in prompts], places, self.decoder.device)
         input_ids_1T = self._tensor([token for prompt in prompts for token in prompt])[None]
         position_ids_1T = self._tensor([i for prompt in prompts for i in range(len(prompt))])[None]
         wanted_S = torch.cat([(end - 1).expand(len(g)) for end, g in zip(forward.cu_seqlens[1:], groups, strict=True)])
         active += new
-        self._forward(forward, input_ids_1T, position_ids_1T, wanted_S.long(), new, params)
+        logits_SV = self._forward(forward, input_ids_1T, position_ids_1T, wanted_S.long(), new, params)
+        last_1V = None if logits_SV is None else logits_SV[-1:].clone()
+        self._shared = _Waiting(prompts[-1], last_1V, list(new[-1].experts)) if goes_on else None
+        self._draw(logits_SV, new, params)
 
     def _continue(self, active: list[_Sequence], params: SamplingParams) -> None:
         """One more token for every sequence."""
         forward = Decode(self._tensor([s.cached for s in active]), max(s.cached for s in active) + 1)
         input_ids_B1 = self._tensor([s.tokens[-1] for s in active])[:, None]
-        self._forward(forward, input_ids_B1, forward.position_B[:, None], forward.slot_B, active, params)
+        position_B1 = forward.position_B[:, None]
+        logits_BV = self._forward(forward, input_ids_B1, position_B1, forward.slot_B, active, params)
+        self._draw(logits_BV, active, params)
 
     def _dummy(self) -> None:
         """A forward for the others' collectives: this rank has no sequence, so slot 0 is free."""
@@ -191,20 +236,24 @@ class Sampler:
         wanted_S: Tensor,
         sequences: Sequence[_Sequence],
         params: SamplingParams,
-    ) -> None:
+    ) -> Tensor | None:
+        """`logits_SV` on the rank that draws."""
         recorder = Recorder() if params.routing else None
         with self._cache.during(forward), self._states.during(forward), choosing(recorder):
             logits_SV = self.decoder.logits(input_ids_BT, position_ids_BT, wanted_S)
-        if not sequences:
-            return
-        if recorder is not None:
+        if recorder is not None and sequences:
             self._layers = tuple(sorted(recorder.layers))
             chosen_NLK = recorder.stacked(input_ids_BT.numel()).to(torch.int16).cpu().numpy()
-            for sequence, rows in zip(sequences, forward.rows_of_slots(), strict=True):
+            # not strict: behind the slots of sequences there may be that of a prompt which waits
+            for sequence, rows in zip(sequences, forward.rows_of_slots(), strict=False):
                 sequence.experts.append(chosen_NLK[rows])
+        return logits_SV
+
+    def _draw(self, logits_SV: Tensor | None, sequences: Sequence[_Sequence], params: SamplingParams) -> None:
+        """One token for each sequence, on every rank that decodes it."""
         drawn_2S = None
         if logits_SV is not None:
-            uniform_S = wanted_S.double()
+            uniform_S = torch.zeros(len(sequences), dtype=torch.float64, device=self.decoder.device)
             if not params.greedy:
                 uniform_S = torch.stack([s.uniform for s in sequences]).to(self.decoder.device)
             tokens_S, logprobs_S = choose(logits_SV, params, uniform_S)
@@ -235,6 +284,7 @@ class Sampler:
     def _forget(self) -> None:
         self._cache.clear()
         self._states.clear()
+        self._shared = None
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.decoder.device)

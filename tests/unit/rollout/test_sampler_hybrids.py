@@ -23,7 +23,7 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.state_layers import StateLayer
 from automodel_cli.rollout.decoder import Decoder
-from automodel_cli.rollout.engine import SamplingParams
+from automodel_cli.rollout.engine import SamplingParams, sample_seed
 from automodel_cli.rollout.model_engines import check_decoding
 from automodel_cli.rollout.sampler import Sampler
 from automodel_cli.rollout.sampling import shaping_of
@@ -97,15 +97,22 @@ def test_batching_changes_nothing(falcon: ModelPart, options: dict[str, Any]):
     assert [c.tokens for c in got] == [c.tokens for c in want]
 
 
-def test_a_prompt_runs_once_for_all_its_samples(falcon: ModelPart):
-    tokens = []
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
+def test_a_prompt_runs_once_for_all_its_samples(falcon: ModelPart, num_slots: int):
+    """Also where they do not fit into the slots together."""
+    tokens: list[int] = []
     layer = next(module for module in falcon.modules() if isinstance(module, StateLayer))
     handle = _inner(layer).register_forward_pre_hook(lambda module, args: tokens.append(args[0].shape[:2].numel()))
     asked = [[3, 4, 5, 6]] * 5 + [[7, 8, 9, 10]] * 3
-    sampler = Sampler(Decoder.whole(falcon), packed_attention, stop_token_ids=[], num_slots=8)
-    sampler.generate(asked, SamplingParams(max_new_tokens=2))
+    sampler = Sampler(Decoder.whole(falcon), packed_attention, stop_token_ids=[], num_slots=num_slots)
+    drawn = sampler.generate(asked, SamplingParams(max_new_tokens=2, seed=1))
     handle.remove()
-    assert tokens == [8, 8]  # both prompts, then a token for each of the 8 samples
+    assert sum(tokens) == 8 + 8  # both prompts, then a token for each of the 8 samples
+    alone = [
+        sampler.generate([p], SamplingParams(max_new_tokens=2), [sample_seed(1, i)])[0] for i, p in enumerate(asked)
+    ]
+    assert [c.tokens for c in drawn] == [c.tokens for c in alone]
+    torch.testing.assert_close([c.logprobs for c in drawn], [c.logprobs for c in alone], atol=1e-5, rtol=0)
 
 
 def _inner(layer: nn.Module) -> nn.Module:
