@@ -178,7 +178,7 @@ class VLLMConfig(ServerConfig):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        logprobs=True, weight_updates=True, seeds=False, hub_names=True, in_flight_updates=True
+        logprobs=True, weight_updates=True, seeds=False, hub_names=True, in_flight_updates=True, routing=True
     )
 
     url: str | list[str] | None = None

@@ -24,8 +24,10 @@ from automodel_cli.rollout.engine import (
     resolve_seeds,
 )
 from automodel_cli.rollout.http import Server, ServerError
+from automodel_cli.rollout.routing_record import compact, from_text
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 _PATH = "/v1/completions"
@@ -58,6 +60,7 @@ class OpenAIEngine:
         self.weight_version = self.num_losses = 0
         """Updates of the weights, and how often an update found that the server had lost those before it."""
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="requests")
+        self._tells_experts = False
         self._token_ids, self._logprobs = self._probe()
         self.capabilities = Capabilities(
             logprobs=self._logprobs and trust_logprobs,
@@ -65,6 +68,7 @@ class OpenAIEngine:
             token_ids=self._token_ids,
             seeds=False,
             at_once=concurrency,
+            routing=self._tells_experts,
         )
 
     def generate(
@@ -119,7 +123,8 @@ class OpenAIEngine:
             raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
         read = choice.get("prompt_token_ids")  # where the server says so
         other = None if read is None or list(read) == list(prompt) else list(read)
-        return Completion(list(tokens), logprobs, reason, version, other)
+        experts = routed_experts(choice, len(prompt) + len(tokens) - 1) if params.routing else None
+        return Completion(list(tokens), logprobs, reason, version, other, routed_experts=experts)
 
     def _finished(self, body: dict[str, Any], path: str = _PATH) -> tuple[dict[str, Any], FinishReason]:
         """A completion that came to its end. One that the server broke off (`abort`) is no sample of the policy: it is
@@ -174,6 +179,7 @@ class OpenAIEngine:
             full = {**base, "prompt": prompt, "return_token_ids": True, "logprobs": 0}
             choice = self._choice(self.server.post(_PATH, full))
             if choice.get("token_ids") is not None:
+                self._tells_experts = choice.get("routed_experts") is not None
                 return True, bool(_token_logprobs(choice))
         except RunError:  # some servers refuse what they do not know; the plain request tells whether they work at all
             pass
@@ -197,6 +203,23 @@ class OpenAIEngine:
             )
         name: str = names[0]
         return name
+
+
+def routed_experts(choice: dict[str, Any], num_read: int) -> np.ndarray:
+    """The experts of each of `num_read` tokens that were read, as vLLM tells them: `[tokens, layers, k]` of all layers
+    of the model, 0 where a layer has none. Raises RunError for an answer without them, or with those of other tokens.
+    """
+    text = choice.get("routed_experts")
+    if text is None:
+        raise RunError(
+            "the server told no experts this time, which it did before",
+            keys=("rollout.replay_routing", "rollout.engine.url"),
+            fix="vllm serve MODEL --enable-return-routed-experts",
+        )
+    found = compact(from_text(text))
+    if len(found) != num_read:
+        raise RunError(f"the server read {num_read} tokens and told the experts of {len(found)}")
+    return found
 
 
 def _token_logprobs(choice: dict[str, Any]) -> list[float]:

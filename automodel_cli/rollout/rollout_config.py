@@ -256,7 +256,8 @@ class RolloutConfig:
         if not isinstance(engine, VLLMConfig) or engine.servers is None:
             return None
         backend = None if engine.transport == "files" else engine.transport
-        return engine.servers.started_for(model, max_tokens=max_tokens, backend=backend, colocated=self.shares_gpus)
+        able = {"colocated": self.shares_gpus, "routing": self.replay_routing}
+        return engine.servers.started_for(model, max_tokens=max_tokens, backend=backend, **able)
 
     def _check_baseline(self) -> None:
         def refuse(key: str, what: str, fix: str) -> None:
@@ -305,6 +306,14 @@ class RolloutConfig:
             raise ConfigError(
                 f"replay_routing=true: {type(self.engine).__name__} does not tell which experts its tokens went to",
                 keys=("replay_routing", "engine"),
+                fix="replay_routing=false",
+            )
+        servers = self.engine.servers if isinstance(self.engine, VLLMConfig) else None
+        if self.replay_routing and servers is not None and not servers.gpus:
+            raise ConfigError(
+                "replay_routing=true: vLLM tells experts on GPUs only (its second model runner needs Triton), and "
+                "engine.servers.gpus=0",
+                keys=("replay_routing", "engine.servers.gpus"),
                 fix="replay_routing=false",
             )
 

@@ -88,9 +88,9 @@ def check_routing_engine(rollout: RolloutConfig, able: Capabilities) -> None:
     if rollout.replay_routing and not able.routing:
         raise ConfigError(
             f"rollout.replay_routing=true: the server of {type(rollout.engine).__name__} does not tell which experts "
-            "its tokens went to; vLLM does so with --enable-return-routed-experts",
+            "its tokens went to",
             keys=("rollout.replay_routing", "rollout.engine"),
-            fix="rollout.replay_routing=false",
+            fix="vllm serve MODEL --enable-return-routed-experts",
         )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream
 from automodel_cli.rollout.http import Server, ServerError
-from automodel_cli.rollout.openai import OpenAIEngine
+from automodel_cli.rollout.openai import OpenAIEngine, routed_experts
 from automodel_cli.rollout.transfer import Transfer, read_files
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class VLLMEngine(OpenAIEngine):
             hub_names=True,
             at_once=concurrency,
             in_flight_updates=True,
+            routing=self._tells_experts,
         )
         self._transfer = transfer
         self._given: str | None = None
@@ -104,7 +105,9 @@ class VLLMEngine(OpenAIEngine):
             drawn = slice(span["start"], span["end"])
             versions[drawn] = [self._versions.get(span["version"], oldest)] * len(versions[drawn])
         several = versions if len(set(versions)) > 1 else None
-        return Completion(tokens, logprobs, reason, min(versions, default=oldest), token_versions=several)
+        experts = routed_experts(choice, len(prompt) + len(tokens) - 1) if params.routing else None
+        version = min(versions, default=oldest)
+        return Completion(tokens, logprobs, reason, version, token_versions=several, routed_experts=experts)
 
     def update_weights(self, stream: WeightStream) -> None:
         """Replace the server's weights; what is being generated goes on with the new ones.

@@ -81,10 +81,11 @@ class VLLMServers:
         return 0.5 if self.memory_share is None and colocated else self.memory_share
 
     def started_for(
-        self, model: ModelConfig, *, max_tokens: int, backend: str | None, colocated: bool
+        self, model: ModelConfig, *, max_tokens: int, backend: str | None, colocated: bool, routing: bool = False
     ) -> GenerationServers:
         """What a run of `model` starts. `max_tokens`: the longest prompt with its response; `backend`: how vLLM is to
-        receive weights, besides from files. Raises ConfigError for a model that vLLM cannot be given by its name."""
+        receive weights, besides from files; `routing`: it tells which experts tokens go to. Raises ConfigError for a
+        model that vLLM cannot be given by its name."""
         if model.pretrained is None:
             raise ConfigError(
                 "rollout.engine.servers start vLLM on model.pretrained, and this model has none",
@@ -92,12 +93,14 @@ class VLLMServers:
                 fix="rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
             )
         words = ["env", "VLLM_SERVER_DEV_MODE=1"]
+        words += ["VLLM_USE_V2_MODEL_RUNNER=1"] if routing else []  # the only one that tells experts
         words += ["VLLM_ALLOW_INSECURE_SERIALIZATION=1"] if backend == "ipc" else []  # handles travel as pickles
         words += [*self.words(), "serve", model.pretrained, "--host", HOST, "--port", PORT]
         words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         words += ["--max-model-len", str(max_tokens), "--dtype", self.dtype]
         words += [] if model.revision is None else ["--revision", model.revision]
         words += ["--trust-remote-code"] if model.trust_remote_code else []
+        words += ["--enable-return-routed-experts"] if routing else []
         words += self._on_gpus(colocated=colocated) if self.gpus else []
         if backend is not None:
             words += ["--weight-transfer-config", json.dumps({"backend": backend})]

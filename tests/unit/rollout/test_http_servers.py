@@ -8,6 +8,8 @@ same of a real vLLM; what is here needs a server that misbehaves.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import re
@@ -17,11 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -123,6 +127,7 @@ class VLLMDouble:
         self.generation_config: dict = {}
         self.asleep: set[str] = set()
         self.scale_out, self.pace = False, 0.0  # --enable-scale-out; seconds from token to token there
+        self.moe_layers: list[bool] | None = None  # --enable-return-routed-experts: whether each layer has experts
         self.going, self.step = threading.Event(), threading.Lock()
         self.going.set()
         double = self
@@ -219,12 +224,26 @@ class VLLMDouble:
             temperature=asked["temperature"],
             top_p=1.0 if greedy else asked["top_p"],
             top_k=0 if greedy else max(asked["top_k"], 0),
+            routing=self.moe_layers is not None,
         )
-        (completion,) = self.oracle.generate([body["prompt"]], params, [body.get("seed", 0)])
+        with self.step if params.routing else nullcontext():  # what it records is of one forward at a time
+            (completion,) = self.oracle.generate([body["prompt"]], params, [body.get("seed", 0)])
         logprobs = {"token_logprobs": completion.logprobs}
         reason = completion.finish_reason
         said = {"text": "", "finish_reason": reason, "token_ids": completion.tokens, "logprobs": logprobs}
+        said |= self.experts_of(completion)
         return said | ({"prompt_token_ids": self.reads(body["prompt"])} if body.get("return_token_ids") else {})
+
+    def experts_of(self, completion):
+        """As `RoutedExpertsCapturer` and `numpy2base64` of vLLM 0.32: uint8 of all layers, zeros where one is dense."""
+        if self.moe_layers is None:
+            return {}
+        chosen = completion.routed_experts
+        every = np.zeros((len(chosen), len(self.moe_layers), chosen.shape[2]), np.uint8)
+        every[:, np.flatnonzero(self.moe_layers)] = chosen
+        with io.BytesIO() as buffer:
+            np.save(buffer, every, allow_pickle=False)
+            return {"routed_experts": base64.b64encode(buffer.getvalue()).decode("ascii")}
 
     def reads(self, prompt):
         """The prompt as the server has it."""
@@ -233,7 +252,7 @@ class VLLMDouble:
     def token_by_token(self, body):
         """`token_in_token_out` of vLLM 0.32: between two tokens it may be paused, and given other weights."""
         asked, tokens, logprobs, spans = body["sampling_params"], [], [], []
-        one_token = SamplingParams(1, temperature=asked["temperature"])
+        one_token = SamplingParams(1, temperature=asked["temperature"], routing=self.moe_layers is not None)
         while len(tokens) < asked["max_tokens"]:
             self.going.wait()
             with self.step:
@@ -254,6 +273,7 @@ class VLLMDouble:
             "logprobs": {"content": logprobs},
             "finish_reason": reason,
             "weight_versions": spans,
+            **self.experts_of(drawn),
         }
 
 

@@ -62,6 +62,13 @@ def test_a_server_is_told_what_training_needs_of_it() -> None:
     assert (servers.number, servers.own_gpus) == (2, 8)
 
 
+def test_a_server_tells_experts_where_they_are_replayed() -> None:
+    asked = loaded(*VLLM, TWO, "rollout.replay_routing=true").generation_servers().command
+    assert "--enable-return-routed-experts" in asked and "VLLM_USE_V2_MODEL_RUNNER=1" in asked
+    plain = loaded(*VLLM, TWO).generation_servers().command
+    assert not {"--enable-return-routed-experts", "VLLM_USE_V2_MODEL_RUNNER=1"} & set(plain)
+
+
 def test_colocated_servers_sleep_and_take_their_share_of_the_trainers_gpus() -> None:
     servers = loaded(*VLLM, TWO, COLOCATED).generation_servers()
     assert after(servers.command, "--gpu-memory-utilization") == "0.5" and "--enable-sleep-mode" in servers.command
@@ -101,6 +108,7 @@ def test_gpus_of_servers_are_no_gpus_of_ranks() -> None:
         ((*VLLM, "rollout.engine.servers={gpus: 0, expert_parallel: true}"), "spreads a model over GPUs"),
         ((*VLLM, "rollout.engine.servers={memory_share: 1.5}"), "below 1"),
         ((*VLLM, TWO, "rollout.placement=beside"), "rollout.placement"),
+        ((*VLLM, "rollout.engine.servers={gpus: 0}", "rollout.replay_routing=true"), "on GPUs only"),
         ((*VLLM, TWO, COLOCATED, "rollout.max_staleness=1", *STALE), "do both in turns"),
         (("rollout=vllm", "rollout.engine.url=http://a:1", COLOCATED), "needs GPUs of its own"),
         (("rollout.placement=separate",), "in the processes that train"),

@@ -5,28 +5,40 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import ROUTED_EXPERTS, one_document
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.distributed.expert_parallel import experts_modules
 from automodel_cli.models.attention import packed_attention
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.routing import Routing, install_routing, mark_selections, selectors_of
+from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.decoder import Decoder
 from automodel_cli.rollout.engine import Completion, SamplingParams
+from automodel_cli.rollout.engine_configs import VLLMConfig
 from automodel_cli.rollout.experience import RowPlan, Sample, plan_updates
 from automodel_cli.rollout.hf import HFEngine
+from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.kept_answers import packed, unpacked
+from automodel_cli.rollout.openai import routed_experts
 from automodel_cli.rollout.rewards.combine import Score
+from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.routing_record import compact, first_known, from_text, joined, to_text
+from automodel_cli.rollout.rules import check_routing_engine
 from automodel_cli.rollout.sampler import Sampler
+from automodel_cli.rollout.transfer import FileTransfer
+from automodel_cli.rollout.vllm import VLLMEngine
 from tests import tiny
 from tests.dist.parity import tiny_part
+from tests.unit.rollout.test_http_servers import VLLMDouble
 
 STOP = list(range(2, 160, 6))
 PARAMS = SamplingParams(max_new_tokens=9, seed=4, routing=True)
@@ -44,6 +56,15 @@ def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randint(3, tiny.VOCAB, (n,), generator=generator).tolist() for n in (7, 1, 12)]
     return [prompt for prompt in drawn for _ in range(2)]  # two samples of one prompt share its prefill
+
+
+def replica_of(part: ModelPart) -> Any:
+    replica: Any = copy.deepcopy(part.model)
+    for module in replica.modules():
+        module.__dict__.pop("forward", None)  # a copy of what was installed belongs to the model that was copied
+    replica.set_attn_implementation("eager")
+    mark_selections(replica, selectors_of(part.source_config))
+    return replica
 
 
 def called_experts(part: ModelPart, tokens: Sequence[int]) -> Tensor:
@@ -77,12 +98,7 @@ def test_the_sampler_tells_the_experts_of_every_token_that_it_read(part, prompts
 
 
 def test_the_librarys_generate_tells_the_same(part, prompts):
-    replica = copy.deepcopy(part.model)
-    for module in replica.modules():
-        module.__dict__.pop("forward", None)  # a copy of what was installed belongs to the model that was copied
-    replica.set_attn_implementation("eager")
-    mark_selections(replica, selectors_of(part.source_config))
-    engine = HFEngine(replica, stop_token_ids=STOP, pad_token_id=0)
+    engine = HFEngine(replica_of(part), stop_token_ids=STOP, pad_token_id=0)
     for prompt, completion in zip(prompts, engine.generate(prompts, PARAMS), strict=True):
         want = called_experts(part, [*prompt, *completion.tokens])[:-1]
         assert torch.equal(sorted_experts(completion), want)
@@ -150,3 +166,46 @@ def test_experts_of_all_layers_are_those_of_the_layers_that_have_some(part):
     assert np.array_equal(routing.of_layers(every), every[:, list(routing.slots)])
     dense = num_layers - len(routing.slots)
     assert routing.slots == tuple(range(dense, num_layers))
+
+
+OF_VLLM = (
+    "k05VTVBZAQB2AHsnZGVzY3InOiAnfHUxJywgJ2ZvcnRyYW5fb3JkZXInOiBGYWxzZSwgJ3NoYXBlJzogKDIsIDMsIDIpLCB9ICAgICAgICAgICAg"
+    "ICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgIAoAAQIDBAUGBwgJCgs="
+)
+"""What `vllm.utils.serial_utils.numpy2base64` of vLLM 0.32.0 makes of uint8 0 to 11 in the shape (2, 3, 2)."""
+
+
+def test_what_vllm_writes_is_read():
+    assert np.array_equal(from_text(OF_VLLM), np.arange(12, dtype=np.uint8).reshape(2, 3, 2))
+
+
+@pytest.mark.parametrize("scale_out", [True, False])
+def test_vllm_tells_the_experts_of_every_token_that_it_read(part, prompts, scale_out):
+    tokenizer = ByteTokenizer().build()
+    oracle = HFEngine(replica_of(part), stop_token_ids=STOP, pad_token_id=0)
+    double = VLLMDouble(oracle)
+    double.scale_out, routing = scale_out, part.routing
+    assert routing is not None
+    try:
+        silent = VLLMEngine(Server(double.url), tokenizer, FileTransfer(Path("unused")))
+        rollout = RolloutConfig(engine=VLLMConfig(url=double.url), replay_routing=True)
+        with pytest.raises(ConfigError, match="does not tell which experts") as error:
+            check_routing_engine(rollout, silent.capabilities)
+        assert "--enable-return-routed-experts" in str(error.value)
+        double.moe_layers = [layer in routing.slots for layer in range(routing.num_slots)]
+        engine = VLLMEngine(Server(double.url), tokenizer, FileTransfer(Path("unused")))
+        check_routing_engine(rollout, engine.capabilities)
+        found = engine.generate(prompts, PARAMS)
+    finally:
+        double.server.shutdown()
+    for prompt, completion in zip(prompts, found, strict=True):
+        chosen = routing.of_layers(completion.routed_experts)
+        want = called_experts(part, [*prompt, *completion.tokens])[:-1]
+        assert torch.equal(torch.from_numpy(np.sort(chosen).astype(np.int64)), want)
+
+
+def test_experts_of_other_tokens_than_were_read_are_refused():
+    with pytest.raises(RunError, match="read 3 tokens and told the experts of 2"):
+        routed_experts({"routed_experts": OF_VLLM}, 3)
+    with pytest.raises(RunError, match="told no experts"):
+        routed_experts({}, 3)
