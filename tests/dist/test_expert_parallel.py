@@ -248,15 +248,15 @@ def _by_mode(rank, world, family):
 
 @pytest.mark.parametrize("family", FAST)
 def test_recomputation_exchanges_nothing_again(family):
-    """Tokens there and back, their gradients there and back; only "minimal" has them sent again. The numbers are sizes,
-    weights and gradients of weights. Recomputed or not, a gradient is the same to the last bit."""
+    """Tokens there and back, their gradients there and back; only "minimal" has them sent again, by the sizes of before.
+    The numbers are sizes, weights and gradients of weights. Recomputed or not, a gradient is the same to the last bit."""
     plain, *others, minimal = launch(_by_mode, 2, family)
     layers = plain[0] // 4
     assert layers >= 1 and plain[:2] == (4 * layers, 3 * layers)
     for mode, seen in zip(MODES[1:], others, strict=False):
         assert seen[:3] == plain[:3], mode
         assert all(torch.equal(seen[3][name], grad) for name, grad in plain[3].items()), mode
-    assert minimal[0] > plain[0] and minimal[2] > plain[2]
+    assert minimal[0] > plain[0] and minimal[2] > plain[2] and minimal[1] == plain[1]
     assert all(torch.equal(minimal[3][name], grad) for name, grad in plain[3].items())
 
 
