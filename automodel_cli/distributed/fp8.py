@@ -64,8 +64,8 @@ class Operand(NamedTuple):
 
 @dataclass
 class Arithmetic:
-    """How a module multiplies. `emulate`: with the casts' values in float32, on any device. `cast` and `cast_to` are
-    the two functions below or what a fuser runs in their place."""
+    """How a module multiplies. `emulate`: with the casts' values in float32, on any device. `cast`, `cast_to` and
+    `largest` are the functions below or what a fuser runs in their place."""
 
     recipe: Recipe
     emulate: bool
@@ -73,12 +73,11 @@ class Arithmetic:
     def __post_init__(self) -> None:
         self.cast: Callable[..., Any] = _cast
         self.cast_to: Callable[..., Any] = _cast_to
+        self.largest: Callable[..., Any] = _largest
 
     def fuse(self, fuser: Fuser) -> None:
         """Let the casts run as `fuser` says, each as one kernel."""
-        recipe = self.recipe
-        self.cast = fuser(_glue("fp8 cast", _cast, recipe, given=False)) or _cast
-        self.cast_to = fuser(_glue("fp8 cast to a maximum", _cast_to, recipe, given=True)) or _cast_to
+        self.cast, self.cast_to, self.largest = (fuser(glue) or glue.function for glue in _glue(self.recipe))
 
     def operand(
         self,
@@ -97,7 +96,7 @@ class Arithmetic:
         x_TF = x_TF.detach().contiguous()  # one graph for all that is cast
         if group is None:
             return Operand(*self.cast(x_TF, dtype, self.recipe.power_of_two, by_row, turned))
-        largest = _largest(x_TF, by_row, turned)
+        largest = self.largest(x_TF, by_row, turned)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return Operand(*self.cast_to(x_TF, largest, dtype, self.recipe.power_of_two, turned))
 
@@ -186,13 +185,23 @@ def _cast_to(
     return values_MK, scale.reciprocal()
 
 
-def _glue(name: str, function: Callable[..., Any], recipe: Recipe, *, given: bool) -> Glue:
-    """Under the name of its recipe, whose constants its graph has."""
+def _glue(recipe: Recipe) -> list[Glue]:
+    """`cast`, `cast_to` and `largest`, under the name of the recipe, whose constants their graphs have."""
 
-    def sample(rows: int) -> tuple[Any, ...]:
-        x_TF = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
-        if given:
-            return x_TF, _largest(x_TF, recipe.by_row, False).float(), E4M3, recipe.power_of_two, False
-        return x_TF, E4M3, recipe.power_of_two, recipe.by_row, False
+    def numbers(rows: int) -> Tensor:
+        return torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
 
-    return Glue(f"{name} {recipe.name}", function, None, sample)
+    def to_cast(rows: int) -> tuple[Any, ...]:
+        return numbers(rows), E4M3, recipe.power_of_two, recipe.by_row, False
+
+    def to_cast_to(rows: int) -> tuple[Any, ...]:
+        return numbers(rows), _largest(numbers(rows), recipe.by_row, False), E4M3, recipe.power_of_two, False
+
+    def to_measure(rows: int) -> tuple[Any, ...]:
+        return numbers(rows), recipe.by_row, False
+
+    return [
+        Glue(f"fp8 cast {recipe.name}", _cast, None, to_cast),
+        Glue(f"fp8 cast to a maximum {recipe.name}", _cast_to, None, to_cast_to),
+        Glue(f"fp8 maximum {recipe.name}", _largest, None, to_measure),
+    ]

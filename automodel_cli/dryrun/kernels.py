@@ -29,6 +29,7 @@ FREE = frozenset(
     }
 )
 """Calls that launch nothing."""
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm_v2.default)
 _GATHERS = ("aten::index", "aten::index_select", "aten::gather", "aten::embedding")
 
 
@@ -43,8 +44,8 @@ def is_to_itself(func: Any, args: Sequence[Any]) -> bool:
 
 def flops(func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> float:
     """Of a matrix product or of attention, 0 for everything else. `real` gives the integers of a tensor."""
-    if func is _aten.mm.default or func is _aten.addmm.default:
-        a, b = args[-2:] if func is _aten.mm.default else args[1:3]
+    if func in _PRODUCTS:
+        a, b = args[1:3] if func is _aten.addmm.default else args[:2]
         return 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
     if func in (_aten.bmm.default, _aten.baddbmm.default):
         a, b = args[:2] if func is _aten.bmm.default else args[1:3]
@@ -92,6 +93,8 @@ def seconds(gpu: Gpu, func: Any, work: float, moved: int, dtype: torch.dtype) ->
     rate = gpu.peak_bf16 * gpus.GEMM
     if "flash" in func._schema.name or "grouped" in func._schema.name:
         rate = gpu.peak_bf16 * gpus.ATTENTION
+    if dtype.itemsize == 1:
+        rate *= 2
     if dtype == torch.float32:
         rate = gpu.peak_fp32 * gpus.FP32_PRODUCTS
     return max(work / rate, memory_seconds(gpu, moved))

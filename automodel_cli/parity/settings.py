@@ -34,7 +34,13 @@ def with_settings(recipe: Any, rows: Sequence[Row], num_layers: int) -> Chosen:
     packed = recipe.data.packing != "none"
     mine = [row for row in every if row.packed == packed]
     more: list[Row] = []
-    for extra, reasons in (_precision(recipe, mine), _compiled(recipe, mine), _stages(recipe, mine, num_layers)):
+    settings = (
+        _precision(recipe, mine),
+        _in_fp8(recipe, mine),
+        _compiled(recipe, mine),
+        _stages(recipe, mine, num_layers),
+    )
+    for extra, reasons in settings:
         more += extra
         missing += reasons
     attention = recipe.model.attention
@@ -73,6 +79,14 @@ def _precision(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
         replace(row, parallelizer=parallelizer.exact(_axes(row.mesh), precision=True), compute_dtype=dtype)
         for row in chosen
     ], missing
+
+
+def _in_fp8(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Emulated, on one rank and on the most ranks."""
+    if recipe.model.fp8 is None:
+        return [], []
+    chosen = dict.fromkeys([rows[0], max(rows, key=lambda row: row.world_size)])
+    return [replace(row, fp8=replace(recipe.model.fp8, emulate=True)) for row in chosen], []
 
 
 def _compiled(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:

@@ -58,7 +58,7 @@ def line(result: Result, rows: Sequence[Row]) -> str:
 def summary(results: Sequence[Result], tolerance: float, *, passed: bool) -> str:
     good = [result for result in results if result.verdict == "ok"]
     if passed:
-        exact = [result for result in good if result.row.compute_dtype is None]
+        exact = [result for result in good if result.row.is_exact]
         worst = max(exact or good, key=_largest)
         refused = len(results) - len(good)
         more = f", {refused} refused that this recipe does not use" if refused else ""
@@ -66,15 +66,21 @@ def summary(results: Sequence[Result], tolerance: float, *, passed: bool) -> str
             f"verified: {len(good)} rows give one process's numbers{more}; "
             f"worst {_largest(worst):.1e} ({worst.row}), tolerance {tolerance:.0e}"
         )
-        return "\n".join([text, *(_in_ulps(result) for result in good if result.row.compute_dtype)])
+        return "\n".join([text, *(_beside_bounds(result) for result in good if not result.row.is_exact)])
     bad = len(results) - len(good)
     return f"NOT verified: {bad} of {len(results)} rows do not give one process's numbers within {tolerance:.0e}"
 
 
-def _in_ulps(result: Result) -> str:
+def _beside_bounds(result: Result) -> str:
     """A row in a lower precision, in the units of its bounds."""
     assert result.loss is not None and result.grad_norm is not None and result.gradient is not None
     ulp = result.row.ulp
+    if result.row.fp8 is not None:
+        sums, gradients = result.row.bounds(0.0)
+        return (
+            f"{result.row}: loss and norm within {max(result.loss, result.grad_norm):.1%} of {sums:.1%}, gradients "
+            f"within {result.gradient:.0%} of {gradients:.0%} of the largest"
+        )
     return (
         f"{result.row}: loss and norm within {max(result.loss, result.grad_norm) / ulp:.1f} of {ULPS_OF_SUMS} units in "
         f"the last place, gradients within {result.gradient / ulp:.1f} of {ULPS_OF_GRADIENTS}"

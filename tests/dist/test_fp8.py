@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from automodel_cli.distributed import fp8_linear
-from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.fp8 import RECIPES, Arithmetic
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
@@ -71,10 +71,21 @@ def test_shards_stages_and_recomputation_have_the_numbers_of_one_process(origina
     plain, want, adapted = launch(steps, 1, original, [replace(ONE, fp8=None), ONE, LORA])
     assert 1e-3 < relative(plain, want) < 0.2, "it is another arithmetic"
     rows = [over(dp_size=2), over(pp_size=2, pipeline=PipelineConfig()), over(dp_size=2, recompute="selective")]
+    rows.append(replace(over(dp_size=2), parallelizer=DDPConfig()))
     for row, got in zip(rows, launch(steps, 2, original, rows), strict=True):
         assert relative(got, want) < 1e-6, f"{row}: {relative(got, want)}"
     (got,) = launch(steps, 2, original, [over(LORA, dp_size=2)])
     assert relative(got, adapted) < 1e-6 and all("lora" in name for name in got[2])
+
+
+@pytest.mark.slow
+def test_linear_layers_beside_distributed_experts_have_the_numbers_of_one_process(tmp_path):
+    original = Original.write(
+        tmp_path, tiny.build_hf("qwen3_moe"), SFT(), kinds=(True,), counts=(NUM_MICROBATCHES,)
+    )
+    (want,) = launch(steps, 1, original, [ONE])
+    (got,) = launch(steps, 2, original, [over(dp_size=2, ep_size=2)])
+    assert relative(got, want) < 1e-6
 
 
 def test_tensor_parallel_models_differ_by_single_roundings_only(original):

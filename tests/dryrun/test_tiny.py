@@ -175,6 +175,20 @@ def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
     }  # fmt: skip
 
 
+def test_products_of_8_bits_are_counted_at_twice_the_speed_and_keep_what_others_keep() -> None:
+    """Four a linear layer: forward and its repetition, gradients of inputs and of the weight. Two casts each."""
+    options = (*_PLAIN, *_BF16, "parallelizer.activation_checkpointing=full")
+    plain, in_fp8 = (traced("llama3_8b_tp2cp2_tiny", 1, 0, *options, *more) for more in ((), ("model.fp8={}",)))
+    counts = {line.what: line.count for line in in_fp8.kernels}
+    layers, linear = 4, 7
+    assert counts["_scaled_mm_v2"] == 4 * layers * linear * in_fp8.measured_microbatches
+    assert counts["fp8 cast rowwise"] == 8 * layers * linear * in_fp8.measured_microbatches
+    # Recomputation stops at a layer's last product, but a function of autograd has run before it says what it keeps.
+    last = 2 * in_fp8.tokens_per_microbatch * 192 * 64 * layers * in_fp8.measured_microbatches
+    assert in_fp8.flops - plain.flops == last and in_fp8.peak <= plain.peak * 1.02
+    assert not in_fp8.syncs or len(in_fp8.syncs) == len(plain.syncs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",

@@ -9,7 +9,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MixedPrecision
 from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.models.config import LoRAConfig
+from automodel_cli.models.config import Fp8Config, LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.choice import choose_rows, pick, small_pipeline
 from automodel_cli.parity.rows import Row
@@ -95,8 +95,8 @@ def test_rows_by_words():
         pick(rows, ["tp2"])
 
 
-def recipe(parallelizer=None, *, lora=None, pipeline=None, attention="packed", dtype="float32", **sizes: int):
-    model = SimpleNamespace(lora=lora, attention=attention, dtype=dtype, transformer_engine=None, mtp=None)
+def recipe(parallelizer=None, *, lora=None, pipeline=None, attention="packed", dtype="float32", fp8=None, **sizes: int):
+    model = SimpleNamespace(lora=lora, attention=attention, dtype=dtype, transformer_engine=None, mtp=None, fp8=fp8)
     return SimpleNamespace(
         model=model,
         parallelizer=parallelizer or FSDP2Config(mp_policy=MixedPrecision(param_dtype=None)),
@@ -118,6 +118,14 @@ def test_adapters_are_on_every_row_and_what_has_no_exact_value_is_named():
         "model.lora.dropout=0.1",
     ]
     assert "lora" in str(chosen.rows[0])
+
+
+def test_products_of_8_bits_have_rows_of_their_own_that_emulate_them():
+    chosen = settings(recipe(fp8=Fp8Config(recipe="tensorwise"), dp_size=2))
+    cast = [row for row in chosen.rows if not row.is_exact]
+    assert [str(row) for row in cast] == ["one rank fp8:tensorwise, packed", "dp2 fp8:tensorwise, packed"]
+    assert all(row.fp8 == Fp8Config(recipe="tensorwise", emulate=True) for row in cast) and not chosen.not_covered
+    assert cast[0].bounds(1e-5) == (2.0**-5, 0.5) and chosen.rows[0].bounds(1e-5) == (1e-5, 1e-5)
 
 
 def test_lower_precision_has_rows_with_a_bound_in_its_own_units():

@@ -1,0 +1,49 @@
+"""8-bit products on tensor cores against their emulation; never run on a GPU yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_cli.distributed import fp8_linear, fused
+from automodel_cli.distributed.fp8 import CAPABILITY, RECIPES, Arithmetic
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY,
+        reason="needs a CUDA device with 8-bit products",
+    ),
+]
+
+CUDA = torch.device("cuda")
+
+
+def run(recipe: str, tokens: int, *, emulate: bool, fuser: fused.Fuser | None = None):
+    torch.manual_seed(0)
+    linear = nn.Linear(512, 256).to(CUDA, torch.bfloat16)
+    fp8_linear.convert(linear, Arithmetic(RECIPES[recipe], emulate))
+    fp8_linear.prepare(linear, CUDA, fuser)
+    x = torch.randn(tokens, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    y = linear(x)
+    y.backward(torch.randn_like(y))
+    assert x.grad is not None and linear.weight.grad is not None
+    return y.detach(), x.grad, linear.weight.grad
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tokens", [256, 77])
+def test_tensor_cores_give_what_the_emulation_gives(recipe: str, tokens: int):
+    """The forward product may add in 14 bits on Hopper, and every result is rounded to bf16."""
+    want = run(recipe, tokens, emulate=True)
+    for got, exact in zip(run(recipe, tokens, emulate=False), want, strict=True):
+        assert (got - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_casts_compile_on_this_gpu_to_the_same_bits(recipe: str):
+    fuser = fused.Compiled("inductor", CUDA, torch.bfloat16)
+    got, want = run(recipe, 256, emulate=False, fuser=fuser), run(recipe, 256, emulate=False)
+    assert not fuser.refused, str(fuser)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
