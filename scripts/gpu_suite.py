@@ -72,6 +72,7 @@ def pieces() -> list[Piece]:
     """In the order of what is worth most."""
     found = [
         Piece("attention kernels against the dense definition", (*_PYTEST, "tests/gpu/test_attention_cuda.py")),
+        Piece("attention that torch compiles", (*_PYTEST, "tests/gpu/test_flex_cuda.py"), 150),
         Piece("the head's products", (*_PYTEST, "tests/gpu/test_head_cuda.py")),
         Piece("parallel axes, two ranks on this GPU over gloo", (*_PYTEST, "tests/gpu/test_axes_cuda.py"), 150),
         Piece("a run of one rank over nccl", (*_BENCH, "quickstart")),

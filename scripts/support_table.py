@@ -176,7 +176,8 @@ a layer keeps for its backward:
   triton is missing, or its kernel fails or differs from the definition. float64 always.
 - On other devices everything.
 
-`model.attention_kernel=dense` and `model.attention=eager` ask for it, without a warning.
+FlexAttention works under recomputation, tensor, context (gathered or in a ring) and pipeline parallelism alike.
+`model.attention_kernel=dense` and `model.attention=eager` ask for dense attention, without a warning.
 
 ## Families
 """

@@ -44,6 +44,8 @@ GPUS = {
 GEMM, ATTENTION, MEMORY, LINK = 0.70, 0.53, 0.85, 0.70
 """Share of its peak that a matrix product, attention or a grouped product, a copy, and an exchange is granted. The peak
 of products of 8-bit floats is twice that of bf16."""
+FLEX = 0.45
+"""Of attention that torch compiles: 0.85 of the hand-written kernel's, of the blocks that it computes."""
 FP32_PRODUCTS = 0.90
 KERNEL_SECONDS = 3e-6
 """The shortest kernel."""

@@ -100,6 +100,12 @@ def seconds(gpu: Gpu, func: Any, work: float, moved: int, dtype: torch.dtype) ->
     return max(work / rate, memory_seconds(gpu, moved))
 
 
+def flex_seconds(gpu: Gpu, work: float, moved: int, dtype: torch.dtype) -> float:
+    """Of a kernel that torch compiles: FlexAttention, or without `work` anything between products."""
+    rate = gpu.peak_fp32 * gpus.FP32_PRODUCTS if dtype == torch.float32 else gpu.peak_bf16 * gpus.FLEX
+    return max(work / rate, memory_seconds(gpu, moved))
+
+
 def memory_seconds(gpu: Gpu, moved: int) -> float:
     """Of a kernel without products."""
     return max(moved / (gpu.bandwidth * gpus.MEMORY), gpus.KERNEL_SECONDS)

@@ -72,15 +72,15 @@ class TracedRank(TorchDispatchMode):
         finally:
             self._aside = before
 
-    def ran_as_one(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        """One kernel of compiled code, which none of these operators launched."""
+    def ran_as_one(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], work: float = 0.0) -> None:
+        """One kernel of compiled code, which none of these operators launched. `work`: FLOPs of attention in it."""
         if not any(_is_cuda(t) for t in written):
             return
         for t in written:
             self.memory.add(t, name)
         unique = {id(t): t for t in (*read, *written)}.values()
         moved = sum(t.numel() * t.element_size() for t in unique)
-        self._took(name, kernels.memory_seconds(self.gpu, moved), 0.0, moved)
+        self._took(name, kernels.flex_seconds(self.gpu, work, moved, read[0].dtype), work, moved)
 
     def synchronised(self, what: str) -> None:
         """The host waits for the device, at the line that is running."""

@@ -16,7 +16,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import dispatch_kernels, fused, route_kernels
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.dryrun import fake_cuda, rows, torch_compat
+from automodel_cli.dryrun import fake_cuda, flex, rows, torch_compat
 from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.estimate import program_to_json
@@ -25,7 +25,7 @@ from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
 from automodel_cli.dryrun.mode import TracedRank
 from automodel_cli.dryrun.request import GIB, Line, RankResult, Request
 from automodel_cli.dryrun.strategies import Strategies
-from automodel_cli.models import head_kernels, shipped
+from automodel_cli.models import attention_flex, head_kernels, shipped
 from automodel_cli.models.source import hf_config
 from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
 from automodel_cli.pipelining.torch_runtime.compat import Runtime
@@ -144,6 +144,7 @@ def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Tim
     kernels: Any
     for kernels in (head_kernels, dispatch_kernels, route_kernels):
         kernels.usable = lambda device_type: device_type == "cuda"  # nothing could be compared, nor be compiled
+    attention_flex.use_instead(flex.modelled(run.mode.twins.get, run.mode.ran_as_one))
     run.strategies = Strategies(run.clock, lambda part: _materialise(part, CUDA), lambda: run.faking(fake))
     stages = empty_stages(recipe, mesh)
     run.phase, run.parts = "buffers", list(stages.parts)

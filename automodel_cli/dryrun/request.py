@@ -18,10 +18,10 @@ Nothing was computed: no wrong number, race, deadlock or kernel fault is found h
 Memory is of tensors, as torch's allocator rounds them; the CUDA context, cuBLAS, NCCL and fragmentation come on top
   (5 GiB are set aside for them). Temporaries inside a kernel are not seen, nor frees that wait for another stream.
 Time is a roofline: assumed efficiencies, a floor per kernel and per launch; other ranks route, pack and wait as this
-  one does. Without its windows, sliding attention counts too many FLOPs. Data loading, checkpoints, rollouts, and a
-  reference model's own passes are not in the step.
-DDP's reducer is one in Python that follows its rules. Not run: torch.compile (glue counts as one kernel each, whole
-  layers as written), autocast, Transformer Engine, DeepEP, 4-bit bases, vLLM."""
+  one does. Without its windows, sliding flash attention counts too many FLOPs. Data loading, checkpoints, rollouts,
+  and a reference model's own passes are not in the step.
+DDP's reducer is one in Python that follows its rules. Not run: torch.compile (glue and FlexAttention count as one
+  kernel each, whole layers as written), autocast, Transformer Engine, DeepEP, 4-bit bases, vLLM."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -54,6 +54,8 @@ class Choice:
     forced: bool = False
     pads: bool = True
     """Whether values narrower than keys (latent attention) must be padded for it."""
+    device_type: str = "cpu"
+    """What it was chosen for. A run on GPUs has small copies of its model probed on the CPU, by the CPU's kernels."""
 
     def __str__(self) -> str:
         return f"{self.kernel} ({self.reason})"
@@ -76,7 +78,8 @@ def choose(wanted: str, device: torch.device) -> Choice:
     global _chosen
     if _chosen.kernel in _PACKAGES:
         torch_attention.restore_flash_attention_impl()
-    _chosen = _newest(device) if wanted == "auto" else _by_name(wanted, device)
+    choice = _newest(device) if wanted == "auto" else _by_name(wanted, device)
+    _chosen = replace(choice, device_type=device.type)
     return _chosen
 
 
@@ -118,18 +121,22 @@ def way(query: Tensor, value: Tensor, softcap: float | None) -> tuple[Way, str]:
     been asked to, why. Raises ConfigError where a kernel was asked for by name and cannot."""
     if _chosen.kernel == "dense":
         return "dense", ""
-    if _chosen.kernel == "flex":
+    on_cpu = query.device.type == "cpu"
+    is_probe = on_cpu and _chosen.device_type != "cpu"
+    if _chosen.kernel == "flex" and not is_probe:
         _refuse_by_name(attention_flex.why_not(query, value, softcap))
         return "flex", ""
-    on_cpu = query.device.type == "cpu"
     no_flash = kernels.why_not_flash_cpu(softcap) if on_cpu else kernels.why_not_flash_cuda(query, value, softcap)
     if not no_flash:
         return "flash", ""
-    if _chosen.forced:
+    if _chosen.forced and _chosen.kernel != "flex":
         _refuse_by_name(f"no flash kernel takes {no_flash}")
     no_flex = "it is for GPUs" if on_cpu else attention_flex.why_not(query, value, softcap)
     if no_flex:
-        return "dense", f"no flash kernel takes {no_flash}, and FlexAttention cannot help: {no_flex}"
+        return (
+            "dense",
+            "" if is_probe else f"no flash kernel takes {no_flash}, and FlexAttention cannot help: {no_flex}",
+        )
     _say_flex(no_flash)
     return "flex", ""
 

@@ -18,6 +18,7 @@ import importlib.util
 import itertools
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,11 @@ _BACKENDS = {"cpu": "aot_eager"}
 _PROBE_ERROR = {torch.float32: 2e-3}  # products of float32 may be allowed to use tf32
 _PROBE_ERROR_BELOW = 2e-2
 
+_OWN_GRAPH = (
+    "FlexAttention is a graph of its own, which a layer compiled as one graph cannot hold: "
+    "parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=glue"
+)
+
 compilations: list[str] = []
 """The device type of every graph that was compiled in this process, in order."""
 
@@ -46,12 +52,11 @@ class Visible(NamedTuple):
     key_position_M: Tensor
     blocks: BlockMask
 
-    @property
-    def computed_pairs(self) -> Tensor:
-        """Pairs of query and key in blocks that are not skipped; a scalar on the device."""
-        full = self.blocks.full_kv_num_blocks
-        assert full is not None
-        return (self.blocks.kv_num_blocks.sum() + full.sum()) * _BLOCK**2
+    def computed_pairs(self, real: Callable[[Tensor], Tensor | None] = lambda x: x) -> int:
+        """Pairs of query and key in blocks that are not skipped. `real` gives the values of a tensor."""
+        assert self.blocks.full_kv_num_blocks is not None
+        counts = [real(count) for count in (self.blocks.kv_num_blocks, self.blocks.full_kv_num_blocks)]
+        return sum(int(count.sum()) for count in counts if count is not None) * _BLOCK**2
 
 
 class Attend(Protocol):
@@ -144,7 +149,8 @@ Documents = tuple[Tensor | None, int, int] | Context
 """Bounds of a microbatch's documents (None: rows are documents), rows and their length; or what ranks share."""
 
 
-@torch.compiler.disable(recursive=False)
+# Whole layers may be compiled around this: it is a graph of its own there.
+@torch.compiler.disable(recursive=False, reason=_OWN_GRAPH)
 def packed(
     query_NHD: Tensor,
     key_MKD: Tensor,
@@ -172,6 +178,7 @@ def why_unavailable(device: torch.device) -> str:
     return "" if importlib.util.find_spec("triton") else "it needs triton, which is not installed"
 
 
+@torch.compiler.disable(reason=_OWN_GRAPH)
 def why_not(query: Tensor, value: Tensor, softcap: float | None) -> str:
     """What keeps FlexAttention from tensors of this kind, for a sentence; empty where nothing does."""
     if query.device.type == "cpu" or _stand_in is not None:
@@ -187,7 +194,9 @@ def why_not(query: Tensor, value: Tensor, softcap: float | None) -> str:
 def _disagrees(device: torch.device, dtype: torch.dtype, width: int, value_width: int, softcap: float | None) -> str:
     """Compiles and runs: the answer of the first layer of a kind is that of all."""
     try:
-        error = disagreement(device, dtype, width, value_width, softcap)
+        # On a thread of its own: a graph, a recomputation, hooks and modes that are under way here are not there.
+        with ThreadPoolExecutor(1) as thread:
+            error = thread.submit(disagreement, device, dtype, width, value_width, softcap).result()
     except Exception as failure:  # a compiler's failures have no common class
         return f"{type(failure).__name__}: {failure}".splitlines()[0]
     limit = _PROBE_ERROR.get(dtype, _PROBE_ERROR_BELOW)
@@ -198,25 +207,20 @@ def disagreement(
     device: torch.device, dtype: torch.dtype, width: int, value_width: int, softcap: float | None
 ) -> float:
     """Largest relative error of outputs and gradients against the definition in float64: three documents in a row that
-    is no multiple of a block, grouped heads, a sink, with a window.
-
-    Nothing of it reaches a graph or a recomputation that is under way.
-    """
+    is no multiple of a block, grouped heads, a sink, with a window."""
     lengths, scale, window = (90, 40, 170), width**-0.5, 100
     generator = torch.Generator().manual_seed(0)
     shapes = ((300, 4, width), (300, 2, width), (300, 2, value_width), (4,))
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autocast(device.type, enabled=False):
-        leaves = [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
-        exact = [x.detach().double().requires_grad_() for x in leaves]
-        cu = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
-        visible = _visible(*_of_documents(cu, 300, window))
-        query, key, value, sink_H = leaves
-        got, _ = attend(query, key, value, sink_H, visible, scale, softcap)
-        query, key, value, sink_H = exact
-        want = defined(query, key, value, sink_H, visible, scale, softcap)
-        grads = torch.autograd.grad(got.double().square().sum(), leaves)
-        wanted = torch.autograd.grad(want.square().sum(), exact)
+    leaves = [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
+    visible = _visible(*_of_documents(cu, 300, window))
+    query, key, value, sink_H = leaves
+    got, _ = attend(query, key, value, sink_H, visible, scale, softcap)
+    query, key, value, sink_H = exact
+    want = defined(query, key, value, sink_H, visible, scale, softcap)
+    grads = torch.autograd.grad(got.double().square().sum(), leaves)
+    wanted = torch.autograd.grad(want.square().sum(), exact)
     pairs = [(got.detach(), want.detach()), *zip(grads, wanted, strict=True)]
     return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
 
@@ -244,6 +248,7 @@ def defined(
     return torch.einsum("hnm,mhv->nhv", probs_HNM, value_MKV.repeat_interleave(group, 1))
 
 
+@torch.compiler.disable
 def of_batch(cu: Tensor | None, rows: int, length: int, window: int | None, device: torch.device) -> Visible:
     """Of whole documents. Made once for a microbatch's `cu` (by identity) and window; nothing is read on the host."""
     if cu is None:
@@ -267,6 +272,7 @@ def _of_rows(rows: int, length: int, window: int | None, device: torch.device) -
     return _visible(*_of_documents(cu, rows * length, window))
 
 
+@torch.compiler.disable
 @functools.lru_cache(maxsize=64)
 def of_context(context: Context, window: int | None, of_rank: int | None = None) -> Visible:
     """Of this rank's queries and the gathered keys of all ranks, or those of one."""

@@ -128,15 +128,21 @@ def _rows(recipe: Recipe) -> Rows:
 def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
     """Packed attention on the CPU reads document boundaries on the host, where a checkpointed graph may not break."""
     parallelizer = recipe.parallelizer
-    if (
-        parallelizer.enable_compile is True
-        and parallelizer.activation_checkpointing == "selective"
-        and recipe.model.attention == PACKED
-        and mesh.device.type == "cpu"
-    ):
+    one_graph = parallelizer.enable_compile is True and parallelizer.activation_checkpointing == "selective"
+    if not one_graph or recipe.model.attention != PACKED:
+        return
+    keys = ("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention")
+    if recipe.model.attention_kernel == "flex":
+        raise ConfigError(
+            "enable_compile=true with activation_checkpointing=selective is one graph for each layer, and "
+            "attention_kernel=flex is a graph of its own",
+            keys=keys,
+            fix="parallelizer.activation_checkpointing=full, or model.attention_kernel=auto",
+        )
+    if mesh.device.type == "cpu":
         raise ConfigError(
             "enable_compile=true with activation_checkpointing=selective cannot run packed attention on the CPU",
-            keys=("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention"),
+            keys=keys,
             fix="parallelizer.activation_checkpointing=full, or model.attention=sdpa",
         )
 

@@ -95,7 +95,7 @@ def _operator(*, ignores_windows: bool) -> torch.library.Library:
     """aten's variable-length flash attention for the CPU, by the definition; or with a mistake."""
 
     def forward(q, k, v, cu_q, *arguments, scale, window_size_left=None, window_size_right=None):
-        out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+        out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(q.shape[1], q.shape[0])
         for tokens, parts, mask in _documents(cu_q, None if ignores_windows else window_size_left, q, k, v):
             one, one_lse = attention_kernels.dense_forward(*parts, mask, scale, None)
             out[tokens], lse[:, tokens] = one[0].transpose(0, 1).to(q.dtype), one_lse[0]
@@ -120,10 +120,22 @@ def _operator(*, ignores_windows: bool) -> torch.library.Library:
 
 @pytest.mark.parametrize("ignores_windows", [False, True])
 def test_an_implementation_is_compared_with_the_definition_before_it_is_trusted(ignores_windows: bool):
+    assert attention_choice.pads_widths(CPU), "there is no such kernel yet"
     library = _operator(ignores_windows=ignores_windows)
     try:
-        error = attention_choice.disagreement(CPU)
+        error, pads = attention_choice.disagreement(CPU), attention_choice.pads_widths(CPU)
     finally:
         library._destroy()
     assert error > 0
     assert (error > attention_choice._PROBE_ERROR) == ignores_windows
+    assert pads == ignores_windows, "values narrower than keys, as they are"
+
+
+def test_a_run_on_gpus_probes_small_copies_by_the_cpus_kernels(monkeypatch: pytest.MonkeyPatch):
+    on_gpus = attention_choice.Choice("flex", forced=True, device_type="cuda")
+    monkeypatch.setattr(attention_choice, "_chosen", on_gpus)
+    x = torch.zeros(1, 2, 8, 16)
+    assert attention_choice.way(x, x, None) == ("flash", "")
+    assert attention_choice.way(x, x, 30.0) == ("dense", ""), "without the warning of a run"
+    with pytest.raises(ConfigError, match="attention_kernel=flex: it has no float64"):
+        attention_choice.way(x.to("meta", torch.float64), x, None)

@@ -104,7 +104,7 @@ def test_blocks_are_skipped_only_where_nothing_is_seen_and_whole_only_where_all_
     assert torch.equal(full, _in_blocks(want).all(-1))
     assert torch.equal(partial, _in_blocks(want).any(-1) & ~full)
     assert torch.equal(partial.T, _table(blocks.q_num_blocks, blocks.q_indices))
-    assert int(visible.computed_pairs) == int((partial | full).sum()) * 128**2
+    assert visible.computed_pairs() == int((partial | full).sum()) * 128**2
 
 
 def test_blocks_of_shared_rows_hold_all_that_is_seen():
@@ -135,6 +135,16 @@ def test_layers_share_a_mask_for_as_long_as_its_microbatch_lives():
     del cu
     gc.collect()
     assert key not in known
+
+
+def test_the_first_comparison_finds_a_kernel_that_forgets_the_soft_cap(monkeypatch: pytest.MonkeyPatch):
+    assert attention_flex.disagreement(CPU, torch.bfloat16, 16, 8, 2.0) < 1e-2
+
+    def forgets(query, key, value, sink, visible, scale, softcap):
+        return attention_flex.defined(query, key, value, sink, visible, scale, None), torch.empty(0)
+
+    monkeypatch.setattr(attention_flex, "_stand_in", forgets)
+    assert attention_flex.disagreement(CPU, torch.bfloat16, 16, 8, 2.0) > 0.1
 
 
 def test_flex_by_name_is_refused_without_a_kernel_for_the_device():

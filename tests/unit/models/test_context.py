@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise, product
 
 import pytest
@@ -104,15 +104,6 @@ def reference(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, wi
     return torch.cat(outputs)
 
 
-@pytest.fixture
-def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
-    attention_choice.choose(request.param, torch.device("cpu"))
-    yield
-    attention_choice.choose("auto", torch.device("cpu"))
-
-
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("kernel", ["auto", pytest.param("flex", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kind", ["plain", "sink", "softcap", "wide"])
@@ -122,10 +113,12 @@ def test_shared_attention_is_the_definition(how: str, kind: str, window: int | N
     _check_shared(how, kind, window, size)
 
 
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("kernel", ["flex"], indirect=True)
 def test_a_ring_of_flex_attention_is_the_definition():
-    _check_shared("ring", "both", 4, 4)
+    attention_choice.choose("flex", torch.device("cpu"))
+    try:
+        _check_shared("ring", "both", 4, 4)
+    finally:
+        attention_choice.choose("auto", torch.device("cpu"))
 
 
 def _check_shared(how: str, kind: str, window: int | None, size: int) -> None:
