@@ -164,6 +164,7 @@ _OF_REWARDS = {
     "entropy": "Entropy",
     "token_mult_prob_error": "Mismatch of sampler and trainer",
     "kl_penalty": "KL to the reference",
+    "idle_share": "Share of the step without training",
 }
 """Curves of reinforcement learning, in the order in which they are read; the loss says little about it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 
 class Phases:
@@ -33,3 +34,26 @@ class Phases:
         """`NAME_seconds` since the last call."""
         found, self._seconds = self._seconds, {}
         return {f"{name}_seconds": seconds for name, seconds in found.items()}
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Seconds of a step in which the devices that train have nothing to do: until samples that are drawn on others are
+    there, and while rewards judge."""
+
+    generate: float
+    reward: float
+
+    @classmethod
+    def of_rollout(cls, seconds: float, reward_seconds: float, *, draws_elsewhere: bool) -> Idle:
+        """Of the `seconds` in which nothing was trained, `reward_seconds` of them for rewards. Where the devices that
+        train draw the samples too, the rest is work."""
+        return cls(max(0.0, seconds - reward_seconds) if draws_elsewhere else 0.0, reward_seconds)
+
+    def of_step(self, seconds: float) -> dict[str, float]:
+        """As metrics of a step that took `seconds`."""
+        return {
+            "idle_generate_seconds": self.generate,
+            "idle_reward_seconds": self.reward,
+            "idle_share": (self.generate + self.reward) / max(seconds, 1e-9),
+        }

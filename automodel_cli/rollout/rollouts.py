@@ -39,7 +39,7 @@ from automodel_cli.rollout.episodes import (
 from automodel_cli.rollout.experience import RowPlan, Sample, kl_sums, plan_updates
 from automodel_cli.rollout.held_out_samples import of_k_samples
 from automodel_cli.rollout.model_engines import RankZeroEngine
-from automodel_cli.rollout.phases import Phases
+from automodel_cli.rollout.phases import Idle, Phases
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
 from automodel_cli.rollout.rollout import Rollout
@@ -114,7 +114,7 @@ class Rollouts(Callback):
         self._told: set[str] = set()
         self._alarms = Alarms(config.max_new_tokens)
         self._reward_seconds = self._wait_seconds = self._drawing_seconds = 0.0
-        self._phases = Phases()
+        self._phases, self._idle = Phases(), Idle(0.0, 0.0)
         self.sync(session.first_step)
         self._check_agreement()
 
@@ -130,9 +130,12 @@ class Rollouts(Callback):
         return None if self._queue is None else self._queue.state()
 
     def on_step(self, run: Run, step: int, values: Mapping[str, Number]) -> dict[str, Number]:
-        """Where the time of the step went besides drawing and judging."""
+        """Where the time of the step went besides drawing and judging, and how much of it nothing was trained."""
         self._phases.end("train")
-        found: dict[str, Number] = dict(self._phases.taken())
+        self._phases.end("step")
+        seconds_of = dict(self._phases.taken())
+        idle = self._idle.of_step(seconds_of.pop("step_seconds") + seconds_of["sync_seconds"])
+        found: dict[str, Number] = {**seconds_of, **idle}
         passes = {"score": self.config.passes, "train": 1}  # training reads the rows in each pass, scoring in one
         for name, times in passes.items():
             if seconds := found.get(f"{name}_seconds"):
@@ -184,6 +187,7 @@ class Rollouts(Callback):
         weights answer. Collective over all ranks.
         """
         began, self._reward_seconds = time.perf_counter(), 0.0
+        self._phases.begin("step")
         dynamic = self.config.dynamic_sampling
         self._wait_seconds, self._drawing_seconds = 0.0, 0.0
         samples = self._sample(step, prompts)
@@ -198,7 +202,10 @@ class Rollouts(Callback):
             if len(samples) < self.config.samples_per_step:
                 self._tell_once("dynamic_sampling", too_few(step, samples, equal, self.config))
             samples = (samples + equal)[: self.config.samples_per_step]
-        seconds = time.perf_counter() - began + self._drawing_seconds
+        seconds = time.perf_counter() - began
+        elsewhere = isinstance(self.engine, RankZeroEngine) and not self.config.shares_gpus
+        self._idle = Idle.of_rollout(seconds, self._reward_seconds, draws_elsewhere=elsewhere)
+        seconds += self._drawing_seconds - self._wait_seconds  # what was waited for is a part of the drawing
         self._draw_ahead(step)
         self._rest(weights_follow=True)
         return self._learnt_from(step, samples, num_sampled, seconds)

@@ -38,16 +38,18 @@ print("the double starts", flush=True)
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{model!r}), dtype=torch.float32).eval()
 double = VLLMDouble(HFEngine(model, stop_token_ids={stops}, pad_token_id=0), {port})
+double.hooks["/v1/completions"] = lambda body: time.sleep({delay})
 time.sleep(600)
 """
 
 
-def double_at(folder: Path, port: int, *stops: int) -> list[str]:
-    """Its command; `stops` end a message besides the end-of-sequence token."""
+def double_at(folder: Path, port: int, *stops: int, delay: float = 0.0) -> list[str]:
+    """Its command; `stops` end a message besides the end-of-sequence token, `delay` seconds precede each answer."""
     script = folder / "double.py"
     model = yaml.safe_load(TINY.format(family="llama"))["model"]["config"]
     ends = [ByteTokenizer().build().eos_token_id, *stops]
-    script.write_text(DOUBLE.format(root=str(Path(__file__).parents[2]), port=port, model=model, stops=ends))
+    root = str(Path(__file__).parents[2])
+    script.write_text(DOUBLE.format(root=root, port=port, model=model, stops=ends, delay=delay))
     return [sys.executable, str(script)]
 
 
@@ -95,8 +97,8 @@ def test_one_that_does_not_answer_is_an_error_with_its_last_words(
     assert last is None or alive.read_text() == last
 
 
-def engine_of(folder: Path, port: int, *more: str) -> list[str]:
-    command = json.dumps(double_at(folder, port))
+def engine_of(folder: Path, port: int, *more: str, delay: float = 0.0) -> list[str]:
+    command = json.dumps(double_at(folder, port, delay=delay))
     url = f"http://127.0.0.1:{port}"
     return [
         "rollout=vllm",
@@ -112,12 +114,41 @@ def test_a_run_gives_its_server_the_weights_of_every_step(tmp_path: Path) -> Non
     write_config(tmp_path)
     port = free_port()
     few = ["train.max_steps=3", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
-    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine_of(tmp_path, port, FILES))
+    engine = engine_of(tmp_path, port, FILES, delay=0.4)
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "runs" / "tiny"
     assert curve(run_dir, "token_mult_prob_error") == pytest.approx([1.0] * 3, abs=1e-5)
     assert curve(run_dir, "weight_version") == [0, 1, 2]
+    for row in (row for row in metrics(run_dir) if "loss" in row):  # all samples are asked for at once
+        assert 0.4 < row["idle_generate_seconds"] == pytest.approx(row["generate_seconds"])
+        busy = sum(row[f"{phase}_seconds"] for phase in ("score", "train", "sync"))
+        idle = row["idle_generate_seconds"] + row["idle_reward_seconds"]
+        assert row["idle_share"] == pytest.approx(idle / (idle + busy), abs=0.1)
     assert not list((run_dir / "rollout_weights").iterdir()) and not answers(f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.slow
+def test_of_samples_drawn_ahead_only_the_wait_is_idle_time(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    ahead = ["train.max_steps=4", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+    ahead += [
+        "validation.every=null",
+        "rollout.max_staleness=1",
+        "objective.correction=truncate",
+        "objective.correction_max=2.0",
+    ]
+    engine = engine_of(tmp_path, free_port(), FILES, delay=1.5)
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *ahead, *engine)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row for row in metrics(tmp_path / "runs" / "tiny") if "loss" in row]
+    assert rows[0]["idle_generate_seconds"] > 1.5
+    waited = [row for row in rows if row["rollout_wait_seconds"] > 1.0]  # in some steps a validation waits instead
+    assert waited, "the test shows nothing"
+    for row in waited:
+        assert row["rollout_wait_seconds"] <= row["idle_generate_seconds"] + 0.01 < row["generate_seconds"]
+        beside = row["generate_seconds"] - row["idle_generate_seconds"]
+        assert beside < 1.3, "what was waited for counts twice"
 
 
 def test_two_servers_share_a_run_of_conversations_in_two_environments(tmp_path: Path) -> None:
