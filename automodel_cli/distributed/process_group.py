@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,18 @@ def own_store() -> dist.Store | None:
     assert isinstance(store, dist.Store)
     store.set_timeout(_STORE_TIMEOUT)
     return store
+
+
+def group_beside(store: dist.Store, name: str, size: int, backend: str, limit: timedelta) -> dist.ProcessGroup:
+    """This process as rank 0 of a group of `size` whose other ranks are not of its world, and meet at `store` under
+    `name`, as servers of SGLang do. Blocks until all are there, or raises after `limit`.
+
+    torch makes groups of ranks of the world only; the way in which it makes the world itself takes any.
+    """
+    keys, named, kind = dist.PrefixStore(name, store), cast(Any, name), distributed_c10d.Backend(backend)
+    group, _ = distributed_c10d._new_process_group_helper(size, 0, [], kind, keys, group_name=named, timeout=limit)
+    distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    return group
 
 
 def try_store(ask: Callable[[dist.Store], T], store: dist.Store) -> T | None:

@@ -8,7 +8,7 @@ import re
 import shlex
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -19,9 +19,10 @@ from automodel_cli.rollout.engine import Capabilities
 from automodel_cli.rollout.vllm_servers import VLLMServers
 
 if TYPE_CHECKING:
-    from automodel_cli.rollout.engine import Engine, Host
+    from automodel_cli.rollout.engine import Engine, Host, SamplingParams
     from automodel_cli.rollout.http import Server
-    from automodel_cli.rollout.transfer import Transfer
+    from automodel_cli.rollout.live_weights import LiveWeights
+    from automodel_cli.rollout.transfer import SharedTransfer, Transfer
 
 
 @dataclass(frozen=True)
@@ -157,34 +158,25 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
-class VLLMConfig(ServerConfig):
-    """A vLLM server (0.31 or later) whose weights are replaced after each step; docs/rollout.md has its command line.
-
-    `transport` is how they travel. `files`: the run writes them to `weights_folder`, which the server sees under the
-    same path, and the server reads them; any machine, any number of nodes. null: `rollout_weights` in the run's folder.
-    `nccl`: from GPU to GPU with the package vllm, which the first rank needs too; `address` is its machine as the
-    server sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it, and the
-    server's command has `--weight-transfer-config
-    '{"backend": "nccl"}'`. `ipc`: the server's workers read the memory of the ranks on their own GPUs
-    (`rollout.placement=colocated`, one machine), with the package vllm and its backend `ipc`. Neither has run on GPUs.
+class LiveServerConfig(ServerConfig):
+    """A server whose weights are replaced after each step: what vLLM's and SGLang's nodes have in common.
 
     `command` starts the server with the run, on the machine of the first rank, and ends it with the run; its output
     goes to `logs/rollout_server.log` in the run's folder. It must answer at `url` within `start_timeout` seconds. Null:
     you have started it. It is a list of words, or one text that is cut into words as a shell does; no shell runs it, so
     nothing in it is expanded. The command line must allow it: `--trust command`.
-
-    `servers` in the place of `url`: the run starts as many as it needs, by a command of its own, or
-    `automodel submit --rollout-nodes` does so on nodes of their own; `rollout.placement` says on which GPUs.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        logprobs=True, weight_updates=True, seeds=False, hub_names=True, in_flight_updates=True, routing=True
+        logprobs=True, weight_updates=True, seeds=False, hub_names=True, in_flight_updates=True
     )
+    transports: ClassVar[tuple[str, ...]]
+    """What `transport` may be."""
+    untrusted: ClassVar[str]
+    """What is said to trust_logprobs=false."""
 
     url: str | list[str] | None = None
-    servers: VLLMServers | None = None
     concurrency: int = 256
-    transport: Literal["files", "nccl", "ipc"] = "nccl"
     weights_folder: str | None = None
     address: str | None = None
     port: int = 29_600
@@ -204,19 +196,17 @@ class VLLMConfig(ServerConfig):
             )
         if not self.trust_logprobs:
             raise ConfigError(
-                "trust_logprobs=false: start vLLM with --logprobs-mode processed_logprobs",
-                keys=("trust_logprobs",),
-                fix="trust_logprobs=true",
+                f"trust_logprobs=false: {self.untrusted}", keys=("trust_logprobs",), fix="trust_logprobs=true"
             )
-        if self.transport not in ("files", "nccl", "ipc"):
+        if self.way not in self.transports:
             raise ConfigError(
-                f"transport={self.transport!r} is neither files, nccl nor ipc",
+                f"transport={self.way!r} is none of {', '.join(self.transports)}",
                 keys=("transport",),
                 fix="transport=files",
             )
-        if self.transport != "files" and self.weights_folder is not None:
+        if self.way != "files" and self.weights_folder is not None:
             raise ConfigError(
-                f"weights_folder={self.weights_folder} does nothing with transport={self.transport}",
+                f"weights_folder={self.weights_folder} does nothing with transport={self.way}",
                 keys=("weights_folder", "transport"),
                 fix="transport=files",
             )
@@ -226,8 +216,76 @@ class VLLMConfig(ServerConfig):
             self._check_several()
 
     @property
+    def way(self) -> str:
+        """How weights travel: `transport`, whose values each node names."""
+        raise NotImplementedError
+
+    @property
     def num_servers(self) -> int:
-        return self.servers.number if self.servers is not None else len(self.urls)
+        return len(self.urls)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ConfigError for a distribution that the server cannot be asked for."""
+
+    def _check_several(self) -> None:
+        if self.command is not None:
+            raise ConfigError(
+                f"command={self.command!r} starts one server, and url names {len(self.urls)}: start them yourself",
+                keys=("command", "url"),
+                fix="command=null",
+            )
+
+    def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
+        raise NotImplementedError
+
+    def _served(self, host: Host, urls: Sequence[str], transfer: SharedTransfer | None = None) -> Engine:
+        """The engine on the rank that speaks to the servers; `transfer` None: by files."""
+        from automodel_cli.rollout.server_pool import LivePool
+        from automodel_cli.rollout.shared_gpus import SharedGPUs
+        from automodel_cli.rollout.transfer import FileTransfer
+
+        servers = self.at(urls)
+        if self.command is not None:
+            host.start_server(words_of(self.command), servers[0], timeout=self.start_timeout)
+        folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
+        by = transfer or FileTransfer(folder)
+        engines = [self._engine(server, host, by) for server in servers]
+        engine = engines[0] if len(engines) == 1 else LivePool(engines, by, concurrency=self.concurrency)
+        return SharedGPUs(engine, engines) if host.shares_gpus else engine
+
+
+@dataclass(frozen=True)
+class VLLMConfig(LiveServerConfig):
+    """A vLLM server (0.31 or later) whose weights are replaced after each step; docs/rollout.md has its command line.
+
+    `transport` is how they travel. `files`: the run writes them to `weights_folder`, which the server sees under the
+    same path, and the server reads them; any machine, any number of nodes. null: `rollout_weights` in the run's folder.
+    `nccl`: from GPU to GPU with the package vllm, which the first rank needs too; `address` is its machine as the
+    server sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it, and the
+    server's command has `--weight-transfer-config
+    '{"backend": "nccl"}'`. `ipc`: the server's workers read the memory of the ranks on their own GPUs
+    (`rollout.placement=colocated`, one machine), with the package vllm and its backend `ipc`. Neither has run on GPUs.
+
+    `command` starts the server at `url` with the run (see `LiveServerConfig`).
+
+    `servers` in the place of `url`: the run starts as many as it needs, by a command of its own, or
+    `automodel submit --rollout-nodes` does so on nodes of their own; `rollout.placement` says on which GPUs.
+    """
+
+    capabilities: ClassVar[Capabilities] = replace(LiveServerConfig.capabilities, routing=True)
+    transports: ClassVar[tuple[str, ...]] = ("files", "nccl", "ipc")
+    untrusted: ClassVar[str] = "start vLLM with --logprobs-mode processed_logprobs"
+
+    servers: VLLMServers | None = None
+    transport: Literal["files", "nccl", "ipc"] = "nccl"
+
+    @property
+    def way(self) -> str:
+        return self.transport
+
+    @property
+    def num_servers(self) -> int:
+        return self.servers.number if self.servers is not None else super().num_servers
 
     def _check_urls(self) -> None:
         if (self.url is None) == (self.servers is None):
@@ -246,21 +304,6 @@ class VLLMConfig(ServerConfig):
                 fix="command=null",
             )
 
-    def _check_several(self) -> None:
-        if self.transport != "files":
-            named = f"url names {len(self.urls)}" if self.servers is None else f"servers.number={self.servers.number}"
-            raise ConfigError(
-                f"transport={self.transport} sends weights to one server, and {named}",
-                keys=("transport", "url" if self.servers is None else "servers.number"),
-                fix="transport=files",
-            )
-        if self.command is not None:
-            raise ConfigError(
-                f"command={self.command!r} starts one server, and url names {len(self.urls)}: start them yourself",
-                keys=("command", "url"),
-                fix="command=null",
-            )
-
     def build(self, host: Host) -> Engine:
         """See `EngineConfig`. What this machine lacks is said before a server is started and waited for."""
         if self.transport != "files":
@@ -268,43 +311,30 @@ class VLLMConfig(ServerConfig):
 
             check_gpus(self.transport, host.device.type)
         urls = self.urls if self.servers is None else host.start_servers(timeout=self.start_timeout)
-        if self.transport != "ipc":
-            return host.on_first_rank(lambda: self._connected(host, urls))
-        from automodel_cli.rollout.transfer import FactoryTransfer, ipc_init
+        if self.transport == "files":
+            return host.on_first_rank(lambda: self._served(host, urls))
+        from automodel_cli.rollout.transfer import FactoryTransfer, ipc_init, nccl_init
 
+        if self.transport == "nccl":
+            address = self.address or address_for(urls[0])
+            return host.on_first_rank(lambda: self._served(host, urls, FactoryTransfer(nccl_init(address, self.port))))
         shared = FactoryTransfer(ipc_init())
-        return host.on_first_rank(lambda: self._connected(host, urls, shared), joins=shared.join)
+        return host.on_first_rank(lambda: self._served(host, urls, shared), joins=shared.join)
 
-    def _connected(self, host: Host, urls: Sequence[str], shared: Transfer | None = None) -> Engine:
-        from automodel_cli.rollout.server_pool import VLLMPool
-        from automodel_cli.rollout.shared_gpus import SharedGPUs
-        from automodel_cli.rollout.transfer import FactoryTransfer, FileTransfer, nccl_init
+    def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
         from automodel_cli.rollout.vllm import VLLMEngine
 
-        servers = self.at(urls)
-        if self.command is not None:
-            host.start_server(words_of(self.command), servers[0], timeout=self.start_timeout)
-        folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
-        files = FileTransfer(folder)
-        transfer: Transfer = files if shared is None else shared
-        if self.transport == "nccl":
-            transfer = FactoryTransfer(nccl_init(self.address or _address_for(urls[0]), self.port))
-        engines = [
-            VLLMEngine(
-                server,
-                host.tokenizer,
-                transfer,
-                model=self.model,
-                concurrency=self.concurrency,
-                stop_token_ids=host.stop_token_ids,
-            )
-            for server in servers
-        ]
-        engine = engines[0] if len(engines) == 1 else VLLMPool(engines, files, concurrency=self.concurrency)
-        return SharedGPUs(engine, engines) if host.shares_gpus else engine
+        return VLLMEngine(
+            server,
+            host.tokenizer,
+            transfer,
+            model=self.model,
+            concurrency=self.concurrency,
+            stop_token_ids=host.stop_token_ids,
+        )
 
 
-def _address_for(url: str) -> str:
+def address_for(url: str) -> str:
     """This machine, as the server at `url` sees it."""
     return "127.0.0.1" if urlsplit(url).hostname in ("127.0.0.1", "localhost") else socket.gethostname()
 

@@ -11,37 +11,29 @@ so from the model's generation_config.json: a top_k of 20 there would cut the ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.rollout.engine import (
-    Capabilities,
-    Completion,
-    FinishReason,
-    SamplingParams,
-    WeightStream,
-    resolve_seeds,
-)
-from automodel_cli.rollout.http import Server, ServerError
+from automodel_cli.rollout.engine import Capabilities, Completion, FinishReason, SamplingParams, WeightStream
+from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.routing_record import compact, from_text
+from automodel_cli.rollout.served import ServedEngine
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 _PATH = "/v1/completions"
-_FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
-class OpenAIEngine:
-    """One request for each prompt, `concurrency` at a time; batching is the server's.
+class OpenAIEngine(ServedEngine):
+    """A `ServedEngine` of the completions API.
 
     `model` None takes the only one that the server lists. Without token ids, prompts travel as text and a completion's
     tokens are its text tokenised again, with the end-of-sequence token when it ended by itself. Log-probs are those the
     server reports: whether they are of the distribution sampled from (after temperature, top-k and top-p) is the
     server's setting (`--logprobs-mode processed_logprobs` of vLLM), so `trust_logprobs` must say that they are.
-    `stop_token_ids` end a completion besides the server's own end-of-sequence token.
+    `logprobs` of a completion are empty where `capabilities.logprobs` is False.
     """
 
     def __init__(
@@ -54,12 +46,8 @@ class OpenAIEngine:
         trust_logprobs: bool = False,
         stop_token_ids: Sequence[int] = (),
     ):
-        self.server, self.tokenizer, self.concurrency = server, tokenizer, concurrency
-        self.stop_token_ids = list(stop_token_ids)
+        super().__init__(server, tokenizer, concurrency=concurrency, stop_token_ids=stop_token_ids)
         self.model = model or self._only_model()
-        self.weight_version = self.num_losses = 0
-        """Updates of the weights, and how often an update found that the server had lost those before it."""
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="requests")
         self._tells_experts = False
         self._token_ids, self._logprobs = self._probe()
         self.capabilities = Capabilities(
@@ -71,29 +59,8 @@ class OpenAIEngine:
             routing=self._tells_experts,
         )
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
-    ) -> list[Completion]:
-        """See `Engine.generate`; seeds are passed on, and what they fix is the server's affair.
-
-        `logprobs` of a completion are empty where `capabilities.logprobs` is False. Raises ConfigError for top_k, which
-        OpenAI's API does not have and a server without token ids cannot be trusted to know; RunError for the server.
-        """
-        self.check_params(params)
-        seeds = resolve_seeds(prompts, params, seeds)
-        # one line for all calls: rollouts that overlap share the limit, and the older one's requests go first
-        asked = [
-            self._threads.submit(self.complete, prompt, params, seed)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        try:
-            return [answer.result() for answer in asked]
-        finally:
-            for answer in asked:
-                answer.cancel()
-
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ConfigError for what the server cannot be asked."""
+        """See `ServedEngine`: top_k is not in OpenAI's API, and a server without token ids may not know it."""
         if params.top_k and not self._token_ids:
             raise ConfigError(
                 f"top_k={params.top_k} is not in OpenAI's API, and {self.server.url} might ignore it",
@@ -102,7 +69,7 @@ class OpenAIEngine:
             )
 
     def has_given_weights(self) -> bool:
-        """Whether the server has the weights that it was given last. These are fixed."""
+        """They are fixed."""
         return True
 
     def update_weights(self, stream: WeightStream) -> None:
@@ -112,7 +79,7 @@ class OpenAIEngine:
         )
 
     def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
-        """The answer to one request. Raises ServerError, and RunError for an answer that cannot be used."""
+        """See `ServedEngine`."""
         version = self.weight_version
         choice, reason = self._finished(self._body(prompt, params, seed))
         tokens = choice.get("token_ids") if self._token_ids else self._tokens_of(choice.get("text") or "", reason)
@@ -127,19 +94,13 @@ class OpenAIEngine:
         return Completion(list(tokens), logprobs, reason, version, other, routed_experts=experts)
 
     def _finished(self, body: dict[str, Any], path: str = _PATH) -> tuple[dict[str, Any], FinishReason]:
-        """A completion that came to its end. One that the server broke off (`abort`) is no sample of the policy: it is
-        asked for again, as often as a request that fails."""
-        for _ in range(self.server.retries + 1):
+        """A choice that came to its end, with its reason."""
+
+        def ask() -> tuple[dict[str, Any], str | None]:
             choice = self._choice(self.server.post(path, body))
-            reason = _FINISHED.get(choice.get("finish_reason") or "")
-            if reason is not None:
-                return choice, reason
-        raise ServerError(
-            f"{self.server.url} ended a completion by {choice.get('finish_reason')!r} "
-            f"({self.server.retries + 1} tries): it is neither whole (stop) nor at its limit (length)",
-            keys=("rollout.engine.url",),
-            fix="look into the server's log; then automodel resume RUN",
-        )
+            return choice, choice.get("finish_reason")
+
+        return self.whole(ask)
 
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
         body: dict[str, Any] = {

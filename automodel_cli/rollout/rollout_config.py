@@ -11,7 +11,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch.servers import GenerationServers
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.rollout.engine import EngineConfig, SamplingParams
-from automodel_cli.rollout.engine_configs import SamplerConfig, VLLMConfig
+from automodel_cli.rollout.engine_configs import LiveServerConfig, SamplerConfig, VLLMConfig
 from automodel_cli.rollout.environment import EnvironmentNode
 
 
@@ -100,9 +100,9 @@ class RolloutConfig:
     `replay_routing`, for a mixture of experts: the update sends each token to the experts that it went to when it was
     sampled; gate weights, and so the gradients of routers, are the trainer's own (arXiv:2510.11370).
 
-    `placement`: on which GPUs vLLM generates. `separate`: on others than those that train, of the same machine or of
+    `placement`: on which GPUs servers generate. `separate`: on others than those that train, of the same machine or of
     further nodes. `colocated`: on the same ones in turns; while one works the other keeps little in their memory. null:
-    as the engine is (a vLLM server is separate, our own sampler and `hf` share the trainer's GPUs).
+    as the engine is (a server is separate, our own sampler and `hf` share the trainer's GPUs).
 
     `max_mult_prob_error`: sampler and trainer disagree on the probabilities of the sampled tokens by this factor on
     average before a warning is printed (1 is agreement; once only where samples are stale by `max_staleness`).
@@ -113,7 +113,7 @@ class RolloutConfig:
     """
 
     engine: EngineConfig = field(default_factory=SamplerConfig)
-    """What generates: `rollout=sampler`, `hf` or `vllm`, or a node of your own (examples/own_engine.py)."""
+    """What generates: `rollout=sampler`, `hf`, `vllm` or `sglang`, or a node of your own (examples/own_engine.py)."""
     placement: Literal["colocated", "separate"] | None = None
     prompts_per_step: int = 32
     group_size: int = 8
@@ -210,9 +210,12 @@ class RolloutConfig:
             )
         self._check_capabilities()
         self._check_placement()
+        if isinstance(self.engine, LiveServerConfig):
+            for params in (self.params(), self.validation_params()):
+                self.engine.check_params(params)
 
     def _check_placement(self) -> None:
-        serves = isinstance(self.engine, VLLMConfig)
+        serves = isinstance(self.engine, LiveServerConfig)
         if self.placement not in (None, "colocated", "separate"):
             raise ConfigError(
                 f"placement={self.placement!r} is neither colocated nor separate",
@@ -238,9 +241,9 @@ class RolloutConfig:
                 keys=("engine.transport", "placement"),
                 fix="rollout.placement=colocated, or rollout.engine.transport=files",
             )
-        if self.shares_gpus and isinstance(self.engine, VLLMConfig) and self.engine.transport == "nccl":
+        if self.shares_gpus and isinstance(self.engine, LiveServerConfig) and self.engine.way in ("nccl", "broadcast"):
             raise ConfigError(
-                "transport=nccl needs GPUs of its own on either side, and placement=colocated shares them",
+                f"transport={self.engine.way} needs GPUs of its own on either side, placement=colocated shares them",
                 keys=("engine.transport", "placement"),
                 fix="rollout.engine.transport=files",
             )
@@ -248,7 +251,7 @@ class RolloutConfig:
     @property
     def shares_gpus(self) -> bool:
         """Whether servers take turns with the ranks on the same GPUs."""
-        return self.placement == "colocated" and isinstance(self.engine, VLLMConfig)
+        return self.placement == "colocated" and isinstance(self.engine, LiveServerConfig)
 
     def generation_servers(self, model: ModelConfig, max_tokens: int) -> GenerationServers | None:
         """What the run starts besides its ranks; `max_tokens`: the longest prompt with its response."""

@@ -14,17 +14,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Completion, SamplingParams, WeightStream, resolve_seeds
 from automodel_cli.rollout.http import ServerError
-from automodel_cli.rollout.openai import OpenAIEngine
-from automodel_cli.rollout.transfer import FileTransfer
-from automodel_cli.rollout.vllm import VLLMEngine
+from automodel_cli.rollout.live_weights import LiveWeights
+from automodel_cli.rollout.served import ServedEngine
+from automodel_cli.rollout.transfer import FileTransfer, SharedTransfer
 
-E = TypeVar("E", bound=OpenAIEngine)
+E = TypeVar("E", bound=ServedEngine)
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT = 5.0  # seconds
@@ -267,33 +268,56 @@ class ServerPool(Generic[E]):
         )
 
 
-class VLLMPool(ServerPool[VLLMEngine]):
-    """vLLM servers that all read the weights from the files that are written once."""
+class LivePool(ServerPool[LiveWeights]):
+    """Servers that get new weights by one transfer: all read the files that are written once, or are in one group."""
 
     def __init__(
-        self, engines: Sequence[VLLMEngine], transfer: FileTransfer, *, concurrency: int, health_every: float = 10.0
+        self,
+        engines: Sequence[LiveWeights],
+        transfer: FileTransfer | SharedTransfer,
+        *,
+        concurrency: int,
+        health_every: float = 10.0,
     ):
         super().__init__(engines, concurrency=concurrency, health_every=health_every)
         self._transfer = transfer
 
     def update_weights(self, stream: WeightStream) -> None:
-        """Every server that answers reads the new weights, also one that was left out, which is then taken back.
+        """Every server that answers gets the new weights, also one that was left out, which is then taken back.
 
-        Raises RunError when a server refuses them, and when none is left.
+        Raises RunError when a server refuses them, and when none is left. A server that dies while weights are
+        broadcast ends the run: those of the others are then a mixture.
         """
-        with self._transfer.written(iter(stream)) as folder:
-            asked = [member for member in self._members if member.gone is None or member.is_healthy()]
-            with self._changed:
-                self.weight_version += 1  # from here on nobody is taken back without these
-            with ThreadPoolExecutor(max(1, len(asked))) as threads:
-                list(threads.map(lambda member: self._given(member, folder), asked))
+        if isinstance(self._transfer, FileTransfer):
+            with self._transfer.written(iter(stream)) as folder:
+                asked = self._asked_for_update(sure=False)
+                with ThreadPoolExecutor(max(1, len(asked))) as threads:
+                    list(threads.map(lambda member: self._given(member, folder), asked))
+        elif asked := self._asked_for_update(sure=True):
+            paused = [partial(member.engine.paused, self.weight_version) for member in asked]
+            self._transfer.send_to([member.engine for member in asked], iter(stream), paused)
+            for member in asked:
+                member.engine.weight_version = self.weight_version
+                self._take_back(member)
         for member in self._live():
             if member.engine.weight_version != self.weight_version:
                 self._leave_out(member, "it was taken back while the others were given new weights")
         if not self._live():
             raise self._all_gone()
 
-    def _given(self, member: _Member[VLLMEngine], folder: Path) -> None:
+    def _asked_for_update(self, *, sure: bool) -> list[_Member[LiveWeights]]:
+        """Who gets the next version, which is counted here; with `sure` only who answers now."""
+        asked = []
+        for member in self._members:
+            if (member.gone is None and not sure) or member.is_healthy():
+                asked.append(member)
+            else:
+                self._leave_out(member, "it does not answer /health")
+        with self._changed:
+            self.weight_version += 1  # from here on nobody is taken back without these
+        return asked
+
+    def _given(self, member: _Member[LiveWeights], folder: Path) -> None:
         try:
             member.engine.read_weights(folder, self.weight_version)
         except ServerError as error:

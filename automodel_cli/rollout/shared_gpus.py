@@ -1,19 +1,18 @@
-"""vLLM servers on the GPUs that train: either they hold memory there or training does.
+"""Servers on the GPUs that train: either they hold memory there or training does.
 
-They sleep while a step trains, and are woken in the order that vLLM's documentation gives: memory of the weights, the
-new weights, then the cache (`/sleep`, `/wake_up?tags=...`; `VLLM_SERVER_DEV_MODE=1` and `--enable-sleep-mode`).
+They sleep while a step trains, and are woken in the order that vLLM's and SGLang's documentation give: memory of the
+weights, the new weights, then the cache.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, WeightStream
-from automodel_cli.rollout.transfer import once
-from automodel_cli.rollout.vllm import VLLMEngine
+from automodel_cli.rollout.live_weights import LiveWeights
 
 _AWAKE = frozenset({"weights", "kv_cache"})
 
@@ -24,7 +23,7 @@ class SharedGPUs:
     A server that does not answer to that ends the run: nobody would know whether it holds memory that training needs.
     """
 
-    def __init__(self, engine: Engine, servers: Sequence[VLLMEngine]):
+    def __init__(self, engine: Engine, servers: Sequence[LiveWeights]):
         self._engine, self._servers = engine, servers
         self.capabilities, self.weight_version = engine.capabilities, 0
         self._awake, self._has_weights = _AWAKE, True
@@ -53,15 +52,15 @@ class SharedGPUs:
 
     def rest(self, *, weights_follow: bool) -> None:
         """Give the GPUs to training. With `weights_follow` new ones come before the next generation, so those at hand
-        are dropped (level 2); otherwise they are kept in the machine's memory (level 1)."""
-        self._each(f"/sleep?level={2 if weights_follow else 1}")
+        may be dropped; otherwise they are kept."""
+        self._each(lambda server: server.sleep(weights_follow=weights_follow))
         self._awake, self._has_weights = frozenset(), not weights_follow
 
     def _wake(self, what: Literal["weights", "kv_cache"]) -> None:
         if what not in self._awake:
-            self._each(f"/wake_up?tags={what}")
+            self._each(lambda server: server.wake(what))
             self._awake |= {what}
 
-    def _each(self, path: str) -> None:
+    def _each(self, ask: Callable[[LiveWeights], None]) -> None:
         with ThreadPoolExecutor(len(self._servers)) as threads:
-            list(threads.map(lambda engine: once(engine.server, path, {}), self._servers))
+            list(threads.map(ask, self._servers))

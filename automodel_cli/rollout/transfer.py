@@ -1,6 +1,6 @@
-"""How new weights reach a vLLM server: as files that it reads, or through vLLM's own weight-transfer engines (NCCL).
+"""How new weights reach a server: as files that it reads, or through vLLM's own weight-transfer engines (NCCL, IPC).
 
-The calls are those of vLLM 0.31 and 0.32 (`entrypoints/rl/online`, `distributed/weight_transfer`). 0.30 and older said
+The calls are those of vLLM 0.31 to 0.33 (`entrypoints/rl/online`, `distributed/weight_transfer`). 0.30 and older said
 `packed` in each update, and had another trainer's side.
 """
 
@@ -13,7 +13,9 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,12 +36,35 @@ Paused = Callable[[], AbstractContextManager[None]]
 """A context in which the server does not generate."""
 
 
+class Receiver(Protocol):
+    """A server that takes weights."""
+
+    server: Server
+
+    def load_files(self, folder: Path) -> None:
+        """See `LiveWeights`."""
+        ...
+
+    def num_ranks(self) -> int:
+        """See `LiveWeights`."""
+        ...
+
+
 class Transfer(Protocol):
     """One way for a stream of weights into a server."""
 
-    def send(self, server: Server, buckets: Iterator[Bucket], paused: Paused) -> None:
+    def send(self, receiver: Receiver, buckets: Iterator[Bucket], paused: Paused) -> None:
         """Bring the weights into the server, inside `paused` what must not be mixed with generation. Blocks until it
         has them. Raises RunError when it refuses."""
+
+
+class SharedTransfer(Transfer, Protocol):
+    """A `Transfer` that takes no longer for several servers than for one."""
+
+    def send_to(self, receivers: Sequence[Receiver], buckets: Iterator[Bucket], paused: Sequence[Paused]) -> None:
+        """To all of them at once. Raises RunError as soon as one refuses, also where our own side would wait for ever;
+        the weights of all are a mixture then."""
+        ...
 
 
 class FileTransfer:
@@ -51,10 +76,10 @@ class FileTransfer:
     def __init__(self, root: Path):
         self._root = root.absolute()
 
-    def send(self, server: Server, buckets: Iterator[Bucket], paused: Paused) -> None:
+    def send(self, receiver: Receiver, buckets: Iterator[Bucket], paused: Paused) -> None:
         """Writes one file a bucket while the server goes on; then the server reads the folder, and it is removed."""
-        with self.written(buckets) as folder:
-            read_files(server, folder, paused)
+        with self.written(buckets) as folder, paused():
+            receiver.load_files(folder)
 
     @contextmanager
     def written(self, buckets: Iterator[Bucket]) -> Iterator[Path]:
@@ -84,23 +109,18 @@ class FileTransfer:
             ) from error
 
 
-def read_files(server: Server, folder: Path, paused: Paused) -> None:
-    """Have the server read the weights in `folder`, inside `paused`."""
-    with paused():
-        once(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-
-
 class FactoryTransfer:
     """vLLM's trainer side of its weight-transfer engines: `make_init` gives the `TrainerInitInfo` for so many workers.
 
-    A bucket is one transfer, whose names, dtypes and shapes the server knows before the data, so nothing holds more
-    than a bucket. The trainer's first rank is the sender.
+    A bucket is one transfer, whose names, dtypes and shapes the servers know before the data, so nothing holds more
+    than a bucket. The trainer's first rank is the sender. Several servers are told the same, and their workers are in
+    one group: each server's ranks come after those of the servers before it.
     """
 
     def __init__(self, make_init: Callable[[int], Any]):
         self._make_init = make_init
-        self._bucket: Bucket = ()
         self._engine: Any = None
+        self._servers: tuple[str, ...] = ()
 
     def join(self, buckets: Iterator[Bucket]) -> None:
         """`send`, on a rank that does not speak to the server, where every rank takes part (`ipc_init`)."""
@@ -108,48 +128,71 @@ class FactoryTransfer:
 
         if self._engine is None:
             init = self._make_init(0)
-            self._engine = WeightTransferTrainerFactory.trainer_init(init, client=_Nobody(), source=self._source())
+            self._engine = WeightTransferTrainerFactory.trainer_init(init, client=_Nobody(), source=bucket_source(()))
         for bucket in buckets:
-            self._bucket = bucket
+            self._engine.source = bucket_source(bucket)
             self._engine.send_weights()
-        self._bucket = ()
+        self._engine.source = bucket_source(())
 
-    def send(self, server: Server, buckets: Iterator[Bucket], paused: Paused) -> None:
-        """Raises RunError as soon as the server refuses, also where our own side would wait for ever."""
-        watch = Watch(server)
-        with paused():
+    def send(self, receiver: Receiver, buckets: Iterator[Bucket], paused: Paused) -> None:
+        """See `Transfer`."""
+        self.send_to([receiver], buckets, [paused])
+
+    def send_to(self, receivers: Sequence[Receiver], buckets: Iterator[Bucket], paused: Sequence[Paused]) -> None:
+        """See `SharedTransfer`. A group cannot go on without a server that was in it."""
+        servers = [receiver.server for receiver in receivers]
+        watch = Watch(servers[0])
+        with ExitStack() as stack:
+            for pause in paused:
+                stack.enter_context(pause())
+            named = tuple(server.url for server in servers)
             if self._engine is None:
-                self._engine = watch.run(lambda: self._connected(server, watch))
-            self._engine.client = _Client(server, watch)
-            once(server, "/start_weight_update", {})
+                self._engine, self._servers = watch.run(lambda: self._connected(receivers, watch)), named
+            elif named != self._servers:
+                raise RunError(
+                    f"the workers of {', '.join(self._servers)} are one group, which cannot become that of "
+                    f"{', '.join(named)}",
+                    keys=("rollout.engine.transport",),
+                    fix="automodel resume RUN, with rollout.engine.transport=files to go on without a server",
+                )
+            client = self._engine.client = _Client(servers, watch)
+            client.each("/start_weight_update", {})
             for bucket in buckets:
-                self._bucket = bucket
+                self._engine.source = bucket_source(bucket)
                 watch.run(self._engine.send_weights)
-            self._bucket = ()
-            once(server, "/finish_weight_update", {})
+            self._engine.source = bucket_source(())
+            client.each("/finish_weight_update", {})
 
-    def _connected(self, server: Server, watch: Watch) -> Any:
+    def _connected(self, receivers: Sequence[Receiver], watch: Watch) -> Any:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        answer = server.get("/get_world_size")
-        init = self._make_init(int(answer["world_size"]))
-        return WeightTransferTrainerFactory.trainer_init(init, client=_Client(server, watch), source=self._source())
+        workers = [receiver.num_ranks() for receiver in receivers]
+        client = _Client([receiver.server for receiver in receivers], watch, workers)
+        init = self._make_init(sum(workers))
+        return WeightTransferTrainerFactory.trainer_init(init, client=client, source=bucket_source(()))
 
-    def _source(self) -> Any:
-        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-        transfer = self
+def bucket_source(bucket: Bucket) -> Any:
+    """A `WeightSource` of one bucket, as vLLM's release has it: `metadata()` and iteration up to 0.32; from 0.33 on
+    `metadata` is an attribute that never changes, and `iter_full()` gives the tensors."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-        class BucketSource(WeightSource):
-            """The bucket at hand."""
+    metas = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
+    if hasattr(WeightSource, "iter_full"):
+        about: Any = cached_property(lambda self: metas)
+    else:
+        about = lambda self: metas  # noqa: E731
 
-            def metadata(self) -> list[Any]:
-                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in transfer._bucket]
+    class BucketSource(WeightSource):
+        metadata = about
 
-            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                return iter(transfer._bucket)
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            return iter(bucket)
 
-        return BucketSource()
+        def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+            return iter(bucket)
+
+    return BucketSource()
 
 
 def nccl_init(address: str, port: int) -> Callable[[int], Any]:
@@ -190,30 +233,38 @@ class _Nobody:
 
 class _Client:
     """What vLLM's trainer engine calls (its `VLLMWeightSyncClient`); an update is many buckets, so its begin and end
-    are not a bucket's."""
+    are not a bucket's. Every call goes to all `servers` together; `workers` of each, where a group is made."""
 
-    def __init__(self, server: Server, watch: Watch):
-        self._server, self._watch = server, watch
+    def __init__(self, servers: Sequence[Server], watch: Watch, workers: Sequence[int] = ()):
+        self._servers, self._watch, self._workers = servers, watch, workers
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+        infos = [dict(init_info) for _ in self._servers]
+        if "rank_offset" in init_info:  # of a group; what is not one is the same for all
+            for number, info in enumerate(infos):
+                info["rank_offset"] += sum(self._workers[:number])
+        self._posted("/init_weight_transfer_engine", [{"init_info": info} for info in infos])
 
     def start_weight_update(self) -> None:
         """Said once for all buckets."""
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         infos = [json_safe(info) for info in (update_info if isinstance(update_info, list) else [update_info])]
-        self._post("/update_weights", {"update_info": infos if isinstance(update_info, list) else infos[0]})
+        self.each("/update_weights", {"update_info": infos if isinstance(update_info, list) else infos[0]})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Said once for all buckets."""
 
-    def _post(self, path: str, body: dict[str, Any]) -> None:
-        try:
-            once(self._server, path, body)
-        except BaseException as error:
-            self._watch.failed(error)
-            raise
+    def each(self, path: str, body: dict[str, Any]) -> None:
+        self._posted(path, [body] * len(self._servers))
+
+    def _posted(self, path: str, bodies: Sequence[dict[str, Any]]) -> None:
+        posts = [
+            begun(partial(posted, server, path, body, self._watch))
+            for server, body in zip(self._servers, bodies, strict=True)
+        ]
+        for post in posts:
+            post.result()
 
 
 class Watch:
@@ -270,6 +321,30 @@ def check_gpus(transport: str, device_type: str) -> None:
             keys=("rollout.engine.transport",),
             fix="pip install 'automodel-cli[vllm]', or rollout.engine.transport=files",
         )
+
+
+def begun(call: Callable[[], None]) -> Future[None]:
+    """`call` in a thread that nobody waits for at the end: a server may hang in a broadcast that another has left."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def posted(server: Server, path: str, body: dict[str, Any], watch: Watch) -> None:
+    """`once`, of which `watch` hears at once that it failed."""
+    try:
+        once(server, path, body)
+    except BaseException as error:
+        watch.failed(error)
+        raise
 
 
 def once(server: Server, path: str, body: dict[str, Any]) -> Any:

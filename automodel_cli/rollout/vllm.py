@@ -9,19 +9,16 @@ imported only to send weights over NCCL (extra `vllm`).
 from __future__ import annotations
 
 import re
-import threading
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream
+from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams
 from automodel_cli.rollout.http import Server, ServerError
+from automodel_cli.rollout.live_weights import LiveWeights
 from automodel_cli.rollout.openai import OpenAIEngine, routed_experts
-from automodel_cli.rollout.transfer import Transfer, read_files
+from automodel_cli.rollout.transfer import Transfer, once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,8 +28,8 @@ OLDEST = (0, 31)
 _GENERATE = "/inference/v1/generate"
 
 
-class VLLMEngine(OpenAIEngine):
-    """An `OpenAIEngine` whose weights can be replaced. One process speaks to the server (rank 0 of the run).
+class VLLMEngine(LiveWeights, OpenAIEngine):
+    """An `OpenAIEngine` whose weights can be replaced.
 
     Raises ConfigError for a server that is no vLLM, or too old a one, or was started without what training needs.
     """
@@ -71,91 +68,57 @@ class VLLMEngine(OpenAIEngine):
             in_flight_updates=True,
             routing=self._tells_experts,
         )
-        self._transfer = transfer
-        self._given: str | None = None
-        self._versions: dict[str, int] = {}
-        """Which of our versions the server's names for its weights are."""
-        self._replacing = threading.Lock()
+        self.receive_by(transfer)
         self._tells_versions = self._probe_versions()
         _check_dev_mode(server)
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
-    ) -> list[Completion]:
-        """See `OpenAIEngine.generate`. Raises RunError where the server has other weights than it was given last: it
-        was started anew, or another run has replaced them."""
-        losses = self.num_losses
-        completions = super().generate(prompts, params, seeds)
-        self._check_weights(losses)
-        return completions
 
     def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
         """See `OpenAIEngine.complete`. A server with `--enable-scale-out` (0.32) says of each token which weights drew
         it; of another all count as drawn by those that it had when the request was sent, the oldest that can be."""
         if not self._tells_versions:
             return super().complete(prompt, params, seed)
-        oldest = self.weight_version
+        asked = self.weight_version
         choice, reason = self._finished(self._tokens_body(self._body(prompt, params, seed)), _GENERATE)
         tokens = list(choice["token_ids"])
         logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
         if len(logprobs) != len(tokens):
             raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
-        versions = [oldest] * len(tokens)
-        for span in choice["weight_versions"] or ():
-            drawn = slice(span["start"], span["end"])
-            versions[drawn] = [self._versions.get(span["version"], oldest)] * len(versions[drawn])
-        several = versions if len(set(versions)) > 1 else None
+        oldest, several = self.versions_in(choice["weight_versions"], len(tokens), asked)
         experts = routed_experts(choice, len(prompt) + len(tokens) - 1) if params.routing else None
-        version = min(versions, default=oldest)
-        return Completion(tokens, logprobs, reason, version, token_versions=several, routed_experts=experts)
+        return Completion(tokens, logprobs, reason, oldest, token_versions=several, routed_experts=experts)
 
-    def update_weights(self, stream: WeightStream) -> None:
-        """Replace the server's weights; what is being generated goes on with the new ones.
-
-        The server resumes even when a transfer fails; that raises RunError, and its weights are then a mixture. A
-        transfer that does not end within the server's time limit, or whose server is gone, is an error too.
-        """
-        version = self.weight_version + 1
-        self._transfer.send(self.server, iter(stream), partial(self._paused, version))
-        self.weight_version = version
-
-    def read_weights(self, folder: Path, version: int) -> None:
-        """`update_weights` to this version from the files of `FileTransfer.written`. Raises ServerError."""
-        read_files(self.server, folder, partial(self._paused, version))
-        self.weight_version = version
-
-    @contextmanager
-    def _paused(self, version: int) -> Iterator[None]:
-        """The server does not generate in here, and forgets afterwards what it had computed with the old weights: keys
-        and values of what it is generating too, which it computes again with the new ones."""
-        if not self.has_given_weights():
-            self.num_losses += 1
-        with self._replacing, self._stopped():
-            yield
-            self.server.post("/reset_prefix_cache?reset_running_requests=true")
-            given = uuid.uuid4().hex
-            self._versions[given] = version
-            self.server.post("/update_weight_version", {"new_version": given})
-            self._given = given
-
-    @contextmanager
-    def _stopped(self) -> Iterator[None]:
+    def pause(self) -> None:
         self.server.post("/pause?mode=keep")
-        try:
-            yield
-        except BaseException:
-            with suppress(RunError):  # a server that is gone; what happened first says more
-                self.server.request("POST", "/resume", {}, retries=0)
-            raise
-        self.server.post("/resume")
 
-    def has_given_weights(self) -> bool:
-        """A server that was restarted answers again, with the weights it was started with."""
-        with self._replacing:
-            if self._given is None:
-                return True
-            found = (self.server.get("/weight_info") or {}).get("weight_version")
-            return bool(found == self._given)
+    def go_on(self, *, retries: int | None = None) -> None:
+        self.server.request("POST", "/resume", {}, retries=retries)
+
+    def forget(self) -> None:
+        """See `LiveWeights`."""
+        self.server.post("/reset_prefix_cache?reset_running_requests=true")
+
+    def load_files(self, folder: Path) -> None:
+        """See `LiveWeights`."""
+        once(self.server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+
+    def num_ranks(self) -> int:
+        """See `LiveWeights`."""
+        return int(self.server.get("/get_world_size")["world_size"])
+
+    def name_weights(self, name: str) -> None:
+        self.server.post("/update_weight_version", {"new_version": name})
+
+    def weights_name(self) -> str | None:
+        """See `LiveWeights`."""
+        return (self.server.get("/weight_info") or {}).get("weight_version")
+
+    def sleep(self, *, weights_follow: bool) -> None:
+        """Level 2 drops the weights, level 1 keeps them in the machine's memory."""
+        once(self.server, f"/sleep?level={2 if weights_follow else 1}", {})
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """See `LiveWeights`."""
+        once(self.server, f"/wake_up?tags={what}", {})
 
     @staticmethod
     def _tokens_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -178,15 +141,6 @@ class VLLMEngine(OpenAIEngine):
             if error.is_busy_or_gone:
                 raise
             return False
-
-    def _check_weights(self, losses: int) -> None:
-        if self.num_losses != losses or not self.has_given_weights():
-            raise RunError(
-                f"{self.server.url} no longer has the weights that this run gave it: the server was started anew, or "
-                "another run uses it. The samples of this step are dropped",
-                keys=("rollout.engine.url",),
-                fix="automodel resume RUN",
-            )
 
 
 def check_version(server: Server) -> str:

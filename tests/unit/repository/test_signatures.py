@@ -115,16 +115,45 @@ def test_what_vllm_asks_of_a_weight_source_is_what_ours_has() -> None:
         bind("vllm", f"WeightSource.{method}")
 
 
-def test_the_paths_that_weights_are_sent_to_are_routes_of_vllm() -> None:
-    source = (ROOT / "automodel_cli/rollout/transfer.py").read_text()
+@pytest.mark.parametrize(
+    ("package", "files", "least"),
+    [("vllm", ("transfer",), 4), ("sglang", ("sglang", "group_transfer"), 11)],
+    ids=["vllm", "sglang"],
+)
+def test_the_paths_that_weights_are_sent_to_are_routes_of_the_server(
+    package: str, files: tuple[str, ...], least: int
+) -> None:
+    sources = [(ROOT / f"automodel_cli/rollout/{name}.py").read_text() for name in files]
     paths = {
         node.value
+        for source in sources
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("/") and
         node.value.strip("/").isidentifier()
     }  # fmt: skip
-    assert len(paths) >= 6
-    assert paths <= set(SIGNATURES["vllm"]["routes"])
+    assert len(paths) >= least
+    assert paths <= set(SIGNATURES[package]["routes"])
+
+
+@pytest.mark.parametrize(
+    ("line", "member"),
+    [
+        ('"/init_weights_update_group"', "InitWeightsUpdateGroupReqInput"),
+        ('"/update_weights_from_distributed"', "UpdateWeightsFromDistributedReqInput"),
+    ],
+)
+def test_what_a_group_is_told_are_fields_of_sglang(line: str, member: str) -> None:
+    """The bodies that no double takes: those of tests/unit/rollout/test_sglang.py are bound where they arrive."""
+    tree = ast.parse((ROOT / "automodel_cli/rollout/group_transfer.py").read_text())
+    assert line.strip('"') in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    bodies = [
+        {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict) and node.keys
+    ]
+    of_member = set(SIGNATURES["sglang"][member]["required"])
+    (body,) = (keys for keys in bodies if of_member <= keys)
+    bind("sglang", member, **dict.fromkeys(map(str, body)))
 
 
 @pytest.mark.parametrize("kernel", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])

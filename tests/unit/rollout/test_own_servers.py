@@ -103,7 +103,6 @@ def test_gpus_of_servers_are_no_gpus_of_ranks() -> None:
         (VLLM, "neither is given"),
         ((*VLLM, TWO, "rollout.engine.url=http://a:1"), "both are given"),
         ((*VLLM, TWO, "rollout.engine.command=x"), "has a command of its own"),
-        ((*VLLM, TWO, "rollout.engine.transport=nccl"), "servers.number=2"),
         ((*VLLM, "rollout.engine.servers={gpus: 3, tensor_parallel: 2}"), "no whole number of copies"),
         ((*VLLM, "rollout.engine.servers={gpus: 0, expert_parallel: true}"), "spreads a model over GPUs"),
         ((*VLLM, "rollout.engine.servers={memory_share: 1.5}"), "below 1"),

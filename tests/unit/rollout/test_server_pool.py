@@ -20,7 +20,7 @@ from automodel_cli.rollout.engine_configs import ServerConfig, VLLMConfig
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.openai import OpenAIEngine
-from automodel_cli.rollout.server_pool import ServerPool, VLLMPool
+from automodel_cli.rollout.server_pool import LivePool, ServerPool
 from automodel_cli.rollout.transfer import FileTransfer
 from automodel_cli.rollout.vllm import VLLMEngine
 from tests import tiny
@@ -45,13 +45,13 @@ def doubles(tokenizer):
         double.server.server_close()
 
 
-def pool_of(doubles, tokenizer, folder=Path("unused"), *, concurrency=64, retries=0, health_every=60.0) -> VLLMPool:
+def pool_of(doubles, tokenizer, folder=Path("unused"), *, concurrency=64, retries=0, health_every=60.0) -> LivePool:
     files, stops = FileTransfer(folder), [tokenizer.eos_token_id]
     servers = [Server(double.url, timeout=20, retries=retries, backoff=0.01) for double in doubles]
     engines = [VLLMEngine(server, tokenizer, files, stop_token_ids=stops) for server in servers]
     for double in doubles:
         double.calls.clear()
-    return VLLMPool(engines, files, concurrency=concurrency, health_every=health_every)
+    return LivePool(engines, files, concurrency=concurrency, health_every=health_every)
 
 
 def seen(double) -> Counter:
@@ -298,10 +298,9 @@ TWO = ["http://a:1", "http://b:1"]
         (ServerConfig, {"url": ["http://a:1", "b:1"]}, "has no http://", "url=[http://a:1,http://b:1]"),
         (ServerConfig, {"url": ["http://a:1", "http://a:1/"]}, "names a server twice", "url=[http://a:1]"),
         (ServerConfig, {"url": "a:1"}, "url='a:1' has no http://", "url=http://a:1"),
-        (VLLMConfig, {"url": TWO}, "transport=nccl sends weights to one server, and url names 2", "transport=files"),
         (VLLMConfig, {"url": TWO, "transport": "files", "command": "vllm serve"}, "starts one server", "command=null"),
     ],
-    ids=["none", "scheme", "twice", "one", "nccl", "command"],
+    ids=["none", "scheme", "twice", "one", "command"],
 )
 def test_addresses_are_checked(node, options, said, fix):
     with pytest.raises(ConfigError) as error:

@@ -1,0 +1,234 @@
+"""A real SGLang server on the CPU, our client and a whole run on it.
+
+AUTOMODEL_SGLANG names a virtual environment with SGLang in it (`.ci/sglang ENV` makes one). The model's
+generation_config.json recommends what the run does not want.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen3ForCausalLM
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.models.tokenizer import ByteTokenizer
+from automodel_cli.rollout.engine import Completion, SamplingParams
+from automodel_cli.rollout.group_transfer import GroupTransfer
+from automodel_cli.rollout.http import Server
+from automodel_cli.rollout.server_pool import LivePool
+from automodel_cli.rollout.server_process import ServerProcess
+from automodel_cli.rollout.sglang import SGLangEngine
+from automodel_cli.rollout.transfer import FileTransfer, Transfer
+from tests.e2e.command import automodel, curve
+from tests.unit.rollout.test_http_servers import free_port
+from tests.vllm.test_vllm import RUN, built, largest_gap, moved, prompts, weights_of
+
+SGLANG = os.environ.get("AUTOMODEL_SGLANG")
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.skipif(not SGLANG, reason="AUTOMODEL_SGLANG names no environment with SGLang"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    model = built()
+    recommended = {"top_k": 20, "top_p": 0.95, "temperature": 0.6, "do_sample": True, "repetition_penalty": 1.3}
+    model.generation_config.update(**recommended, eos_token_id=model.config.eos_token_id)
+    model.save_pretrained(folder)
+    ByteTokenizer().build().save_pretrained(folder)
+    return folder
+
+
+class Served:
+    """A server at one address that can be killed and started again."""
+
+    def __init__(self, model: Path, folder: Path):
+        self.server = Server(f"http://127.0.0.1:{free_port()}", timeout=60, retries=0)
+        about = {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        path = {"PATH": f"{SGLANG}/bin:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+        port = self.server.url.rsplit(":", 1)[1]
+        self.command = [
+            *("env", *(f"{name}={value}" for name, value in {**about, **path}.items())),
+            *(f"{SGLANG}/bin/python", "-m", "sglang.launch_server", "--model-path", str(model)),
+            *("--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"),
+            *("--attention-backend", "torch_native", "--max-total-tokens", "8192", "--mem-fraction-static", "0.3"),
+            *("--disable-overlap-schedule", "--skip-server-warmup"),
+        ]
+        self._log, self.process = folder / f"server-{port}.log", None
+
+    def up(self) -> Served:
+        if self.process is None:
+            self.process = ServerProcess(self.command, self.server, self._log, timeout=500)
+        return self
+
+    def kill(self) -> None:
+        assert self.process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self.process._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+
+
+@pytest.fixture(scope="module")
+def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+    """Two of them."""
+    both = [Served(model_folder, tmp_path_factory.mktemp("served")) for _ in range(2)]
+    starting = [threading.Thread(target=one.up) for one in both]
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join()
+    yield both
+    for one in both:
+        one.end()
+
+
+def engine_at(served: Served, transfer: Transfer) -> SGLangEngine:
+    tokenizer = ByteTokenizer().build()
+    return SGLangEngine(served.server, tokenizer, transfer, concurrency=8, stop_token_ids=[tokenizer.eos_token_id])
+
+
+@pytest.fixture
+def engine(served: list[Served], tmp_path: Path) -> SGLangEngine:
+    return engine_at(served[0], FileTransfer(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(24), SamplingParams(24, temperature=0.7), SamplingParams(24, top_k=8), SamplingParams(24, 0.0)],
+    ids=["plain", "temperature", "filter", "greedy"],
+)
+def test_logprobs_are_the_models_whatever_its_generation_config_recommends(
+    engine: SGLangEngine, params: SamplingParams
+) -> None:
+    engine.update_weights([weights_of(built())])
+    assert largest_gap(engine, built(), params) < 1e-5
+
+
+def test_weights_from_files_are_those_that_generate(engine: SGLangEngine, tmp_path: Path) -> None:
+    new, params = weights_of(moved(1)), SamplingParams(8)
+    largest_gap(engine, built(), params)  # the prompts are in the prefix cache
+    engine.update_weights([new[:5], new[5:]])
+    assert largest_gap(engine, moved(1), params) < 1e-5
+    assert largest_gap(engine, built(), params) > 0.1
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_token_says_by_which_weights_it_was_drawn_while_weights_change(engine: SGLangEngine) -> None:
+    models, asked = [moved(4), moved(5)], prompts()[:2] * 4
+    engine.weight_version = -1
+    engine.update_weights([weights_of(models[0])])
+    found: list[Completion] = []
+    drawing = threading.Thread(target=lambda: found.extend(engine.generate(asked, SamplingParams(200), list(range(8)))))
+    drawing.start()
+    time.sleep(0.7)
+    engine.update_weights([weights_of(models[1])])
+    drawing.join(120)
+    assert len(found) == 8
+    assert any(len(set(completion.versions)) == 2 for completion in found), "the test shows nothing"
+    for prompt, completion in zip(asked, found, strict=True):
+        assert of_versions(models, prompt, completion) < 1e-4
+
+
+@torch.no_grad()
+def of_versions(models: Sequence[Qwen3ForCausalLM], prompt: list[int], completion: Completion) -> float:
+    """The largest gap to the log-probs of the model whose number is the version of the token."""
+    ids = torch.tensor([[*prompt, *completion.tokens]])
+    rows = [model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models]
+    of_models = torch.stack([row.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0] for row in rows])
+    wanted_T = of_models.gather(0, torch.tensor(completion.versions)[None])[0]
+    return (wanted_T - torch.tensor(completion.logprobs)).abs().max().item()
+
+
+def test_what_is_aborted_is_asked_for_again(engine: SGLangEngine) -> None:
+    engine.server = Server(engine.server.url, timeout=60, retries=2)
+    abort = threading.Timer(0.5, lambda: engine.server._once("POST", "/pause_generation", {"mode": "abort"}))
+    go_on = threading.Timer(1.5, lambda: engine.go_on())
+    abort.start()
+    go_on.start()
+    found = engine.generate(prompts()[:1] * 4, SamplingParams(200), list(range(4)))
+    assert all(c.finish_reason == "stop" or len(c.tokens) == 200 for c in found)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(served: list[Served], tmp_path: Path) -> None:
+    """One token too many in a prompt would end the server."""
+    tokenizer = ByteTokenizer().build()
+    tokenizer.add_tokens([f"<{n}>" for n in range(400)])
+    with pytest.raises(ConfigError, match=r"another vocabulary: .*valid range is \[0, 354\)"):
+        SGLangEngine(served[0].server, tokenizer, FileTransfer(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_weights_are_broadcast_to_two_servers_at_once(world: None, served: list[Served]) -> None:
+    """By gloo in NCCL's place; what does not fit is refused, and the next update finds no half one."""
+    transfer = GroupTransfer("127.0.0.1", free_port(), torch.device("cpu"))
+    engines = [engine_at(one, transfer) for one in served]
+    pool = LivePool(engines, transfer, concurrency=8)
+    for seed in (6, 7):
+        new = weights_of(moved(seed))
+        pool.update_weights([new[:5], new[5:]])
+        for engine in engines:
+            assert largest_gap(engine, moved(seed), SamplingParams(8)) < 1e-5
+    with pytest.raises(RunError, match=r"update_weights_from_distributed failed: 400 .*shape"):
+        pool.update_weights([weights_of(built(400))])
+    pool.update_weights([weights_of(moved(8))])
+    assert all(largest_gap(engine, moved(8), SamplingParams(8)) < 1e-5 for engine in engines)
+
+
+@pytest.mark.parametrize("transport", ["files", "broadcast"])
+def test_a_run_learns_from_what_two_servers_draw(
+    served: list[Served], model_folder: Path, tmp_path: Path, transport: str
+) -> None:
+    (tmp_path / "run.yaml").write_text(RUN.replace("MODEL", str(model_folder)))
+    urls = ",".join(one.server.url for one in served)
+    words = ["rollout=sglang", f"rollout.engine.url=[{urls}]", f"rollout.engine.transport={transport}"]
+    words += [f"rollout.engine.port={free_port()}"] if transport == "broadcast" else []
+    words += ["train.max_steps=20"]  # SGLang's samples are others each time
+    done = automodel(tmp_path, "grpo", "llm", "-c", "run.yaml", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "run"
+    assert curve(run, "gen_kl_error") == pytest.approx([0.0] * 20, abs=1e-5)  # every step's weights arrived
+    assert curve(run, "weight_version") == list(range(20)) and curve(run, "live_servers") == [2] * 20
+    before, *_, after = curve(run, "val_reward")
+    assert after > before + 0.2, (before, after)
+
+
+def test_a_server_that_is_killed_is_left_out_and_the_group_is_made_anew(world: None, served: list[Served]) -> None:
+    """Last: one of them is gone."""
+    transfer = GroupTransfer("127.0.0.1", free_port(), torch.device("cpu"))
+    engines = [engine_at(one, transfer) for one in served]
+    pool = LivePool(engines, transfer, concurrency=8)
+    pool.update_weights([weights_of(moved(1))])
+    served[1].kill()
+    asked = prompts()[:2] * 4
+    found = pool.generate(asked, SamplingParams(16), list(range(8)))
+    assert pool.metrics == {"live_servers": 1}
+    assert all(of_versions([built(), moved(1)], p, c) < 1e-4 for p, c in zip(asked, found, strict=True))
+    pool.update_weights([weights_of(moved(2))])
+    assert largest_gap(engines[0], moved(2), SamplingParams(8)) < 1e-5
