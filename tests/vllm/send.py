@@ -1,6 +1,7 @@
-"""The trainer's process of a transfer through vLLM's factory, in vLLM's environment: send.py URL WEIGHTS BACKEND.
+"""The trainer's process of a transfer through vLLM's factory, in vLLM's environment: send.py URLS WEIGHTS BACKEND.
 
-BACKEND `wire` sends the weights; `refused` is refused by the server; `nccl` builds what NCCL needs, as a run would.
+BACKEND `wire` sends the weights (to servers whose addresses have a comma between them); `refused` is refused by the
+server; `nccl` builds what NCCL needs, as a run would.
 """
 
 import json
@@ -13,11 +14,12 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.http import Server
+from automodel_cli.rollout.server_pool import LivePool
 from automodel_cli.rollout.transfer import FactoryTransfer, ipc_init, json_safe, nccl_init
 from automodel_cli.rollout.vllm import VLLMEngine
 from tests.vllm.wire import TrainerInit, register
 
-url, weights, backend = sys.argv[1:]
+urls, weights, backend = sys.argv[1:]
 register()
 named = list(load_file(weights).items())
 if backend == "nccl":
@@ -33,7 +35,9 @@ if backend == "nccl":
 else:
     refused = backend == "refused"
     transfer = FactoryTransfer(lambda num_workers: TrainerInit(num_workers + 1, refused, rank=0))
-    engine = VLLMEngine(Server(url, timeout=60), ByteTokenizer().build(), transfer, model="tiny")
+    tokenizer = ByteTokenizer().build()
+    engines = [VLLMEngine(Server(url, timeout=60), tokenizer, transfer, model="tiny") for url in urls.split(",")]
+    engine = engines[0] if len(engines) == 1 else LivePool(engines, transfer, concurrency=8)
     engine.update_weights([named[:3], named[3:]])
-    engine.update_weights([named])  # over the connection that is there
+    engine.update_weights([named])  # over the connections that are there
 print("sent")

@@ -239,7 +239,7 @@ def test_a_request_that_runs_while_weights_change_is_finished(engine: VLLMEngine
             for c in OpenAIEngine.generate(engine, prompts()[:2] * 32, SamplingParams(200), list(range(64)))
         )
     )
-    paused = engine._paused
+    paused = engine.paused
 
     @contextmanager
     def watched(version: int) -> Iterator[None]:
@@ -247,7 +247,7 @@ def test_a_request_that_runs_while_weights_change_is_finished(engine: VLLMEngine
             during.append(generating.is_alive())
             yield
 
-    engine._paused = watched
+    engine.paused = watched
     generating.start()
     time.sleep(0.3)
     engine.update_weights([weights_of(moved(2))])
@@ -302,11 +302,20 @@ def test_what_is_aborted_is_asked_for_again(engine: VLLMEngine) -> None:
     assert all(c.finish_reason == "stop" or len(c.tokens) == 200 for c in found)
 
 
-def sent(served: Served, weights: Sequence[tuple[str, torch.Tensor]], backend: str, folder: Path) -> tuple[int, str]:
+def sent(
+    served: Served, weights: Sequence[tuple[str, torch.Tensor]], backend: str, folder: Path, urls: str | None = None
+) -> tuple[int, str]:
     """What the trainer's process says, which has vLLM's package."""
     save_file({name: tensor.clone() for name, tensor in weights}, folder / "weights.safetensors")
     done = subprocess.run(
-        [f"{VLLM}/bin/python", "-m", "tests.vllm.send", served.server.url, folder / "weights.safetensors", backend],
+        [
+            f"{VLLM}/bin/python",
+            "-m",
+            "tests.vllm.send",
+            urls or served.server.url,
+            folder / "weights.safetensors",
+            backend,
+        ],
         env=os.environ | served.environment,
         cwd=ROOT,
         capture_output=True,
@@ -323,6 +332,25 @@ def test_weights_go_through_vllms_own_transfer(engine: VLLMEngine, served: Serve
     code, text = sent(served, weights_of(moved(3)), "wire", tmp_path)
     assert code == 0 and "sent\n" in text, text
     assert largest_gap(engine, moved(3), SamplingParams(8)) < 1e-5
+
+
+@pytest.mark.slow
+def test_one_transfer_reaches_the_workers_of_two_servers(
+    engine: VLLMEngine, served: Served, model_folder: Path, tmp_path: Path
+) -> None:
+    """Each knows its rank in the group, which comes after that of the server before it."""
+    other = Served(model_folder, tmp_path).up()
+    try:
+        urls = f"{served.server.url},{other.server.url}"
+        code, text = sent(served, weights_of(moved(6)), "wire", tmp_path, urls)
+        assert code == 0 and "sent\n" in text, text
+        second = VLLMEngine(
+            other.server, engine.tokenizer, FileTransfer(tmp_path), stop_token_ids=engine.stop_token_ids
+        )
+        for each in (engine, second):
+            assert largest_gap(each, moved(6), SamplingParams(8)) < 1e-5
+    finally:
+        other.end()
 
 
 def test_what_the_server_refuses_is_said_while_our_side_waits_for_its_workers(

@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 @dataclass
 class Init(base.WeightTransferInitInfo):
     port: int
+    rank_offset: int
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Receiver(base.WeightTransferEngine):
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self.socket = socket.create_connection(("127.0.0.1", init_info.port))
+        self.socket.sendall(bytes([init_info.rank_offset]))  # as a group of NCCL knows its ranks
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -71,14 +73,16 @@ class Sender(base.TrainerWeightTransferEngine):
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInit, *, client: Any, source: Any = None) -> Sender:
-        assert init_info.is_sender and init_info.world_size == 2
+        assert init_info.is_sender
         engine = cls(client=client, source=source)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            told = asdict(Init(listener.getsockname()[1])) | ({"unforeseen": 1} if init_info.refused else {})
+            told = asdict(Init(listener.getsockname()[1], 1)) | ({"unforeseen": 1} if init_info.refused else {})
             asked = threading.Thread(target=client.init_weight_transfer_engine, args=(told,))
             asked.start()
-            engine.socket, _ = listener.accept()
+            engine.sockets = [listener.accept()[0] for _ in range(init_info.world_size - 1)]
             asked.join()
+        ranks = [connection.recv(1)[0] for connection in engine.sockets]
+        assert sorted(ranks) == list(range(1, init_info.world_size)), ranks
         return engine
 
     def send_weights(self) -> None:
@@ -92,7 +96,8 @@ class Sender(base.TrainerWeightTransferEngine):
         asked = threading.Thread(target=self.client.update_weights, args=(asdict(update),))
         asked.start()
         for _, tensor in self.source:
-            self.socket.sendall(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            for connection in self.sockets:
+                connection.sendall(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         asked.join()
         self.client.finish_weight_update()
 
