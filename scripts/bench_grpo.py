@@ -1,16 +1,19 @@
-"""CPU seconds of a GRPO step here and in TRL, on the same model and prompts, in turns:
-`python scripts/bench_grpo.py FOLDER [--steps N] [--rounds N]`.
+"""CPU seconds of a GRPO step here and in TRL, the same work for both, in turns:
+`python scripts/bench_grpo.py FOLDER [--steps N] [--rounds N] [--new-tokens N] [--python ENV/bin/python]`.
 
     automodel finetune llm -c quickstart        # in FOLDER: both start from its export
-    pip install trl==1.16.0                     # nothing but this script needs it
+    pip install trl==1.16.0                     # nothing but this script needs it; --python: an environment that has it
 
-32 prompts of `quickstart_grpo`, 8 responses of up to 12 tokens each, one update, no reference, one thread. A step is
-the difference of a run of N steps and one of 3 N, over 2 N, in user and system seconds of the process.
+32 prompts of `quickstart_grpo`, 8 responses each, one update, no reference, one thread. Nothing is easier for one side:
+the model's end-of-sequence token is one that it never says, so every response has `--new-tokens` tokens; rewards
+alternate in every group, so each is trained on. What both say of it is printed beside. A step is the difference of a
+run of N steps and one of 3 N, over 2 N, in user and system seconds of the process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import statistics
@@ -20,11 +23,34 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+MODEL, REWARD = "runs/bench_grpo_model", "alternating"
 OURS = ("logging.report=false", "validation.at_end=false", "checkpoint.every=null", "rollout.show_every=null")
+ALTERNATING = """
+from dataclasses import dataclass
+from automodel_cli.rollout.rewards.base import RewardOfMany
+
+@dataclass(frozen=True, kw_only=True)
+class Alternating(RewardOfMany):
+    def scores(self, samples):
+        return [float(number % 2) for number, _ in enumerate(samples)]
+"""
 
 
-def trl(steps: int) -> None:
-    """TRL's trainer in this process, in the folder of the quickstart."""
+def prepare(folder: Path) -> None:
+    """The quickstart's model with another end of sequence, and the reward, in the folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = folder / "runs" / "quickstart" / "export"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    tokenizer.eos_token = "<|tool|>"  # no row of the quickstart has it
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder / MODEL)
+    tokenizer.save_pretrained(folder / MODEL)
+    (folder / f"{REWARD}.py").write_text(ALTERNATING)
+
+
+def trl(steps: int, new_tokens: int) -> None:
+    """TRL's trainer in this process, in the folder of the quickstart. Prints what it says of its responses."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
@@ -37,61 +63,72 @@ def trl(steps: int) -> None:
 
     data = Dataset(InMemoryTable.from_pylist(rows), fingerprint="bench")  # which datasets need not find out by pickling
 
-    def exact(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        return [float(c[0]["content"].strip() == str(a)) for c, a in zip(completions, answer, strict=True)]
+    def alternating(completions: list[Any], **_: Any) -> list[float]:
+        return [float(number % 2) for number, _ in enumerate(completions)]
 
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
             output_dir=out,
             per_device_train_batch_size=256,
             num_generations=8,
-            max_completion_length=12,
+            max_completion_length=new_tokens,
             temperature=1.3,
             beta=0.0,
-            learning_rate=3e-4,
+            learning_rate=1e-6,
             max_steps=steps,
             use_cpu=True,
             bf16=False,
             save_strategy="no",
             report_to="none",
             gradient_checkpointing=False,
-            logging_steps=25,
+            logging_steps=1,
             disable_tqdm=True,
         )
-        trainer = GRPOTrainer("runs/quickstart/export", exact, args=config, train_dataset=data)
+        trainer = GRPOTrainer(MODEL, alternating, args=config, train_dataset=data)
         trainer.train()
+    rows = [row for row in trainer.state.log_history if "completions/mean_length" in row]
+    lengths = statistics.fmean(row["completions/mean_length"] for row in rows)
+    equal = statistics.fmean(row["frac_reward_zero_std"] for row in rows)
+    print(json.dumps({"response_length": lengths, "equal_groups": equal}))
 
 
-def seconds(command: list[str], folder: Path) -> float:
-    """User and system time of a process and its children."""
+def seconds(command: list[str], folder: Path) -> tuple[float, str]:
+    """User and system time of a process and its children; what it printed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
-def step_of(which: str, steps: int, folder: Path) -> float:
-    """CPU seconds of one step."""
+def run_of(which: str, steps: int, arguments: argparse.Namespace) -> tuple[float, dict[str, float]]:
+    """CPU seconds of a run of so many steps, and what it says of its responses."""
+    folder, new_tokens = arguments.folder.resolve(), arguments.new_tokens
+    if which == "trl":
+        script = [arguments.python, str(Path(__file__).resolve()), str(folder), "--new-tokens", str(new_tokens)]
+        spent, printed = seconds([*script, "--trl", str(steps)], folder)
+        return spent, json.loads(printed.splitlines()[-1])
+    name = f"bench_{steps}"
+    command = [
+        *(sys.executable, "-m", "automodel_cli", "grpo", "llm", "-c", "quickstart_grpo", *OURS),
+        *(f"model.pretrained={MODEL}", f"rollout.max_new_tokens={new_tokens}", "optimizer.lr=1e-6"),
+        *("rewards=none", f"rewards.{REWARD}._target_={REWARD}.Alternating", "--trust-package", REWARD),
+        *(f"train.max_steps={steps}", f"run_name={name}", "logging.every=1", "lr_scheduler.warmup_steps=0"),
+    ]
+    spent, _ = seconds(command, folder)
+    written = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, written) if "loss" in row][-steps:]
+    equal = statistics.fmean(row["num_equal_groups"] / row["num_groups"] for row in rows)
+    return spent, {"response_length": statistics.fmean(row["response_length"] for row in rows), "equal_groups": equal}
 
-    def run(number: int) -> float:
-        if which == "trl":
-            return seconds([sys.executable, str(Path(__file__).resolve()), str(folder), "--trl", str(number)], folder)
-        command = [
-            "grpo",
-            "llm",
-            "-c",
-            "quickstart_grpo",
-            f"train.max_steps={number}",
-            f"run_name=bench_{number}",
-            *OURS,
-        ]
-        return seconds([sys.executable, "-m", "automodel_cli", *command], folder)
 
-    return (run(3 * steps) - run(steps)) / (2 * steps)
+def step_of(which: str, arguments: argparse.Namespace) -> tuple[float, dict[str, float]]:
+    """CPU seconds of one step, and what the longer run says of its responses."""
+    steps = arguments.steps
+    longer, said = run_of(which, 3 * steps, arguments)
+    return (longer - run_of(which, steps, arguments)[0]) / (2 * steps), said
 
 
 def main() -> None:
@@ -99,17 +136,22 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=12)
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that has TRL")
     parser.add_argument("--trl", type=int, default=None, help="so many steps of TRL in this process, and nothing else")
     arguments = parser.parse_args()
     if arguments.trl is not None:
         os.chdir(arguments.folder)
-        trl(arguments.trl)
+        trl(arguments.trl, arguments.new_tokens)
         return
+    prepare(arguments.folder.resolve())
     found: dict[str, list[float]] = {"ours": [], "trl": []}
     for number in range(arguments.rounds):
         for which, values in found.items():
-            values.append(step_of(which, arguments.steps, arguments.folder.resolve()))
-            print(f"round {number + 1}  {which:4}  {values[-1]:.3f} CPU s a step", flush=True)
+            spent, said = step_of(which, arguments)
+            values.append(spent)
+            told = ", ".join(f"{name} {value:.3g}" for name, value in said.items())
+            print(f"round {number + 1}  {which:4}  {spent:.3f} CPU s a step  ({told})", flush=True)
     ours, theirs = (statistics.median(values) for values in found.values())
     print(f"median: ours {ours:.3f}, TRL {theirs:.3f}, ratio {theirs / ours:.2f}")
 
