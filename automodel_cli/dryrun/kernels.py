@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from automodel_cli.dryrun import gpus
 from automodel_cli.dryrun.gpus import Gpu
-from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
+from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
 
 _aten = torch.ops.aten
 
@@ -29,8 +30,15 @@ FREE = frozenset(
     }
 )
 """Calls that launch nothing."""
-_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm_v2.default)
-_GATHERS = ("aten::index", "aten::index_select", "aten::gather", "aten::embedding")
+_GATHERS = frozenset({"index", "index_select", "gather", "embedding", "_embedding_bag_forward_only"})
+"""Of their table only what is taken is read."""
+_SCATTERS = frozenset({"index_add_", "index_put_", "index_copy_", "scatter_", "scatter_add_"})
+"""Of what they write into only the places that the last tensor goes to are touched."""
+_SHAPED_LIKE = frozenset({"zeros_like", "ones_like", "full_like", "rand_like", "new_zeros", "new_ones", "new_full"})
+"""Their argument is not read."""
+_OVERWRITES = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"})
+"""Operators in place that do not read what they write."""
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm_v2"})
 
 
 def is_view(func: Any) -> bool:
@@ -43,61 +51,112 @@ def is_to_itself(func: Any, args: Sequence[Any]) -> bool:
 
 
 def flops(func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> float:
-    """Of a matrix product or of attention, 0 for everything else. `real` gives the integers of a tensor."""
-    if func in _PRODUCTS:
-        a, b = args[1:3] if func is _aten.addmm.default else args[:2]
-        return 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
-    if func in (_aten.bmm.default, _aten.baddbmm.default):
-        a, b = args[:2] if func is _aten.bmm.default else args[1:3]
-        return 2.0 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2]
-    if func is _aten._grouped_mm.default:
-        a, b = args[:2]
-        if a.dim() == 2:  # rows of many experts, or sums over the rows of each
+    """Of a matrix product or of attention, in whatever form, 0 for everything else. `real` gives the integers of a
+    tensor."""
+    name = _name(func)
+    if name.rstrip("_") in _PRODUCTS:
+        a, b = args[1:3] if "add" in name else args[:2]
+        if a.dim() == 2:  # grouped: rows of many experts, or sums over the rows of each
             return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
         return 2.0 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[-1]
-    if func._schema.name.startswith("aten::_flash_attention"):
-        return _attention(func._schema.name.endswith("backward"), args, real)
+    if name.startswith("_flash_attention"):
+        pairs, _ = _pairs(name, args, real)
+        query = args[1] if name.endswith("backward") else args[0]
+        return 4.0 * pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1.0)
     return 0.0
 
 
-def _attention(backward: bool, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> float:
-    """Causal, aligned at the end of each segment: query i of a segment meets keys 1..(keys - queries + i)."""
+def _pairs(name: str, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> tuple[float, float]:
+    """Of queries and keys that meet, and keys that the segment of a query has on average. Causal, aligned at the end of
+    each segment: query i of a segment meets keys 1..(keys - queries + i)."""
+    backward = name.endswith("backward")
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     bounds = [real(bound) if bound is not None else None for bound in ((args[6], args[7]) if backward else args[3:5])]
     with unset_fake_temporarily():
         if bounds[0] is None or bounds[1] is None:
-            pairs = query.shape[0] * key.shape[0] / 2
+            return query.shape[0] * key.shape[0] / 2, key.shape[0]
+        queries, keys = (bound.diff().double() for bound in bounds if bound is not None)
+        pairs = float((queries * (keys - queries / 2)).sum())
+        return pairs, float((queries * keys).sum() / queries.sum().clamp(min=1))
+
+
+def num_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]) -> int:
+    """Read and written. What an operator works on in place counts as both, unless it is overwritten whole; of a table
+    that is looked up, and of what is scattered into, only what is touched; of an expanded tensor, what is there."""
+    name = _name(func)
+    if name in _GATHERS:
+        return 2 * _total(outs)
+    if name == "all_gather_copy_in":  # its own part of a buffer for all ranks
+        return 2 * _total(args[0])
+    read, written = _arguments(func, args, kwargs)
+    if name in _SCATTERS:
+        return 3 * _size([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)][-1])
+    if name in _SHAPED_LIKE:
+        read = []
+    elif name not in _OVERWRITES:
+        read += [t for t, is_out in written if not is_out]
+    return _total(read) + _total([*(t for t, _ in written), *outs])
+
+
+def _arguments(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[tuple[Tensor, bool]]]:
+    """Tensors that are only read, and those that are written, with whether they are a place for results."""
+    read: list[Tensor] = []
+    written: list[tuple[Tensor, bool]] = []
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        # Optimizers are said to write gradients, which they do when these come scaled.
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
+            written += [(t, argument.is_out or argument.kwarg_only) for t in tensors]
         else:
-            queries, keys = (bound.diff().double() for bound in bounds if bound is not None)
-            pairs = float((queries * (keys - queries / 2)).sum())
-    return 4.0 * pairs * query.shape[1] * query.shape[2] * (2.5 if backward else 1.0)
+            read += tensors
+    return read, written
 
 
-def num_bytes(func: Any, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> int:
-    """Read and written: every tensor once; of a table that is looked up, only what is taken."""
-    if func._schema.name in _GATHERS:
-        return 2 * sum(t.numel() * t.element_size() for t in outs)
-    unique = {id(t): t for t in (*tensors, *outs)}
-    if func.namespace == "automodel":  # kernels of our own say what they overwrite: it is read and written
-        written = func._schema.name.endswith("_")
-        return sum(t.numel() * t.element_size() for t in unique.values()) + (_largest(tensors) if written else 0)
-    return sum(t.numel() * t.element_size() for t in unique.values())
+def _total(tensors: Iterable[Tensor]) -> int:
+    """Bytes, every tensor once."""
+    on_device = {id(t): t for t in tensors if isinstance(t, FakeTensor) and t.fake_device.type == "cuda"}
+    return sum(map(_size, on_device.values()))
 
 
-def _largest(tensors: Sequence[Tensor]) -> int:
-    return max((t.numel() * t.element_size() for t in tensors), default=0)
+def _size(tensor: Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def seconds(gpu: Gpu, func: Any, work: float, moved: int, dtype: torch.dtype) -> float:
+def _name(func: Any) -> str:
+    return str(func._schema.name.split("::")[1])
+
+
+def seconds(
+    gpu: Gpu, func: Any, args: Sequence[Any], work: float, moved: int, real: Callable[[Tensor], Tensor | None]
+) -> float:
     """The slower of arithmetic and memory, and never below a kernel's floor."""
-    rate = gpu.peak_bf16 * gpus.GEMM
-    if "flash" in func._schema.name or "grouped" in func._schema.name:
-        rate = gpu.peak_bf16 * gpus.ATTENTION
-    if dtype.itemsize == 1:
-        rate *= 2
-    if dtype == torch.float32:
-        rate = gpu.peak_fp32 * gpus.FP32_PRODUCTS
-    return max(work / rate, memory_seconds(gpu, moved))
+    return max(work / _rate(gpu, func, args, real), memory_seconds(gpu, moved)) if work else memory_seconds(gpu, moved)
+
+
+def _rate(gpu: Gpu, func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> float:
+    """FLOP/s that a product is granted."""
+    name = _name(func)
+    if name.startswith("_flash_attention"):
+        _, tokens = _pairs(name, args, real)
+        return gpu.peak_bf16 * gpus.attention(tokens, backward=name.endswith("backward"))
+    factor = args[1] if "add" in name else args[0]
+    if factor.dtype == torch.float32:
+        return gpu.peak_fp32 * gpus.FP32_PRODUCTS
+    if name == "_grouped_mm":
+        return gpu.peak_bf16 * gpus.grouped(_rows_of_a_group(*args[:3]))
+    return gpu.peak_bf16 * gpus.GEMM * (2 if factor.dtype.itemsize == 1 else 1)
+
+
+def _rows_of_a_group(a: Tensor, b: Tensor, ends: Tensor | None = None) -> float:
+    """Tokens of an expert, on average: of rows times matrices, of sums over rows, or of padded groups."""
+    if a.dim() == 3:
+        return a.shape[1]
+    if b.dim() == 3:
+        return a.shape[0] / max(len(b), 1)
+    return a.shape[1] / max(len(ends) if ends is not None else 1, 1)
 
 
 def flex_seconds(gpu: Gpu, work: float, moved: int, dtype: torch.dtype) -> float:

@@ -103,7 +103,7 @@ class TracedRank(TorchDispatchMode):
             if any(_is_cuda(t) for t in tensors):
                 for _ in range(_DYNAMIC[func]):
                     self.synchronised(func._schema.name.removeprefix("aten::"))
-                self._launch(func, args, tensors, [])
+                self._launch(func, args, kwargs, [])
             return self._wrapped(self._really(func, flat, spec), tensors)
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._communicate(func, args, kwargs)
@@ -126,7 +126,7 @@ class TracedRank(TorchDispatchMode):
         self._keep_integers(func, args, flat, spec, outs, known)
         launches = func not in kernels.FREE and not kernels.is_view(func) and not kernels.is_to_itself(func, args)
         if launches and any(_is_cuda(t) for t in (*outs, *tensors)):
-            self._launch(func, args, tensors, outs)
+            self._launch(func, args, kwargs, outs)
         return out
 
     def _scalar(self, func: Any, args: Any) -> Any:
@@ -212,13 +212,11 @@ class TracedRank(TorchDispatchMode):
             if isinstance(fake, FakeTensor):
                 self.twins.put(fake, result)
 
-    def _launch(self, func: Any, args: Any, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    def _launch(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
         name = func._schema.name.removeprefix("aten::")
         work = kernels.flops(func, args, self.twins.get)
-        on_device = [t for t in tensors if _is_cuda(t)]
-        moved = kernels.num_bytes(func, on_device, [t for t in outs if _is_cuda(t)])
-        took = kernels.seconds(self.gpu, func, work, moved, tensors[0].dtype if tensors else torch.bfloat16)
-        self._took(name, took, work, moved)
+        moved = kernels.num_bytes(func, args, kwargs, outs)
+        self._took(name, kernels.seconds(self.gpu, func, args, work, moved, self.twins.get), work, moved)
 
     def _took(self, name: str, took: float, work: float, moved: int) -> None:
         self.clock.kernel(took)

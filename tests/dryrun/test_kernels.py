@@ -1,0 +1,141 @@
+"""What one operator call costs in a dry run's roofline, against closed forms and published measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from automodel_cli.dryrun import gpus, kernels, torch_compat
+from automodel_cli.dryrun.fake_cuda import CUDA
+from automodel_cli.dryrun.gpus import GPUS
+from tests.dist.harness import launch
+
+N = 1 << 20
+
+
+WIDE, NARROW, INDEX = torch.float32, torch.bfloat16, torch.int64
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+def _adamw(param: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> None:
+    torch._fused_adamw_(
+        [param], [grad], [first], [second], [], [], lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+MOVED: dict[str, tuple[Callable[..., Any], tuple[Shape, ...], int]] = {
+    "sum": (lambda a, b: a + b, (((N,), NARROW),) * 2, 6 * N),
+    "sum in place": (lambda a, b: a.add_(b), (((N,), WIDE), ((N,), NARROW)), (4 + 2 + 4) * N),
+    "scaled in place": (lambda a: a.mul_(2), (((N,), WIDE),), 8 * N),
+    "copy": (lambda a, b: a.copy_(b), (((N,), WIDE), ((N,), NARROW)), (2 + 4) * N),
+    "zeros": (lambda a: a.zero_(), (((N,), WIDE),), 4 * N),
+    "zeros like": (lambda a: torch.zeros_like(a, dtype=WIDE), (((N,), NARROW),), 4 * N),
+    "expanded": (lambda a, b: a + b.expand(1024, 1024), (((1024, 1024), NARROW), ((1, 1024), NARROW)), 4 * N + 2048),
+    "looked up": (lambda a, i: a[i], (((8 * N,), NARROW), ((N,), INDEX)), 4 * N),
+    "scattered": (lambda a, i, b: a.index_add_(0, i, b), (((8 * N,), WIDE), ((N,), INDEX), ((N,), WIDE)), 12 * N),
+    "four numbers read and three written": (_adamw, (((N,), WIDE),) * 4, 7 * 4 * N),
+}
+FACTORS = (((2048, 4096), NARROW), ((4096, 1024), NARROW), ((2048, 1024), NARROW))
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    "new": lambda a, b, c: a @ b,
+    "out": lambda a, b, c: torch.mm(a, b, out=c),
+    "added in place": lambda a, b, c: c.addmm_(a, b),
+    "added to out": lambda a, b, c: torch.addmm(c, a, b, out=c),
+}
+GROUPED = [(8192, 16, 8192, 5120, 1.31e-3), (32768, 32, 2048, 6144, 1.45e-3), (65536, 32, 6144, 2048, 2.77e-3)]
+"""Rows, groups, columns, width, and the seconds that somebody measured (`gpus.py` says who)."""
+SQUARE = (((4096, 4096), WIDE),) * 2
+
+
+def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(a, b.transpose(1, 2), offs=ends)
+
+
+def _calls() -> dict[str, tuple[Callable[..., Any], tuple[Shape, ...]]]:
+    """Each launches one kernel."""
+    found = {name: (call, shapes) for name, (call, shapes, _) in MOVED.items()}
+    found |= {name: (call, FACTORS) for name, call in PRODUCTS.items()}
+    for rows, groups, columns, width, _ in GROUPED:
+        shapes = (((rows, width), NARROW), ((groups, columns, width), NARROW), ((groups,), torch.int32))
+        found[f"grouped {rows}"] = (_grouped, shapes)
+    return {**found, "float32": (lambda a, b: a @ b, SQUARE)}
+
+
+class _Seen(TorchDispatchMode):
+    """(FLOPs, bytes, seconds) of every launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs: list[tuple[float, int, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and func not in kernels.FREE and not kernels.is_view(func):
+            outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+            work = kernels.flops(func, args, _unknown)
+            moved = kernels.num_bytes(func, args, kwargs or {}, outs)
+            self.costs.append((work, moved, kernels.seconds(GPUS["h100"], func, args, work, moved, _unknown)))
+        return out
+
+
+def _unknown(tensor: Tensor) -> None:
+    return None
+
+
+def _measure(rank: int, world: int) -> dict[str, list[tuple[float, int, float]]]:
+    """Fake tensors change torch for the whole process."""
+    found = {}
+    with torch_compat.install(CUDA):
+        for name, (call, shapes) in _calls().items():
+            tensors = [torch.empty(shape, dtype=dtype, device=CUDA) for shape, dtype in shapes]
+            with _Seen() as seen:
+                call(*tensors)
+            found[name] = seen.costs
+    return found
+
+
+@pytest.fixture(scope="module")
+def costs() -> dict[str, tuple[float, int, float]]:
+    found = launch(_measure, 1, timeout=120, process_group=False)
+    assert {name: len(launches) for name, launches in found.items()} == dict.fromkeys(found, 1)
+    return {name: launches[0] for name, launches in found.items()}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_bytes_are_those_that_have_to_be_read_and_written(name: str, costs: Any) -> None:
+    _, moved, took = costs[name]
+    expected = MOVED[name][2]
+    assert moved == expected
+    assert took == pytest.approx(max(expected / (0.85 * 3.35e12), 3e-6))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_has_the_same_flops_in_every_form(name: str, costs: Any) -> None:
+    work, _, took = costs[name]
+    assert work == 2 * 2048 * 4096 * 1024
+    assert took == pytest.approx(work / (0.75 * 989e12), rel=0.01)
+
+
+def test_a_product_in_float32_is_granted_what_cublas_does_without_tensor_cores(costs: Any) -> None:
+    """51.9 TFLOP/s on squares of 4096."""
+    work, _, took = costs["float32"]
+    assert work / took == pytest.approx(51.9e12, rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "measured"), [(rows, measured) for rows, *_, measured in GROUPED])
+def test_a_grouped_product_takes_as_long_as_it_was_measured_to_take(rows: int, measured: float, costs: Any) -> None:
+    assert costs[f"grouped {rows}"][2] == pytest.approx(measured, rel=0.03)
+
+
+def test_attention_is_granted_more_in_longer_documents_and_more_forward_than_backward() -> None:
+    shares = [gpus.attention(tokens, backward=False) for tokens in (100, 512, 700, 1024, 5000, 100_000)]
+    assert shares == sorted(shares)
+    assert shares[1] == pytest.approx(191 / 989, abs=1e-3) and shares[-1] == pytest.approx(335 / 989, abs=1e-3)
+    assert all(gpus.attention(t, backward=True) < gpus.attention(t, backward=False) for t in (512, 3000, 20_000))
