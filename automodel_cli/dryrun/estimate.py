@@ -40,9 +40,10 @@ class Estimate:
 
     @property
     def utilisation_bound(self) -> float:
-        """What kernels alone would allow: all FLOPs at the peak, over the time of all kernels, one after the other."""
-        flops = sum(rank.flops for rank in self.ranks)
-        seconds = sum(rank.kernel_seconds for rank in self.ranks)
+        """What kernels alone would allow: all FLOPs of a step at the peak, over the time of all its kernels, one after
+        the other."""
+        flops = sum(rank.step_flops for rank in self.ranks)
+        seconds = sum(rank.step_kernel_seconds for rank in self.ranks)
         return flops / self.gpu.peak_bf16 / seconds if seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:

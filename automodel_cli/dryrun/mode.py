@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,11 +38,20 @@ _BOOLEAN = (torch.bool, torch.uint8)
 _CHOOSES = (_aten.topk.default, torch.ops.automodel.route.default)
 
 
+@dataclass
+class Work:
+    """Of kernels, one after the other."""
+
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
 class Counts:
-    """What the measured step did, by name."""
+    """What the measured step did, by name, and in `warm` what the step before it did."""
 
     def __init__(self) -> None:
         self.on = False
+        self.warm = Work()
         self.syncs: Counter[tuple[str, str]] = Counter()
         self.kernels: Counter[str] = Counter()
         self.moved: Counter[str] = Counter()
@@ -225,6 +235,9 @@ class TracedRank(TorchDispatchMode):
             self.counts.moved[name] += moved
             self.counts.seconds[name] += took
             self.counts.flops += work
+        elif name != "zeros_like":  # states of the optimizer, which are made once
+            self.counts.warm.flops += work
+            self.counts.warm.seconds += took
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)

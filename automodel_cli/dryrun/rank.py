@@ -22,7 +22,7 @@ from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.estimate import program_to_json
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
-from automodel_cli.dryrun.mode import TracedRank
+from automodel_cli.dryrun.mode import Counts, TracedRank, Work
 from automodel_cli.dryrun.request import GIB, Line, RankResult, Request
 from automodel_cli.dryrun.strategies import Strategies
 from automodel_cli.models import attention_flex, head_kernels, shipped
@@ -156,6 +156,7 @@ def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Tim
         run.optimizer = build_optimizer(recipe.optimizer, model.parts)
         _name_phase_of_optimizer(run)
         warm = columns[: _smallest(recipe, mesh.layout, 1, len(columns))]
+        run.mode.counts.warm = Work()  # not of what was built
         first = run.step(stages, mesh, warm, model.step_hooks)  # makes the optimizer's states
         run.mode.counts.on = True
         run.memory.forget_peak()
@@ -246,7 +247,9 @@ def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[row
     tokens = recipe.train.microbatch_size * recipe.data.seq_len
     per_stage = request.num_gpus // layout.pp
     in_actions = sum(sum(seconds) for seconds in run.actions.values())
-    step = max(times.measured - times.warm, 0.0) / max(times.num_measured - times.num_warm, 1)
+    apart = max(times.num_measured - times.num_warm, 1)
+    step = max(times.measured - times.warm, 0.0) / apart
+    whole = _of_all_microbatches(counts, (recipe.train.num_microbatches(layout.dp) - times.num_measured) / apart)
     return RankResult(
         rank=request.rank,
         layout=str(layout),
@@ -269,6 +272,8 @@ def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[row
         num_kernels=sum(counts.kernels.values()),
         flops=counts.flops,
         kernel_seconds=sum(counts.seconds.values()),
+        step_flops=whole.flops,
+        step_kernel_seconds=whole.seconds,
         data_parallel=layout.dp,
         actions=_means(run),
         pipeline=program_to_json(plan.timeline.program, plan.timeline.costs.forward) if plan.timeline else None,
@@ -280,6 +285,15 @@ def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[row
         cpu_seconds=0.0,
         rss_gib=0.0,
         notes=_notes(recipe, request),
+    )
+
+
+def _of_all_microbatches(counts: Counts, more: float) -> Work:
+    """Of the config's step: the measured one, and `more` times what it did more than the step before it."""
+    measured = Work(counts.flops, sum(counts.seconds.values()))
+    return Work(
+        measured.flops + more * (measured.flops - counts.warm.flops),
+        measured.seconds + more * (measured.seconds - counts.warm.seconds),
     )
 
 

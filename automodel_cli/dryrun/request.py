@@ -93,6 +93,9 @@ class RankResult:
     num_kernels: int
     flops: float
     kernel_seconds: float
+    step_flops: float
+    """Of a step with all of the config's microbatches, as `step_kernel_seconds`: what is done once counts once."""
+    step_kernel_seconds: float
     data_parallel: int
     """Ranks that read different rows."""
     actions: dict[str, dict[str, float]]

@@ -58,6 +58,13 @@ def test_parameters_optimizer_states_and_gradients_of_one_gpu_are_those_of_the_c
         assert exact <= found.peak_by_kind[kind] <= exact + 512 * 3 * tensors, kind
 
 
+def test_a_whole_step_has_the_same_work_however_many_of_its_microbatches_were_run() -> None:
+    two, four = (traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, microbatches=n) for n in (2, 4))
+    assert four.num_kernels > 1.5 * two.num_kernels
+    assert two.step_flops == pytest.approx(four.step_flops, rel=0.02)
+    assert two.step_kernel_seconds == pytest.approx(four.step_kernel_seconds, rel=0.02)
+
+
 def test_a_traced_plan_shows_the_peak_of_the_dry_run_in_place_of_its_estimate(tmp_path: Path) -> None:
     found = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN)
     shown = automodel(tmp_path, "plan", "-c", "llama3_8b_tp2cp2_tiny", "--gpus", "1", "--traced", *_PLAIN)
