@@ -238,7 +238,14 @@ class _Gradients:
     def __init__(self, hidden: Tensor, weight: Tensor, settings: Settings, need_hidden: bool, need_weight: bool):
         self._hidden, self._weight, self._settings = hidden, weight, settings
         self.hidden = torch.empty_like(hidden) if need_hidden else None
-        self.weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        self._sum = torch.empty_like(weight, dtype=torch.float32) if need_weight else None
+        self._is_begun = False
+
+    @property
+    def weight(self) -> Tensor | None:
+        if self._sum is not None and not self._is_begun:  # no token has a label
+            self._sum.zero_()
+        return self._sum
 
     def add(self, chunk: _Chunk, z_sV: Tensor, drawn_from_sV: Tensor, lse_s: Tensor) -> None:
         """One chunk: logits z, and the shaped ones (overwritten; may be z) with their log-sum-exp."""
@@ -274,8 +281,9 @@ class _Gradients:
     def _multiply(self, part: slice, dz_sV: Tensor) -> None:
         if self.hidden is not None:
             torch.mm(dz_sV, self._weight, out=self.hidden[part])
-        if self.weight is not None:
-            add_product_(self.weight, dz_sV.t(), self._hidden[part])
+        if self._sum is not None:
+            add_product_(self._sum, dz_sV.t(), self._hidden[part], first=not self._is_begun)
+            self._is_begun = True
 
     def _of_logits(self, chunk: _Chunk, logp_sV: Tensor) -> Tensor:
         """Gradient of the shaped logits, from their log-probs (overwritten)."""
@@ -294,12 +302,18 @@ class _Gradients:
         return dz_sV.scatter_add_(-1, index_sN, grad_sN.where(is_own_sN, 0))
 
 
-def add_product_(total_VD: Tensor, left_Vs: Tensor, right_sD: Tensor) -> None:
-    """`total_VD += left_Vs @ right_sD`, in float32 whatever the factors have: one product, where the device can."""
+def add_product_(total_VD: Tensor, left_Vs: Tensor, right_sD: Tensor, *, first: bool = False) -> None:
+    """`total_VD += left_Vs @ right_sD`, in float32 whatever the factors have: one product, where the device can. With
+    `first`, `total_VD` is overwritten instead, and need not be zeroed before."""
     if total_VD.dtype == right_sD.dtype:
-        total_VD.addmm_(left_Vs, right_sD)
+        torch.mm(left_Vs, right_sD, out=total_VD) if first else total_VD.addmm_(left_Vs, right_sD)
     elif _products_add_in_float32(right_sD.device.type, right_sD.dtype):
-        torch.addmm(total_VD, left_Vs, right_sD, out_dtype=torch.float32, out=total_VD)  # type: ignore[call-overload]
+        if first:
+            torch.mm(left_Vs, right_sD, out_dtype=torch.float32, out=total_VD)
+        else:
+            torch.addmm(total_VD, left_Vs, right_sD, out_dtype=torch.float32, out=total_VD)  # type: ignore[call-overload]
+    elif first:
+        total_VD.copy_(left_Vs @ right_sD)
     else:
         total_VD.add_(left_Vs @ right_sD)
 
@@ -310,6 +324,7 @@ def _products_add_in_float32(device: str, dtype: torch.dtype) -> bool:
     versions of torch can."""
     total, ones = torch.full((16, 16), 1000.0, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
+        torch.mm(ones, ones, out_dtype=torch.float32, out=torch.empty_like(total))
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, NotImplementedError):
         return False

@@ -176,6 +176,23 @@ def test_a_product_of_bf16_adds_to_float32_without_a_copy_of_the_total():
     assert (total - exact).abs().max() < 2.0**-7 * (left.float() @ right.float()).abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_first_product_does_not_read_what_it_overwrites(dtype: torch.dtype):
+    left, right = (torch.randn(shape).to(dtype) for shape in ((300, 8), (8, 40)))
+    total = torch.full((300, 40), torch.nan)
+    add_product_(total, left, right, first=True)
+    add_product_(total, left, right)
+    exact = 2 * (left.double() @ right.double())
+    assert (total - exact).abs().max() < 2.0**-7 * exact.abs().max()
+
+
+def test_a_weight_of_which_no_token_has_a_label_gets_a_gradient_of_zero():
+    hidden, weight = torch.randn(0, WIDTH, requires_grad=True), torch.randn(VOCAB, WIDTH, requires_grad=True)
+    none = torch.zeros(0, 1, dtype=torch.long)
+    fused_scores(hidden, weight, none, Settings(HeadKind("plain"), 4, entropy=True)).logprobs_SN.sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
 @pytest.mark.parametrize("kind", ["plain", "generic"])
 def test_only_supervised_positions_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch):
     model = build_hf("llama")
