@@ -24,6 +24,10 @@ _ELSEWHERE = ("rollout.engine.servers=null", "rollout.engine.url=http://localhos
 """Servers that the run starts need the name of a model."""
 
 
+_ONCE_A_STEP = ("parallelizer.defer_fsdp_grad_sync=true",)
+"""With two layers, what is outside of them is most of the model, and the plan adds its gradients to the head's."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A rank of a recipe. `waits` of the host and `kernels` are bounds for `microbatches` of them together."""
@@ -42,7 +46,7 @@ class Case:
 
 
 DEFAULT = [
-    Case("qwen3_moe_30b_ep8", 8, 0, waits=5, kernels=670, layers=2),
+    Case("qwen3_moe_30b_ep8", 8, 0, waits=5, kernels=670, layers=2, more=_ONCE_A_STEP),
     Case("gpt_oss_pp2ep4", 8, 4, waits=9, kernels=1583, microbatches=4, layers=4),
 ]
 SLOW = [
@@ -64,13 +68,15 @@ def traced(case: Case) -> RankResult:
 def _fewer_layers(recipe: str, layers: int) -> tuple[str, ...]:
     from automodel_cli.dryrun.worker import load
 
-    name = load(Request(recipe, (), 1)).model.pretrained
+    given = load(Request(recipe, (), 1))
+    name = given.model.pretrained
     with shipped.preferred():
         fields = dict(shipped.fields(name, None) or {})
     fields["num_hidden_layers"] = layers
     if "layer_types" in fields:
         fields["layer_types"] = fields["layer_types"][:layers]
-    return ("model.pretrained=null", f"model.config={_literal(fields)}", _BYTES)
+    evenly = () if given.pipeline is None or given.pipeline.layout is None else ("pipeline.layout=null",)
+    return ("model.pretrained=null", f"model.config={_literal(fields)}", _BYTES, *evenly)
 
 
 def _literal(value: Any) -> str:
