@@ -114,6 +114,11 @@ def choosing(choices: Choices | None) -> Iterator[None]:
         _now.choices = outer
 
 
+def is_choosing() -> bool:
+    """Whether somebody asks for the selection, which then has to be a call of topk."""
+    return _now.choices is not None
+
+
 def selects_by(module: nn.Module, layer: int, nth: int) -> None:
     """From now on `module`, whose `nth` call of topk (from 1) selects the experts of layer `layer`, asks `choosing`."""
     own = module.forward

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from automodel_cli.distributed import route_kernels
+from automodel_cli.distributed.chosen_experts import is_choosing
 from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.distributed.route_kernels import MOST_CHOICES, MOST_EXPERTS, Rule
 
@@ -81,8 +82,8 @@ def _with(router: nn.Module, rule: Rule, in_float32: bool) -> Any:
         correction = _correction(router, len(weight))  # type: ignore[arg-type]
         correction_E = None if correction is None else correction[1]
         given = [tensor for tensor in (hidden, weight, bias, correction_E) if tensor is not None]
-        if any(isinstance(tensor, DTensor) for tensor in given):
-            return own(hidden)  # sharded by tensor parallelism
+        if is_choosing() or any(isinstance(tensor, DTensor) for tensor in given):
+            return own(hidden)  # which calls topk, and knows what tensor parallelism shards
         logits_NE = _logits(hidden, weight, bias, in_float32)
         return logits_NE, *rule(logits_NE, correction_E)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.distributed import route_kernels, routing
+from automodel_cli.distributed.chosen_experts import choosing, selects_by
 from automodel_cli.distributed.route_kernels import Rule
 from tests import tiny
 
@@ -102,6 +103,29 @@ def test_the_kernels_choose_and_weigh_as_the_family_does(family: str, dtype: tor
     for mine, theirs in zip(got, want, strict=True):
         assert mine.dtype == theirs.dtype
         assert (mine.double() - theirs.double()).abs().max() <= tolerance * theirs.double().abs().max()
+
+
+class _Backwards:
+    """`Choices`: the experts of the last token first."""
+
+    def choose(self, layer: int, own_NK: Tensor) -> Tensor:
+        return own_NK.flip(0)
+
+    def again(self) -> _Backwards:
+        return self
+
+
+def test_a_fused_router_takes_experts_that_are_chosen_for_it(monkeypatch) -> None:
+    router = _router("qwen3_moe")
+    hidden_ND = torch.randn(9, router.weight.shape[1], generator=torch.Generator().manual_seed(1))
+    own_NK = router(hidden_ND)[2]
+    monkeypatch.setattr(route_kernels, "usable", lambda device_type: True)
+    model = nn.Module()
+    model.add_module("block", _beside_experts(router))
+    routing.fuse_routers(model, "cpu")
+    selects_by(router, 0, 1)
+    with choosing(_Backwards()):
+        assert torch.equal(router(hidden_ND)[2], own_NK.flip(0))
 
 
 def _beside_experts(router: nn.Module) -> nn.Module:
