@@ -154,3 +154,54 @@ def test_layouts_record_what_one_process_records(folder):
         for of_rank in every_rank:
             assert of_rank[number].items() <= want.items(), which
         assert {i for of_rank in every_rank for i in of_rank[number]} == set(want)
+
+
+RUN = """
+defaults: [grpo, {data: chat_tasks}, {override rewards: none}, _self_]
+model: {pretrained: null, config: {model_type: qwen3_moe, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+  num_attention_heads: 2, num_key_value_heads: 2, head_dim: 16, num_experts: 8, num_experts_per_tok: 2,
+  moe_intermediate_size: 24, decoder_sparse_step: 1, vocab_size: 512},
+  tokenizer: {_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
+data: {seq_len: 128}
+rollout: {prompts_per_step: 2, group_size: 2, max_new_tokens: 6, baseline: batch, show_every: null, replay_routing: true}
+rewards:
+  digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
+parallelizer: {mp_policy: {param_dtype: float32}}
+train: {global_batch_size: 4, microbatch_size: 1, max_steps: 2, epochs: null, cpu_threads: 1}
+validation: {every: null, num_batches: null, at_start: false}
+logging: {report: false}
+"""
+
+
+def replayed_run(rank: int, world: int, folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
+    """What the steps of a run measure."""
+    from automodel_cli.rollout.rollouts import Rollouts
+    from tests.dist.sessions import session
+
+    found = []
+    with session(folder, RUN, *overrides) as opened:
+        recipe = opened.recipe
+        rollouts = Rollouts(opened, recipe.rollout, recipe.rewards, recipe.objective)
+        opened.callbacks.add(rollouts)
+        for step, prompts in opened.steps():
+            rollout = rollouts.collect(step, prompts)
+            with rollouts.scoring():
+                measured = opened.train(step, *rollout.passes(), shown=rollout.shown, unshown=rollout.unshown)
+            rollouts.sync(step)
+            names = ("logprob_gap", "logprob_gap_unreplayed")
+            found.append({"mismatch": measured["routing_mismatch"].item(), **{n: rollout.unshown[n] for n in names}})
+    return found
+
+
+def test_a_run_that_samples_its_own_weights_has_no_mismatch(tmp_path):
+    live = launch(replayed_run, 1, tmp_path, (), process_group=False)
+    assert [step["mismatch"] for step in live] == [0, 0]
+    assert all(max(step["logprob_gap"], step["logprob_gap_unreplayed"]) < 1e-5 for step in live)
+
+
+@pytest.mark.slow
+def test_a_run_on_stale_samples_has_a_mismatch(tmp_path):
+    stale = ("rollout=hf", "rollout.max_staleness=1", "objective.correction=truncate", "objective.correction_max=2.0")
+    first, second = launch(replayed_run, 1, tmp_path, (*stale, "optimizer.lr=0.03"), process_group=False)
+    assert first["mismatch"] == 0 and second["mismatch"] > 0.01
+    assert second["logprob_gap"] > 1e-3 and second["logprob_gap"] != second["logprob_gap_unreplayed"]
