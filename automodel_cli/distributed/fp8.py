@@ -71,6 +71,8 @@ class Arithmetic:
     emulate: bool
 
     def __post_init__(self) -> None:
+        self.paused = False
+        """Whether layers multiply as torch's do."""
         self.cast: Callable[..., Any] = _cast
         self.cast_to: Callable[..., Any] = _cast_to
         self.largest: Callable[..., Any] = _largest

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +36,8 @@ class Fp8Linear(nn.Linear):
     fp8: Arithmetic
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fp8.paused:
+            return super().forward(x)
         weight = self.weight
         dtype = autocast_dtype(x.device)
         if dtype is not None:
@@ -74,6 +78,19 @@ def prepare(part: nn.Module, device: torch.device, fuser: Fuser | None) -> None:
             MULTIPLE,
             sizes,
         )
+
+
+@contextmanager
+def paused(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, converted layers compute what their weights say, as whoever loads an export does."""
+    of_parts = [module.fp8 for part in parts for module in part.modules() if isinstance(module, Fp8Linear)]
+    for arithmetic in of_parts:
+        arithmetic.paused = True
+    try:
+        yield
+    finally:
+        for arithmetic in of_parts:
+            arithmetic.paused = False
 
 
 class _Cut(NamedTuple):

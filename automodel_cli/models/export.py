@@ -23,6 +23,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import one_document
+from automodel_cli.distributed.fp8_linear import paused
 from automodel_cli.models import carried, classifier, compat, lora, nf4, value_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
@@ -237,14 +238,15 @@ def verify_export(
 ) -> float:
     """Reload the folder with stock `transformers` and compare log-probs on `prompts` (token ids): max |difference|.
 
-    Both sides compute in the part's own dtype, the part with its weights rounded to the exported dtype, so what
-    remains is the noise of another attention implementation (about 1e-5 in fp32); the caller decides what it tolerates.
+    Both sides compute in the part's own dtype, the part with its weights rounded to the exported dtype and without
+    products of 8-bit floats, so what remains is the noise of another attention implementation (about 1e-5 in fp32); the
+    caller decides what it tolerates.
     `score` runs the trained side; None calls the one part, which then is the whole model. `as_classifier`: scores are
     compared instead, which `score` must give.
     Collective; every rank gets the number. Raises RunError when the folder does not load.
     """
     token_ids = [list(prompt) for prompt in prompts]
-    with torch.no_grad(), _rounded(parts):
+    with torch.no_grad(), _rounded(parts), paused(parts):
         ours = (score or _whole(parts))(token_ids)
     difference = torch.zeros((), device=next(parts[0].parameters()).device)
     if is_first_rank():

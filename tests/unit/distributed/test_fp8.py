@@ -128,6 +128,15 @@ def test_only_what_is_needed_is_kept_and_multiplied():
     assert linear.weight.grad is None and x.grad is not None
 
 
+def test_paused_layers_compute_what_their_weights_say():
+    linear = layer("rowwise", bias=True)
+    x, _ = numbers()
+    cast, exact = linear(x), nn.functional.linear(x, linear.weight, linear.bias)
+    with fp8_linear.paused([nn.Sequential(linear)]):
+        assert torch.equal(linear(x), exact)
+    assert torch.equal(linear(x), cast) and not torch.equal(cast, exact)
+
+
 def test_what_is_not_finite_stays_visible():
     linear = layer("rowwise")
     x, _ = numbers()
