@@ -18,6 +18,7 @@ from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.models import attention_choice
 from automodel_cli.models.attention import register
 from automodel_cli.models.context import Context
 from automodel_cli.models.head import detect_head
@@ -54,6 +55,7 @@ class Case:
     recompute: bool = False
     ring: bool = False
     pipeline: PipelineConfig | None = None
+    kernel: str = "auto"
 
     @property
     def parallelizer(self) -> FSDP2Config:
@@ -126,6 +128,7 @@ def in_one_process(case: Case) -> tuple[Reference, list[Tensor]]:
 
 def run_case(case: Case, wanted: tuple[Reference, list[Tensor]] | None) -> Outcome:
     mesh = build_mesh(case.mesh.resolve(dist.get_world_size()), "cpu")
+    attention_choice.choose(case.kernel, mesh.device)
     every = make_batches(case.packed)
     mine = every[mesh.dp_rank :: mesh.dp_size]
     stages = make_stages(case, mesh, len(mine))
@@ -168,6 +171,14 @@ def test_two_ranks(ring: bool):
 def test_a_ring_of_four_ranks_with_recomputation():
     families = ("gpt_oss", "deepseek_v3")
     check(4, [Case(family, mesh=mesh(4), recompute=True, ring=True) for family in families])
+
+
+@pytest.mark.slow
+def test_flex_attention_on_two_ranks_recomputed_gathered_in_a_ring_and_on_two_stages():
+    """Soft caps, windows and sinks; gradients of all weights, so of the keys that other ranks held."""
+    gemma = Case("gemma2", recompute=True, kernel="flex")
+    stages = replace(gemma, mesh=mesh(1, pp=2), pipeline=PipelineConfig(schedule="1f1b"))
+    check(2, [replace(gemma, ring=True), Case("gpt_oss", kernel="flex"), stages])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from automodel_cli.distributed.config import CPUOffload, FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models import compat
+from automodel_cli.models import attention_choice, compat
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.load import load_weights
@@ -144,7 +144,8 @@ def test_what_was_loaded_in_shards_is_exported_whole(originals, family):
     assert num_bytes < 0.75 * all_bytes / 2
 
 
-def _logprobs(rank, world, fields):
+def _logprobs(rank, world, fields, kernel):
+    attention_choice.choose(kernel, torch.device("cpu"))
     mesh = build_mesh(MeshConfig(tp_size=world).resolve(world), "cpu")
     config = ModelConfig(config=fields, head_chunk_size=7)
     part = build_part(config)
@@ -168,7 +169,16 @@ def _logprobs(rank, world, fields):
     ids=["plain", "soft cap", "scale", "odd vocabulary"],
 )
 def test_heads_on_vocabulary_shards(fields):
-    want, got = launch(_logprobs, 1, fields), launch(_logprobs, 2, fields)
+    _check_shards(fields, "auto")
+
+
+@pytest.mark.slow
+def test_flex_attention_of_half_of_the_heads_and_sinks():
+    _check_shards(tiny.tiny_fields("gpt_oss"), "flex")
+
+
+def _check_shards(fields, kernel):
+    want, got = launch(_logprobs, 1, fields, "auto"), launch(_logprobs, 2, fields, kernel)
     assert torch.allclose(got[0], want[0], rtol=0, atol=1e-5)
     assert tiny.gradient_error(want[1], got[1]) < FP32_ON_BOTH_SIDES
 
