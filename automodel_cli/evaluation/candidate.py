@@ -15,6 +15,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.rollout.engine import Engine
 from automodel_cli.rollout.engine_host import EngineHost
+from automodel_cli.rollout.environment_pool import EnvironmentPool
 from automodel_cli.rollout.model_engines import check_decoding, check_lengths
 from automodel_cli.run.model import Model
 from automodel_cli.run.recipe import Recipe
@@ -67,6 +68,18 @@ class Candidate:
         except ConfigError as error:
             raise ConfigError(f"{error.message}; tasks of multiple choice need no sampler", keys=error.keys) from error
         return EngineHost(self).sampler(num_slots=None, prefill_tokens=8192, refill_share=0.125)
+
+    @cached_property
+    def pool(self) -> EnvironmentPool | None:
+        """What answers the model where the run's questions begin conversations; it ends with this model."""
+        config = self.recipe.plays
+        if config is None:
+            return None
+        for environment in config.played.values():
+            environment.check()
+        pool = EnvironmentPool(config.played, config.environment_column if config.environments else None)
+        self.at_exit.callback(pool.close)
+        return pool
 
     def once(self, task: object, read: Callable[[], T]) -> T:
         """What `read` returned when this was first called for the task: its questions, as this model's tokens."""

@@ -49,7 +49,8 @@ class Generation:
 
     data: DataConfig | None = None
     """The rows to ask, with the column that the rewards read (`answer`); all of them, but of a task or of data with a
-    validation split that one only. null: those of the run, its validation rows."""
+    validation split that one only; each gets one message. null: those of the run, its validation rows, which begin
+    conversations where the run has environments; `rewards` judge the last message, and nothing else counts."""
     rewards: dict[str, RewardNode] = field(default_factory=lambda: {"exact": ExactAnswer()})
     """What judges a response, by name. Default: right is the very text of `answer`."""
     threshold: float = 1.0
@@ -61,7 +62,7 @@ class Generation:
     top_p: float = 1.0
     """Samples come from the likeliest tokens that have this much of the probability together."""
     max_new_tokens: int = 64
-    """Tokens of a response at most."""
+    """Tokens of a response, or of one message of a conversation, at most."""
     pass_at: list[int] = field(default_factory=lambda: [1])
     """For each k the chance that one of k responses is right, estimated without bias from `num_samples`
     (arXiv:2107.03374, equation 1)."""

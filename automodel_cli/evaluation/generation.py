@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.data.prompts import Prompt, prepare_prompts
+from automodel_cli.data.prompts import Prompt, no_tools, prepare_prompts
 from automodel_cli.evaluation.outcome import REWARD, Outcome, pass_at_k
-from automodel_cli.rollout.engine import SamplingParams, sample_seed
-from automodel_cli.rollout.episodes import scored_samples
+from automodel_cli.rollout.conversation import Episode
+from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
+from automodel_cli.rollout.episodes import play_episodes, scored_samples
 from automodel_cli.rollout.rewards.combine import RewardSum
 
 if TYPE_CHECKING:
@@ -20,30 +22,36 @@ _SHOWN = 4
 
 
 def ask(task: Generation, candidate: Candidate) -> Outcome:
-    """Measures `pass@k` (`accuracy` of one response) and `reward`, the mean over a question's responses. Collective."""
+    """Measures `pass@k` (`accuracy` of one response) and `reward`, the mean over a question's responses. Where a run
+    has environments, its own questions begin conversations with them, whose last message is judged. Collective."""
     prompts = questions(task, candidate)
     places = [(number, index) for number in candidate.share(len(prompts)) for index in range(task.num_samples)]
     requests = [(number, index, prompts[number]) for number, index in places]
     params = SamplingParams(max_new_tokens=task.max_new_tokens, temperature=task.temperature, top_p=task.top_p)
     seeds = [sample_seed(task.seed, number, index) for number, index in places]
-    completions = candidate.sampler.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
+    answers: Sequence[Completion | Episode]
+    pool = candidate.pool if task.data is None else None
+    if pool is None:
+        answers = candidate.sampler.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
+    else:
+        answers = play_episodes(candidate, pool, candidate.sampler, requests, params, seeds)
     with RewardSum(task.rewards) as rewards:
-        samples = scored_samples(requests, completions, candidate.tokenizer, rewards, None)
+        samples = scored_samples(requests, answers, candidate.tokenizer, rewards, None)
     mine: dict[int, list[tuple[str, float]]] = {}
     for sample in samples:
         mine.setdefault(sample.place, []).append((sample.text, sample.score.total))
     found = candidate.gathered(mine)
-    right = [sum(total >= task.threshold for _, total in answers) for answers in found]
+    right = [sum(total >= task.threshold for _, total in judged) for judged in found]
     measures = {_name(k, task): [pass_at_k(task.num_samples, count, k) for count in right] for k in task.pass_at}
-    measures[REWARD] = [sum(total for _, total in answers) / len(answers) for answers in found]
+    measures[REWARD] = [sum(total for _, total in judged) / len(judged) for judged in found]
     items = [
         {
             "question": prompt.messages[-1]["content"] if prompt.messages else "",
             "answer": prompt.row.get("answer"),
             "right": count,
-            "responses": [text for text, _ in answers[:_SHOWN]],
+            "responses": [text for text, _ in judged[:_SHOWN]],
         }
-        for prompt, answers, count in zip(prompts, found, right, strict=True)
+        for prompt, judged, count in zip(prompts, found, right, strict=True)
     ]
     return Outcome(measures, items)
 
@@ -69,7 +77,8 @@ def _prompts(task: Generation, candidate: Candidate) -> list[Prompt]:
     if task.max_new_tokens >= data.seq_len:
         raise ConfigError(f"max_new_tokens={task.max_new_tokens} leaves no room for a prompt in {data.seq_len} tokens")
     room = data.seq_len - task.max_new_tokens
-    prepared = prepare_prompts(data, candidate.tokenizer, seed=recipe.seed, max_tokens=room)
+    tools_of = recipe.plays.tools_of if task.data is None and recipe.plays is not None else no_tools
+    prepared = prepare_prompts(data, candidate.tokenizer, seed=recipe.seed, max_tokens=room, tools_of=tools_of)
     if task.data is None and prepared.validation is None:
         raise DataError(
             "the run has no validation rows to ask, and the task names no data of its own",

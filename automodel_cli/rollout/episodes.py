@@ -26,6 +26,7 @@ from automodel_cli.rollout.token_turns import check_read
 if TYPE_CHECKING:
     from automodel_cli.data.config import DataConfig
     from automodel_cli.distributed.mesh import Mesh
+    from automodel_cli.rollout.engine_host import Built
     from automodel_cli.rollout.rollout_config import RolloutConfig
     from automodel_cli.run.session import Session
 
@@ -37,7 +38,7 @@ def is_group_leader(mesh: Mesh) -> bool:
 
 
 def play_episodes(
-    session: Session,
+    session: Built,
     pool: EnvironmentPool,
     engine: Engine,
     requests: Sequence[SampleRequest],
@@ -82,7 +83,7 @@ def what_plays(data: DataConfig, config: RolloutConfig) -> dict[str, str]:
     return {"episodes": hashlib.sha256(repr(decides).encode()).hexdigest()}
 
 
-def _player(session: Session, pool: EnvironmentPool, engine: Engine, params: SamplingParams) -> Player:
+def _player(session: Built, pool: EnvironmentPool, engine: Engine, params: SamplingParams) -> Player:
     data, tokenizer = session.recipe.data, session.tokenizer
     template = resolve_chat_template(data.chat_template, tokenizer)
     return Player(engine, tokenizer, pool, params, data.seq_len, template)
