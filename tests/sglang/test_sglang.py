@@ -213,7 +213,8 @@ def test_a_run_learns_from_what_two_servers_draw(
     done = automodel(tmp_path, "grpo", "llm", "-c", "run.yaml", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "runs" / "run"
-    assert curve(run, "gen_kl_error") == pytest.approx([0.0] * 20, abs=1e-5)  # every step's weights arrived
+    gaps = curve(run, "gen_kl_error")  # a step whose groups are all equal has none
+    assert len(gaps) > 10 and max(map(abs, gaps)) < 1e-5  # every step's weights arrived
     assert curve(run, "weight_version") == list(range(20)) and curve(run, "live_servers") == [2] * 20
     before, *_, after = curve(run, "val_reward")
     assert after > before + 0.2, (before, after)
