@@ -46,10 +46,6 @@ class GRPORecipe(Recipe):
     def held_besides(self) -> str | None:
         return "rollouts"
 
-    @property
-    def plays(self) -> RolloutConfig | None:
-        return self.rollout if self.rollout.played else None
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_tasks(self)

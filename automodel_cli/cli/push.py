@@ -27,8 +27,8 @@ def push(run: str, repository: str, private: bool, licence: str | None, dry_run:
     if not _ID.fullmatch(repository):
         raise ConfigError(f"{repository} is no repository: owner/name is expected", fix=f"your-name/{repository}")
     folder = common.run_folder(run, "export")
-    from automodel_cli.runs.catalogue import Run
-    from automodel_cli.runs.push import staged, upload
+    from automodel_cli.run_folders.catalogue import Run
+    from automodel_cli.run_folders.push import staged, upload
 
     with staged(Run(folder), licence=licence, base_model=_base(folder)) as files:
         if dry_run:

@@ -23,8 +23,8 @@ def report(names: tuple[str, ...], out: Path | None) -> None:
 
     RUN is a folder, a name below runs/ or a URL, whose records come here first; a folder of runs stands for all in it.
     """
-    from automodel_cli.runs.catalogue import named
-    from automodel_cli.runs.page import FILE, write_own_page, write_page
+    from automodel_cli.run_folders.catalogue import named
+    from automodel_cli.run_folders.page import FILE, write_own_page, write_page
 
     runs = named([str(folder) for name in names for folder in _folders(name)])
     if len(runs) == 1 and out is None:

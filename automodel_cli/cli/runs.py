@@ -14,8 +14,8 @@ from automodel_cli.cli import complete, tables
 from automodel_cli.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from automodel_cli.runs.catalogue import Run
-    from automodel_cli.runs.rollouts import Order
+    from automodel_cli.run_folders.catalogue import Run
+    from automodel_cli.run_folders.rollouts import Order
 
 _run = click.argument("run", required=False, metavar="[RUN]", shell_complete=complete.runs)
 
@@ -31,7 +31,7 @@ def runs() -> None:
 def ls(folder: str, as_json: bool) -> None:
     """One line for each run in FOLDER (default: runs) or at a URL of object storage, the newest last."""
     from automodel_cli.run.storage import is_url
-    from automodel_cli.runs.catalogue import find
+    from automodel_cli.run_folders.catalogue import find
 
     if is_url(folder):
         with TemporaryDirectory() as home:
@@ -60,7 +60,7 @@ def _list(found: Sequence[tuple[str, Run]], folder: str, as_json: bool) -> None:
 def _at_url(url: str, home: Path) -> list[tuple[str, Run]]:
     """(URL, run) of each run there; only their records come here, into `home`."""
     from automodel_cli.run.storage import records, runs_at
-    from automodel_cli.runs.catalogue import Run, oldest_first
+    from automodel_cli.run_folders.catalogue import Run, oldest_first
 
     found = {Run(records(each, home / str(n)), is_copy=True): each for n, each in enumerate(runs_at(url))}
     return [(found[run], run) for run in oldest_first(found)]
@@ -75,7 +75,7 @@ def show(run: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**_as_json(found), "record": found.record}, indent=1))
         return
-    from automodel_cli.runs.details import details
+    from automodel_cli.run_folders.details import details
 
     for label, text in details(found):
         first, *more = text.split("\n")
@@ -91,7 +91,7 @@ def show(run: str | None, as_json: bool) -> None:
 def tail(run: str | None, count: int, no_follow: bool) -> None:
     """The newest steps of a run, and those to come while it goes on. Without RUN: the newest."""
     found = _one(run)
-    from automodel_cli.runs.follow import follow
+    from automodel_cli.run_folders.follow import follow
 
     for line in follow(found, count, wait=not no_follow):
         click.echo(line)
@@ -122,7 +122,7 @@ def rollouts(
     as_json: bool,
 ) -> None:
     """What the model said, and what it was worth. Without RUN: the newest."""
-    from automodel_cli.runs import rollouts as samples
+    from automodel_cli.run_folders import rollouts as samples
 
     wanted = samples.Wanted(_steps(step), least, most, prompt, completion, trained)
     found, total = samples.select(_one(run).folder, wanted, count, order)
@@ -164,7 +164,7 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
 )
 def diff(first: str, second: str, tolerance: float) -> None:
     """What differs between two runs in config, data, code and environment, and the step at which their losses part."""
-    from automodel_cli.runs.compare import differences
+    from automodel_cli.run_folders.compare import differences
 
     a, b = _one(first), _one(second)
     table = tables.table("", "what", str(a.folder), str(b.folder))
@@ -196,8 +196,8 @@ def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool)
     Without --yes it says what would go and removes nothing. What goes on is left alone; the last whole checkpoint of
     a run stays unless --last-checkpoint asks for it.
     """
-    from automodel_cli.runs.catalogue import named
-    from automodel_cli.runs.clean import removable, remove
+    from automodel_cli.run_folders.catalogue import named
+    from automodel_cli.run_folders.clean import removable, remove
 
     found = named(names or ("runs",))
     for run in (run for run in found if run.state == "running"):
@@ -221,7 +221,7 @@ def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool)
 def _one(name: str | None) -> Run:
     """The run of a name or folder; the newest without one. Raises ConfigError."""
     from automodel_cli.cli.common import run_folder
-    from automodel_cli.runs.catalogue import Run, find
+    from automodel_cli.run_folders.catalogue import Run, find
 
     if name is not None:
         folder = run_folder(name)
@@ -256,7 +256,7 @@ def _metric(run: Run) -> str:
 
 
 def _parting(a: Run, b: Run, column: str, tolerance: float) -> str:
-    from automodel_cli.runs.compare import parting
+    from automodel_cli.run_folders.compare import parting
 
     found = parting(a, b, column, tolerance)
     if found is None:

@@ -156,7 +156,7 @@ def _search(
 ) -> tuple[int, list[Point]]:
     """Exit code and runs of a search: one after another, what has finished skipped."""
     from automodel_cli.cli.search import STUDY, Search, axes, corners
-    from automodel_cli.runs.catalogue import Run
+    from automodel_cli.run_folders.catalogue import Run
 
     _check_own(folder, overrides)
     found, fixed = axes(overrides)
@@ -209,7 +209,7 @@ def _remember(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
 
 
 def _state(point: Point) -> str:
-    from automodel_cli.runs.catalogue import Run
+    from automodel_cli.run_folders.catalogue import Run
 
     return Run(point.folder).state if (point.folder / "config.yaml").is_file() else "new"
 
@@ -247,7 +247,7 @@ def _child(command: Sequence[str]) -> int:
 
 def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
     """The best run first; those without the metric last."""
-    from automodel_cli.runs.catalogue import Run
+    from automodel_cli.run_folders.catalogue import Run
 
     runs = [(Run(point.folder), point) for point in points if point.folder.is_dir()]
     measured = [(run.last(metric), run, point) for run, point in runs]

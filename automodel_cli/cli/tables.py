@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from automodel_cli.runs.catalogue import Run
+    from automodel_cli.run_folders.catalogue import Run
 
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow"}
 _RIGHT = ("steps", "loss", "val loss", "age", "size")

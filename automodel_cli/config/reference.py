@@ -43,14 +43,14 @@ _OPEN = {
     ),
     "rollout.engine": (
         *(f"automodel_cli.rollout.engine_configs.{name}" for name in ("SamplerConfig", "HFConfig", "VLLMConfig")),
-        "automodel_cli.rollout.sglang_config.SGLangConfig",
+        "automodel_cli.rollout.servers.sglang_config.SGLangConfig",
     ),
     "validation.tasks": (
         "automodel_cli.evaluation.config.Generation",
         "automodel_cli.evaluation.config.MultipleChoice",
     ),
     "rollout.environment": (
-        "automodel_cli.rollout.calculator.Calculator",
+        "automodel_cli.rollout.environments.calculator.Calculator",
         *(
             f"automodel_cli.rollout.environments.{name}"
             for name in (

@@ -15,8 +15,9 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.rollout.engine import Engine
 from automodel_cli.rollout.engine_host import EngineHost
-from automodel_cli.rollout.environment_pool import EnvironmentPool
+from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.model_engines import check_decoding, check_lengths
+from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.run.model import Model
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.session import Session
@@ -69,10 +70,16 @@ class Candidate:
             raise ConfigError(f"{error.message}; tasks of multiple choice need no sampler", keys=error.keys) from error
         return EngineHost(self).sampler(num_slots=None, prefill_tokens=8192, refill_share=0.125)
 
+    @property
+    def plays(self) -> RolloutConfig | None:
+        """How conversations with environments go, where the run's questions begin such."""
+        config = getattr(self.recipe, "rollout", None)
+        return config if isinstance(config, RolloutConfig) and config.played else None
+
     @cached_property
     def pool(self) -> EnvironmentPool | None:
-        """What answers the model where the run's questions begin conversations; it ends with this model."""
-        config = self.recipe.plays
+        """What answers the model in such conversations; it ends with this model."""
+        config = self.plays
         if config is None:
             return None
         for environment in config.played.values():

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.prompts import Prompt, no_tools, prepare_prompts
 from automodel_cli.evaluation.outcome import REWARD, Outcome, pass_at_k
-from automodel_cli.rollout.conversation import Episode
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
+from automodel_cli.rollout.environments.conversation import Episode
 from automodel_cli.rollout.episodes import play_episodes, scored_samples
 from automodel_cli.rollout.rewards.combine import RewardSum
 
@@ -77,7 +77,7 @@ def _prompts(task: Generation, candidate: Candidate) -> list[Prompt]:
     if task.max_new_tokens >= data.seq_len:
         raise ConfigError(f"max_new_tokens={task.max_new_tokens} leaves no room for a prompt in {data.seq_len} tokens")
     room = data.seq_len - task.max_new_tokens
-    tools_of = recipe.plays.tools_of if task.data is None and recipe.plays is not None else no_tools
+    tools_of = candidate.plays.tools_of if task.data is None and candidate.plays is not None else no_tools
     prepared = prepare_prompts(data, candidate.tokenizer, seed=recipe.seed, max_tokens=room, tools_of=tools_of)
     if task.data is None and prepared.validation is None:
         raise DataError(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation.outcome import Outcome, interval, paired_difference, text_of
-from automodel_cli.runs.page import FILE, write_own_page
-from automodel_cli.runs.record import code_version
+from automodel_cli.run_folders.page import FILE, write_own_page
+from automodel_cli.run_folders.record import code_version
 
 Found = dict[str, dict[str, Outcome]]
 """Outcomes by the model's label and the task's name."""

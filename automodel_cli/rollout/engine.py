@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from automodel_cli.rollout.http import Server
+    from automodel_cli.rollout.servers.http import Server
 
 FinishReason = Literal["stop", "length"]
 WeightStream = Iterable[Sequence[tuple[str, "Tensor"]]]

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine import Capabilities
-from automodel_cli.rollout.vllm_servers import VLLMServers
+from automodel_cli.rollout.servers.vllm_servers import VLLMServers
 
 if TYPE_CHECKING:
     from automodel_cli.rollout.engine import Engine, Host, SamplingParams
-    from automodel_cli.rollout.http import Server
-    from automodel_cli.rollout.live_weights import LiveWeights
-    from automodel_cli.rollout.transfer import SharedTransfer, Transfer
+    from automodel_cli.rollout.servers.http import Server
+    from automodel_cli.rollout.servers.live_weights import LiveWeights
+    from automodel_cli.rollout.servers.transfer import SharedTransfer, Transfer
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class ServerConfig:
         return host.on_first_rank(lambda: self._connected(host, self.urls))
 
     def _connected(self, host: Host, urls: Sequence[str]) -> Engine:
-        from automodel_cli.rollout.openai import OpenAIEngine
-        from automodel_cli.rollout.server_pool import ServerPool
+        from automodel_cli.rollout.servers.openai import OpenAIEngine
+        from automodel_cli.rollout.servers.pool import ServerPool
 
         engines = [
             OpenAIEngine(
@@ -143,7 +143,7 @@ class ServerConfig:
 
     def at(self, urls: Sequence[str]) -> list[Server]:
         """How each address is spoken to. Raises ConfigError when the environment has no such key."""
-        from automodel_cli.rollout.http import Server
+        from automodel_cli.rollout.servers.http import Server
 
         key = None
         if self.api_key_env is not None:
@@ -240,9 +240,9 @@ class LiveServerConfig(ServerConfig):
 
     def _served(self, host: Host, urls: Sequence[str], transfer: SharedTransfer | None = None) -> Engine:
         """The engine on the rank that speaks to the servers; `transfer` None: by files."""
-        from automodel_cli.rollout.server_pool import LivePool
-        from automodel_cli.rollout.shared_gpus import SharedGPUs
-        from automodel_cli.rollout.transfer import FileTransfer
+        from automodel_cli.rollout.servers.pool import LivePool
+        from automodel_cli.rollout.servers.shared_gpus import SharedGPUs
+        from automodel_cli.rollout.servers.transfer import FileTransfer
 
         servers = self.at(urls)
         if self.command is not None:
@@ -307,13 +307,13 @@ class VLLMConfig(LiveServerConfig):
     def build(self, host: Host) -> Engine:
         """See `EngineConfig`. What this machine lacks is said before a server is started and waited for."""
         if self.transport != "files":
-            from automodel_cli.rollout.transfer import check_gpus
+            from automodel_cli.rollout.servers.transfer import check_gpus
 
             check_gpus(self.transport, host.device.type)
         urls = self.urls if self.servers is None else host.start_servers(timeout=self.start_timeout)
         if self.transport == "files":
             return host.on_first_rank(lambda: self._served(host, urls))
-        from automodel_cli.rollout.transfer import FactoryTransfer, ipc_init, nccl_init
+        from automodel_cli.rollout.servers.transfer import FactoryTransfer, ipc_init, nccl_init
 
         if self.transport == "nccl":
             address = self.address or address_for(urls[0])
@@ -322,7 +322,7 @@ class VLLMConfig(LiveServerConfig):
         return host.on_first_rank(lambda: self._served(host, urls, shared), joins=shared.join)
 
     def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
-        from automodel_cli.rollout.vllm import VLLMEngine
+        from automodel_cli.rollout.servers.vllm import VLLMEngine
 
         return VLLMEngine(
             server,

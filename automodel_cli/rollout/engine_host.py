@@ -14,9 +14,9 @@ from automodel_cli.rollout.model_engines import (
     build_sampler,
     stop_token_ids,
 )
-from automodel_cli.rollout.own_servers import start
-from automodel_cli.rollout.server_process import ServerProcess
-from automodel_cli.rollout.slots import num_slots as slots_for
+from automodel_cli.rollout.sampler.slots import num_slots as slots_for
+from automodel_cli.rollout.servers.own import start
+from automodel_cli.rollout.servers.process import ServerProcess
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from automodel_cli.distributed.mesh import Mesh
     from automodel_cli.models.routing import Selectors
-    from automodel_cli.rollout.http import Server
+    from automodel_cli.rollout.servers.http import Server
     from automodel_cli.run.model import Model
     from automodel_cli.run.recipe import Recipe
 

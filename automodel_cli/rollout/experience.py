@@ -20,7 +20,7 @@ from automodel_cli.data.packing import best_fit_decreasing
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.objectives.policy import kl_penalty
 from automodel_cli.rollout.environment import EpisodeEnd, Message
-from automodel_cli.rollout.environment_pool import Account
+from automodel_cli.rollout.environments.pool import Account
 from automodel_cli.rollout.rewards.combine import Score
 
 Spread = tuple[int, int, int]

@@ -21,7 +21,6 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
 from automodel_cli.pipelining.torch_runtime.compat import reshards_after_forward
-from automodel_cli.rollout.decoder import Decoder, DecoderStage, fsdp_gathered
 from automodel_cli.rollout.engine import (
     Capabilities,
     Completion,
@@ -32,7 +31,8 @@ from automodel_cli.rollout.engine import (
     resolve_seeds,
 )
 from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.sampler import Sampler
+from automodel_cli.rollout.sampler.decoder import Decoder, DecoderStage, fsdp_gathered
+from automodel_cli.rollout.sampler.sampler import Sampler
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.rollout.environment_metrics import environment_metrics
+from automodel_cli.rollout.environments.metrics import environment_metrics
 from automodel_cli.rollout.experience import Sample, Update
 from automodel_cli.rollout.held_out_samples import by_group, is_right, is_wrong
 

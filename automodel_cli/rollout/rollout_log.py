@@ -12,7 +12,7 @@ from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.run.answers import Accuracy, Answer
-from automodel_cli.runs.rollouts import said
+from automodel_cli.run_folders.rollouts import said
 from automodel_cli.training.metrics import keep_rows_until
 
 _WIDTH, _MOST = 118, 60

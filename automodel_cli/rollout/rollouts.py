@@ -24,10 +24,10 @@ from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.alarms import Alarms
-from automodel_cli.rollout.conversation import Episode
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
-from automodel_cli.rollout.environment_pool import EnvironmentPool, check_rows
+from automodel_cli.rollout.environments.conversation import Episode
+from automodel_cli.rollout.environments.pool import EnvironmentPool, check_rows
 from automodel_cli.rollout.episodes import (
     episodes_beside,
     is_group_leader,

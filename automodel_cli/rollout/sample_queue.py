@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
-from automodel_cli.rollout.conversation import Episode
 from automodel_cli.rollout.engine import Engine, SamplingParams, WeightStream
+from automodel_cli.rollout.environments.conversation import Episode
 from automodel_cli.rollout.kept_answers import Answer, Place, packed, unpacked
 from automodel_cli.rollout.model_engines import RankZeroEngine, Start
 

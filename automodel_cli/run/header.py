@@ -18,7 +18,7 @@ from automodel_cli.models import attention_choice
 from automodel_cli.models.attention import PACKED
 from automodel_cli.report.software_versions import environment
 from automodel_cli.run.recipe import Recipe
-from automodel_cli.runs.page import SCHEDULE
+from automodel_cli.run_folders.page import SCHEDULE
 
 if TYPE_CHECKING:
     from automodel_cli.run.session import Session

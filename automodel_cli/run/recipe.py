@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from automodel_cli.rollout.rollout_config import RolloutConfig
     from automodel_cli.run.session import Columns, Session
 
 
@@ -86,11 +85,6 @@ class Recipe(ConfigRoot):
     """What a step counts."""
     as_classifier: ClassVar[bool] = False
     """Whether what is trained, exported and compared is the score of a row (`models/classifier.py`)."""
-
-    @property
-    def plays(self) -> RolloutConfig | None:
-        """How conversations with environments go, where the data begins such."""
-        return None
 
     @property
     def held_besides(self) -> str | None:

@@ -21,8 +21,8 @@ from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.report.page import ShownSample
 from automodel_cli.run.answers import Accuracy, Answer, before_and_after
 from automodel_cli.run.recomputation import decided
-from automodel_cli.runs.page import write_own_page
-from automodel_cli.runs.record import summary_of
+from automodel_cli.run_folders.page import write_own_page
+from automodel_cli.run_folders.record import summary_of
 from automodel_cli.training.checkpoint import Checkpointer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from automodel_cli.config.remembered import remember
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.run.mirror import claim, unreachable
 from automodel_cli.run.storage import Remote, fetch, is_url, local_root
-from automodel_cli.runs.lock import hold
+from automodel_cli.run_folders.lock import hold
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed

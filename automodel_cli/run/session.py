@@ -35,7 +35,7 @@ from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.recomputation import decided_together
 from automodel_cli.run.run_folder import copy_of, run_folder
 from automodel_cli.run.storage import is_url
-from automodel_cli.runs.record import RunRecord, summary_of
+from automodel_cli.run_folders.record import RunRecord, summary_of
 from automodel_cli.training import rng
 from automodel_cli.training.callback import Callbacks
 from automodel_cli.training.checkpoint import Checkpointer

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.runs.lock import is_held
+from automodel_cli.run_folders.lock import is_held
 from automodel_cli.training.checkpoint_dir import META, CheckpointDir, step_of
 
 if TYPE_CHECKING:

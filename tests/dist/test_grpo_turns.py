@@ -18,10 +18,10 @@ from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, one_process
 from automodel_cli.parity.rows import Row
-from automodel_cli.rollout.calculator import Calculator
-from automodel_cli.rollout.conversation import Episode, Player
+from automodel_cli.rollout.environments.calculator import Calculator
+from automodel_cli.rollout.environments.conversation import Episode, Player
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
-from automodel_cli.rollout.environment_pool import EnvironmentPool
+from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.rewards.combine import RewardSum, Score
 from automodel_cli.rollout.rewards.text import FormatRegex
 from automodel_cli.training.step import train_step

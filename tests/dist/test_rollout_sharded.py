@@ -25,9 +25,9 @@ from automodel_cli.models.part import ModelPart
 from automodel_cli.parity.rows import FP32
 from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.decoder import Decoder
+from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
-from automodel_cli.rollout.sampler import Sampler
+from automodel_cli.rollout.sampler.sampler import Sampler
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.rollout.model_engines import build_sampler
 from tests import tiny

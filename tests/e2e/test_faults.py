@@ -1,7 +1,7 @@
 """The table of docs/reliability.md: what a run says when something around it breaks, and what is kept.
 
 Faults of single parts are tested with those parts: checkpoints (unit/training), the data cache
-(unit/data/test_prepare), killed ranks (unit/launch/test_local), servers (unit/rollout/test_http_servers).
+(unit/data/test_prepare), killed ranks (unit/launch/test_local), servers (unit/rollout/servers/test_http_servers).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.export import discard_staged, publish, staging
-from automodel_cli.runs.lock import hold
+from automodel_cli.run_folders.lock import hold
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.sessions import session

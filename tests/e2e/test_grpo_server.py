@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.http import Server
-from automodel_cli.rollout.server_process import ServerProcess
+from automodel_cli.rollout.servers.http import Server
+from automodel_cli.rollout.servers.process import ServerProcess
 from tests.e2e.command import automodel, curve, metrics
 from tests.e2e.test_grpo import TINY, samples_of, write_config
 from tests.e2e.test_grpo_turns import STOPS
 from tests.pages import undocumented_metrics
-from tests.unit.rollout.test_http_servers import free_port
+from tests.unit.rollout.servers.test_http_servers import free_port
 
 FILES = "rollout.engine.transport=files"
 DOUBLE = """
@@ -33,7 +33,7 @@ sys.path.insert(0, {root!r})
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from automodel_cli.rollout.hf import HFEngine
-from tests.unit.rollout.test_http_servers import VLLMDouble
+from tests.unit.rollout.servers.test_http_servers import VLLMDouble
 print("the double starts", flush=True)
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{model!r}), dtype=torch.float32).eval()
@@ -153,7 +153,9 @@ def test_of_samples_drawn_ahead_only_the_wait_is_idle_time(tmp_path: Path) -> No
 
 def test_two_servers_share_a_run_of_conversations_in_two_environments(tmp_path: Path) -> None:
     write_config(tmp_path)
-    calculator = "_target_: automodel_cli.rollout.calculator.Calculator, pattern: '([a-zA-Z0-9])', call_reward: 1.0"
+    calculator = (
+        "_target_: automodel_cli.rollout.environments.calculator.Calculator, pattern: '([a-zA-Z0-9])', call_reward: 1.0"
+    )
     environments = f"{{add: {{{calculator}, max_turns: 3, weight: 0.5}}, subtract: {{{calculator}, max_turns: 2}}}}"
     played = [
         f"rollout.environments={environments}",

@@ -16,7 +16,7 @@ TOOL = [
     "data.seq_len=128",
     "train.max_steps=2",
     "logging.report=false",
-    "rollout.environment._target_=automodel_cli.rollout.calculator.Calculator",
+    "rollout.environment._target_=automodel_cli.rollout.environments.calculator.Calculator",
     "rollout.environment.pattern='([a-zA-Z0-9])'",
     "rollout.environment.max_turns=3",
     "rollout.environment.call_reward=1.0",
@@ -135,7 +135,7 @@ def test_what_several_turns_cannot_be_combined_with_is_refused(tmp_path: Path) -
 LATE = """
 import asyncio, random
 from dataclasses import dataclass
-from automodel_cli.rollout.calculator import Calculator
+from automodel_cli.rollout.environments.calculator import Calculator
 
 @dataclass(frozen=True, kw_only=True)
 class Late(Calculator):
@@ -168,7 +168,8 @@ def test_a_model_learns_to_call_its_tool(tmp_path: Path) -> None:
     """Random weights call the calculator in 3 of 100 messages; each call that gives a number is worth 1, in two turns.
     Nothing else is rewarded, and the held-out conversations are greedy."""
     write_config(tmp_path)
-    tool = "_target_: automodel_cli.rollout.calculator.Calculator, pattern: '([0-9])', max_turns: 2, call_reward: 1.0"
+    node = "_target_: automodel_cli.rollout.environments.calculator.Calculator"
+    tool = f"{node}, pattern: '([0-9])', max_turns: 2, call_reward: 1.0"
     learning = [
         f"rollout.environment={{{tool}}}",
         *("rewards=none", "~rewards.digit", "~rewards.other", STOPS, "data.seq_len=96", "logging.report=false"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_cli.rollout.calculator import Calculator
+from automodel_cli.rollout.environments.calculator import Calculator
 from tests.e2e.command import automodel, metrics
 from tests.e2e.test_grpo import samples_of
 

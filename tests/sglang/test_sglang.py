@@ -22,14 +22,14 @@ from transformers import Qwen3ForCausalLM
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.engine import Completion, SamplingParams
-from automodel_cli.rollout.group_transfer import GroupTransfer
-from automodel_cli.rollout.http import Server
-from automodel_cli.rollout.server_pool import LivePool
-from automodel_cli.rollout.server_process import ServerProcess
-from automodel_cli.rollout.sglang import SGLangEngine
-from automodel_cli.rollout.transfer import FileTransfer, Transfer
+from automodel_cli.rollout.servers.group_transfer import GroupTransfer
+from automodel_cli.rollout.servers.http import Server
+from automodel_cli.rollout.servers.pool import LivePool
+from automodel_cli.rollout.servers.process import ServerProcess
+from automodel_cli.rollout.servers.sglang import SGLangEngine
+from automodel_cli.rollout.servers.transfer import FileTransfer, Transfer
 from tests.e2e.command import automodel, curve
-from tests.unit.rollout.test_http_servers import free_port
+from tests.unit.rollout.servers.test_http_servers import free_port
 from tests.vllm.test_vllm import RUN, built, largest_gap, moved, prompts, weights_of
 
 SGLANG = os.environ.get("AUTOMODEL_SGLANG")

@@ -13,10 +13,10 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCW
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.http import Server
-from automodel_cli.rollout.server_pool import LivePool
-from automodel_cli.rollout.transfer import FactoryTransfer, ipc_init, json_safe, nccl_init
-from automodel_cli.rollout.vllm import VLLMEngine
+from automodel_cli.rollout.servers.http import Server
+from automodel_cli.rollout.servers.pool import LivePool
+from automodel_cli.rollout.servers.transfer import FactoryTransfer, ipc_init, json_safe, nccl_init
+from automodel_cli.rollout.servers.vllm import VLLMEngine
 from tests.vllm.wire import TrainerInit, register
 
 urls, weights, backend = sys.argv[1:]

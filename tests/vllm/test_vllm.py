@@ -27,15 +27,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.engine import Completion, SamplingParams
-from automodel_cli.rollout.http import Server
-from automodel_cli.rollout.openai import OpenAIEngine
 from automodel_cli.rollout.sampling import shaping_of
-from automodel_cli.rollout.server_process import ServerProcess
-from automodel_cli.rollout.transfer import FileTransfer
-from automodel_cli.rollout.vllm import VLLMEngine
+from automodel_cli.rollout.servers.http import Server
+from automodel_cli.rollout.servers.openai import OpenAIEngine
+from automodel_cli.rollout.servers.process import ServerProcess
+from automodel_cli.rollout.servers.transfer import FileTransfer
+from automodel_cli.rollout.servers.vllm import VLLMEngine
 from tests.e2e.command import automodel, curve, metrics, start
 from tests.tiny import perturb
-from tests.unit.rollout.test_http_servers import free_port
+from tests.unit.rollout.servers.test_http_servers import free_port
 
 ROOT = Path(__file__).parents[2]
 VLLM = os.environ.get("AUTOMODEL_VLLM")

@@ -19,8 +19,8 @@ from typing import Any
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine_configs import words_of
+from automodel_cli.rollout.environments.loop_thread import LoopThread
 from automodel_cli.rollout.environments.tools import ToolEnvironment, ToolError
-from automodel_cli.rollout.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 

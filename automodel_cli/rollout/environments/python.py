@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.environments.loop_thread import in_thread
 from automodel_cli.rollout.environments.tools import Call, ToolEnvironment, ToolError
-from automodel_cli.rollout.loop_thread import in_thread
 from automodel_cli.rollout.rewards.code import code_blocks
 from automodel_cli.rollout.rewards.sandbox import Limits, check_memory, require_isolation, run_python
 

@@ -16,6 +16,7 @@ from tests.signatures import SIGNATURES, bind
 
 ROOT = Path(__file__).parents[3]
 MEGATRON = "automodel_cli/distributed/strategies/megatron_fsdp"
+TRANSFER = "automodel_cli/rollout/servers/transfer.py"
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,9 @@ CALLED = [
         Called("deep_ep", f"Buffer.{name}", "automodel_cli/distributed/deep_ep.py", f"*.{name}")
         for name in ("get_dispatch_layout", "dispatch", "combine", "get_dispatch_config", "get_combine_config")
     ),
-    Called(
-        "vllm", "WeightTransferTrainerFactory.trainer_init", "automodel_cli/rollout/transfer.py", "*.trainer_init"
-    ),
-    Called("vllm", "ParamMeta", "automodel_cli/rollout/transfer.py", "ParamMeta"),
-    Called(
-        "vllm", "NCCLTrainerInitInfo", "automodel_cli/rollout/transfer.py", "NCCLTrainerInitInfo", "TrainerInitInfo"
-    ),
+    Called("vllm", "WeightTransferTrainerFactory.trainer_init", TRANSFER, "*.trainer_init"),
+    Called("vllm", "ParamMeta", TRANSFER, "ParamMeta"),
+    Called("vllm", "NCCLTrainerInitInfo", TRANSFER, "NCCLTrainerInitInfo", "TrainerInitInfo"),
 ]  # fmt: skip
 
 
@@ -123,7 +120,7 @@ def test_what_vllm_asks_of_a_weight_source_is_what_ours_has() -> None:
 def test_the_paths_that_weights_are_sent_to_are_routes_of_the_server(
     package: str, files: tuple[str, ...], least: int
 ) -> None:
-    sources = [(ROOT / f"automodel_cli/rollout/{name}.py").read_text() for name in files]
+    sources = [(ROOT / f"automodel_cli/rollout/servers/{name}.py").read_text() for name in files]
     paths = {
         node.value
         for source in sources
@@ -143,8 +140,8 @@ def test_the_paths_that_weights_are_sent_to_are_routes_of_the_server(
     ],
 )
 def test_what_a_group_is_told_are_fields_of_sglang(line: str, member: str) -> None:
-    """The bodies that no double takes: those of tests/unit/rollout/test_sglang.py are bound where they arrive."""
-    tree = ast.parse((ROOT / "automodel_cli/rollout/group_transfer.py").read_text())
+    """The bodies that no double takes; what they take is bound where it arrives (servers/test_sglang)."""
+    tree = ast.parse((ROOT / "automodel_cli/rollout/servers/group_transfer.py").read_text())
     assert line.strip('"') in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     bodies = [
         {key.value for key in node.keys if isinstance(key, ast.Constant)}

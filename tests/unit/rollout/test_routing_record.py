@@ -21,24 +21,24 @@ from automodel_cli.models.attention import packed_attention
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.routing import Routing, install_routing, mark_selections, selectors_of
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.decoder import Decoder
 from automodel_cli.rollout.engine import Completion, SamplingParams
 from automodel_cli.rollout.engine_configs import VLLMConfig
 from automodel_cli.rollout.experience import RowPlan, Sample, plan_updates
 from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.kept_answers import packed, unpacked
-from automodel_cli.rollout.openai import routed_experts
 from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.routing_record import compact, first_known, from_text, joined, to_text
 from automodel_cli.rollout.rules import check_routing_engine
-from automodel_cli.rollout.sampler import Sampler
-from automodel_cli.rollout.transfer import FileTransfer
-from automodel_cli.rollout.vllm import VLLMEngine
+from automodel_cli.rollout.sampler.decoder import Decoder
+from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.rollout.servers.http import Server
+from automodel_cli.rollout.servers.openai import routed_experts
+from automodel_cli.rollout.servers.transfer import FileTransfer
+from automodel_cli.rollout.servers.vllm import VLLMEngine
 from tests import tiny
 from tests.dist.parity import tiny_part
-from tests.unit.rollout.test_http_servers import VLLMDouble
+from tests.unit.rollout.servers.test_http_servers import VLLMDouble
 
 STOP = list(range(2, 160, 6))
 PARAMS = SamplingParams(max_new_tokens=9, seed=4, routing=True)

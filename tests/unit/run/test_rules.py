@@ -201,7 +201,7 @@ CHOSEN = {
     "an episode in half a row": (
         [
             "objective=online_dpo",
-            "rollout.environment={_target_: automodel_cli.rollout.calculator.Calculator, max_turns: 2}",
+            "rollout.environment={_target_: automodel_cli.rollout.environments.calculator.Calculator, max_turns: 2}",
         ],
         "an episode may fill a whole row",
     ),

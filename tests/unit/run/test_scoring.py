@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_cli.rollout import slots
+from automodel_cli.rollout.sampler import slots
 from automodel_cli.run.scoring import draws_while_training
 from tests import tiny
 

@@ -13,9 +13,9 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.conversation import Episode, Player
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams
-from automodel_cli.rollout.environment_pool import EnvironmentPool
+from automodel_cli.rollout.environments.conversation import Episode, Player
+from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.environments.verifiers import VerifiersEnvironment, VerifiersTasks
 
 MODULE = """
@@ -152,7 +152,7 @@ def test_one_that_comes_with_the_package_judges_with_its_own_verifier() -> None:
 def _value_of(question: str) -> str:
     import re
 
-    from automodel_cli.rollout.calculator import calculate
+    from automodel_cli.rollout.environments.calculator import calculate
 
     return calculate(max(re.findall(r"[-+*/0-9(). ]+", question), key=len).strip(" ."))
 

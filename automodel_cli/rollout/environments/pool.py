@@ -1,0 +1,196 @@
+"""Steps of environments, many at once: limits of time and number, tries, and an account of what went wrong. Torch-free.
+
+One event loop runs in a thread beside the run, from the first step to `close`: what an environment keeps open in it (a
+connection, a program) lives as long. Results come back in the order of the questions, whenever each is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.environment import EnvironmentNode, EpisodeEnd, Message, Turn
+from automodel_cli.rollout.environments.loop_thread import LoopThread, in_thread
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FIRST_PAUSE = 0.5  # seconds before a step is tried again; doubled for each further try
+
+
+@dataclass
+class Account:
+    """What an episode has cost its environment so far: `seconds` of all steps with their tries and pauses, `slowest` of
+    one step; tries that raised or took too long and were made again (`retries`), and tries that took too long."""
+
+    seconds: float = 0.0
+    slowest: float = 0.0
+    retries: int = 0
+    timeouts: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a step gave no turn, after all tries."""
+
+    end: EpisodeEnd
+    words: str
+
+
+class EnvironmentPool:
+    """The environments of a run, by name. Use as a context manager, or `close` it."""
+
+    def __init__(self, environments: Mapping[str, EnvironmentNode], column: str | None = None):
+        """`column` of a row names its environment; None: there is one, and it is that of every row."""
+        self.environments, self._column = dict(environments), column
+        self._loop = LoopThread("environments")
+        self._places: dict[str, asyncio.Semaphore] = {}
+        self._open: set[Future[Any]] = set()
+        self._beginning, self._stopped = threading.Lock(), False
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """The name of the environment that a row plays in."""
+        return next(iter(self.environments)) if self._column is None else str(row[self._column])
+
+    def of(self, row: Mapping[str, Any]) -> EnvironmentNode:
+        """The environment that a row plays in."""
+        return self.environments[self.name_of(row)]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns or raises, in the pool's event loop, waited for here. From any thread."""
+        with self._beginning:
+            if self._stopped:
+                work.close()
+                raise CancelledError
+            future = self._loop.begin(work)
+            self._open.add(future)
+        try:
+            return future.result()
+        finally:
+            self._open.discard(future)
+
+    def stop(self) -> None:
+        """Whoever waits in `run`, in whichever thread, gets a CancelledError at once, and so does whoever comes later:
+        an environment that hangs keeps no run from its end."""
+        with self._beginning:
+            self._stopped = True
+            for future in list(self._open):
+                future.cancel()
+
+    def close(self) -> None:
+        """End what the environments have started, then the loop. A thread that was given up is not waited for."""
+        for environment in self.environments.values():
+            environment.close()
+        self._loop.close()
+
+    async def turn(
+        self, name: str, messages: Sequence[Message], row: Mapping[str, Any], state: Any, account: Account
+    ) -> Turn | Failure:
+        """The environment's answer, or why there is none. Waits for one of its places first, which counts against no
+        limit."""
+        environment = self.of(row)
+        return await self._placed(name, row, partial(environment.step, messages, row, state), account)
+
+    async def ended(self, name: str, row: Mapping[str, Any], state: Any, account: Account) -> Turn | Failure:
+        """The environment's last reward for an episode that ends although it would have gone on."""
+        environment = self.of(row)
+
+        async def last() -> Turn:
+            return Turn(reward=await environment.ended(state))
+
+        return await self._placed(name, row, last, account)
+
+    async def _placed(
+        self, name: str, row: Mapping[str, Any], step: Callable[[], Any], account: Account
+    ) -> Turn | Failure:
+        environment = self.of(row)
+        places = self._places.setdefault(self.name_of(row), asyncio.Semaphore(environment.concurrency))
+        async with places:
+            began = time.monotonic()
+            try:
+                return await self._tried(environment, name, step, account)
+            finally:
+                spent = time.monotonic() - began
+                account.seconds += spent
+                account.slowest = max(account.slowest, spent)
+
+    async def _tried(
+        self, environment: EnvironmentNode, name: str, step: Callable[[], Any], account: Account
+    ) -> Turn | Failure:
+        limit, began = environment.episode_timeout, time.monotonic()
+        left = math.inf if limit is None else limit - account.seconds
+        for attempt in range(environment.retries + 1):
+            room = left - (time.monotonic() - began)
+            seconds = min(environment.turn_timeout or math.inf, room)
+            try:
+                if seconds <= 0:
+                    raise TimeoutError
+                return _checked(await asyncio.wait_for(_called(step), _finite(seconds)))
+            except TimeoutError:
+                account.timeouts += 1
+                over = seconds >= room
+                key, value = ("episode_timeout", limit) if over else ("turn_timeout", environment.turn_timeout)
+                failure = Failure("timeout", f"took longer than {key}={value} s")
+                last = over or attempt == environment.retries
+            except ConfigError:  # what no try can mend
+                raise
+            except Exception as error:  # whatever else an environment raises belongs to its episode
+                failure, last = Failure("error", f"{type(error).__name__}: {error}"), attempt == environment.retries
+            if last:
+                break
+            account.retries += 1
+            pause = min(_FIRST_PAUSE * 2**attempt, max(0.0, left - (time.monotonic() - began)))
+            logger.warning(
+                "environment of %s: %s; try %d of %d follows", name, failure.words, attempt + 2, environment.retries + 1
+            )
+            await asyncio.sleep(pause)
+        return failure
+
+
+async def _called(step: Callable[[], Any]) -> Any:
+    """A step of an `async def` is awaited here; any other runs in a thread, and what it returns may be awaitable."""
+    found = step() if inspect.iscoroutinefunction(step) else await in_thread(step)
+    return await found if isinstance(found, Awaitable) else found
+
+
+def _checked(turn: Any) -> Turn:
+    if not isinstance(turn, Turn):
+        raise TypeError(f"step gave {type(turn).__name__}, and not a Turn")
+    if not math.isfinite(turn.reward):
+        raise ValueError(f"gave the reward {turn.reward}, which is no finite number")
+    if any(message.get("role") == "assistant" for message in turn.observations):
+        raise ValueError("an observation has the role assistant, which is the model's own")
+    return turn
+
+
+def _finite(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds
+
+
+def check_rows(environments: Mapping[str, EnvironmentNode], column: str, rows: Any) -> None:
+    """Refuse rows (with where they come from) whose `column` names no environment. Raises ConfigError."""
+    known = ", ".join(environments)
+    for origin, row in rows:
+        if row.get(column) not in environments:
+            raise ConfigError(
+                f"{origin}: {column}={row.get(column)!r} names no environment; there are {known}",
+                keys=("rollout.environments", "rollout.environment_column"),
+                fix=None if column in row else "rollout.environment_column=<the column that names it>",
+            )

@@ -1,0 +1,92 @@
+"""Token in, token out: what is added between two messages of the model, and that nothing before it has changed.
+
+What the model read and drew is never tokenised again: a conversation's tokens only grow. At each turn is asserted that
+the engine has read those very tokens (`check_read`, where it says what it read), and that the chat template says of
+the turns before what it said then (`tokens_between`): a template that rewrites its history shows other conversations
+than those that are trained on. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from automodel_cli.config.errors import DataError, RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from automodel_cli.rollout.environment import Message
+    from automodel_cli.rollout.environments.conversation import Episode
+
+_PLACE = "\N{INVISIBLE SEPARATOR}reply\N{INVISIBLE SEPARATOR}"  # stands for the model's text in a rendered conversation
+_AROUND = 4  # tokens shown on either side of a difference
+
+
+def tokens_between(
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None,
+    episode: Episode,
+    observations: Sequence[Message],
+) -> list[int]:
+    """What stands between the model's last token and its next: the end of its turn, as far as it has not drawn that
+    itself, the observations, the header of its next message.
+
+    Raises DataError where the template does not render what follows a message behind it, and where it renders the turns
+    before other than it did then.
+    """
+    said = [{"role": "assistant", "content": _PLACE} if m["role"] == "assistant" else m for m in episode.said]
+    text = str(
+        tokenizer.apply_chat_template(
+            [*episode.messages, *said, *observations],
+            chat_template=chat_template,
+            tools=cast(Any, episode.tools),
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+    )
+    *before, after = text.split(_PLACE)
+    if len(before) != episode.num_turns or not before[0] or not after:
+        raise DataError(
+            "the chat template does not render an assistant message once, with what follows behind it: this tokenizer "
+            "cannot play several turns",
+            keys=("model.tokenizer",),
+        )
+    if episode.rendered:
+        _check_history(tokenizer, episode, before)
+    episode.rendered = [*before, after]
+    stop = str(tokenizer.decode(episode.tokens[-1:]))
+    if after.startswith(stop):
+        after = after.removeprefix(stop)
+    return list(tokenizer(after, add_special_tokens=False)["input_ids"])
+
+
+def check_read(sent: Sequence[int], read: Sequence[int], where: str) -> None:
+    """Raise RunError where an engine has read other tokens than it was sent."""
+    if list(sent) != list(read):
+        raise RunError(
+            f"{where}: the engine read other tokens than the conversation has: {_difference(sent, read)}. What it drew "
+            "would be trained behind a text that it did not see",
+            keys=("rollout.engine",),
+            fix="rollout=sampler",
+        )
+
+
+def _check_history(tokenizer: Any, episode: Episode, before: Sequence[str]) -> None:
+    for number, (then, now) in enumerate(zip(episode.rendered, before, strict=True)):
+        if then == now:
+            continue
+        old, new = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (then, now))
+        raise DataError(
+            f"{episode.name}, turn {episode.num_turns}: the chat template renders what stands before the model's "
+            f"message {number + 1} other than at the turn before: {_difference(old, new)} ({then!r} became {now!r}). "
+            "The model has read the former, so this template cannot play several turns",
+            keys=("data.chat_template", "model.tokenizer"),
+            fix="data.chat_template=<a template that leaves earlier turns as they are>",
+        )
+
+
+def _difference(old: Sequence[int], new: Sequence[int]) -> str:
+    place = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    around = slice(max(0, place - _AROUND), place + _AROUND)
+    return f"tokens {list(old[around])} became {list(new[around])} at position {place} of {len(old)}"

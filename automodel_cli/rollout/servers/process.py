@@ -1,0 +1,106 @@
+"""A generation server that the run starts itself: the user's command, logged in the run's folder, ended with it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.rollout.servers.http import Server
+
+_POLL, _GRACE = 0.5, 20.0  # seconds
+_TAIL = 2000
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher tells a rank, and a server that has ranks of its own must not hear."""
+
+
+class ServerProcess:
+    """`command`, run (without a shell, `environment` beside this process's) in a process group of its own, that answers
+    `/health` at `server`.
+
+    Raises RunError where something answers there already, or `command` ends or does not answer within `timeout`
+    seconds; it is ended then too.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        server: Server,
+        log: Path,
+        *,
+        timeout: float,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self._command, self._log = shlex.join(command), log
+        self._url, self._key = server.url, server.api_key
+        if answers(self._url, self._key):
+            raise RunError(
+                f"something answers at {server.url} already, so rollout.engine.command was not started",
+                keys=("rollout.engine.url", "rollout.engine.command"),
+                fix="end the other server, or rollout.engine.command=null to use it",
+            )
+        log.parent.mkdir(parents=True, exist_ok=True)
+        variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        with log.open("ab") as file:
+            try:
+                self._process = subprocess.Popen(
+                    list(command), stdout=file, stderr=file, env={**variables, **environment}, start_new_session=True
+                )
+            except OSError as error:
+                raise RunError(
+                    f"rollout.engine.command `{self._command}` cannot be started: {error.strerror}",
+                    keys=("rollout.engine.command",),
+                ) from error
+        try:
+            self._wait(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the whole process group: asked first, killed after 20 seconds."""
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        self._signal(signal.SIGKILL)  # workers that outlived their parent
+        self._process.wait()
+
+    def _signal(self, signum: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signum)
+
+    def _wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not answers(self._url, self._key):
+            code = self._process.poll()
+            if code is not None:
+                raise self._failed(f"ended with code {code} before it answered")
+            if time.monotonic() > deadline:
+                raise self._failed(
+                    f"did not answer within {timeout:g} seconds", fix="rollout.engine.start_timeout=1800"
+                )
+            time.sleep(_POLL)
+
+    def _failed(self, what: str, fix: str | None = None) -> RunError:
+        tail = self._log.read_text(errors="replace")[-_TAIL:].strip()
+        return RunError(
+            f"rollout.engine.command `{self._command}` {what}; the end of {self._log}:\n{tail}",
+            keys=("rollout.engine.command",),
+            fix=fix,
+        )
+
+
+def answers(url: str, api_key: str | None = None) -> bool:
+    """Whether a server at `url` says that it is healthy."""
+    try:
+        Server(url, timeout=5.0, retries=0, api_key=api_key).get("/health")
+    except RunError:
+        return False
+    return True

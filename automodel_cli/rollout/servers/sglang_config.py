@@ -1,0 +1,74 @@
+"""The config node of SGLang servers. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.engine_configs import LiveServerConfig, address_for
+
+if TYPE_CHECKING:
+    from automodel_cli.rollout.engine import Engine, Host, SamplingParams
+    from automodel_cli.rollout.servers.http import Server
+    from automodel_cli.rollout.servers.live_weights import LiveWeights
+    from automodel_cli.rollout.servers.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class SGLangConfig(LiveServerConfig):
+    """An SGLang server (0.5.21 or later) whose weights are replaced after each step; docs/rollout.md has its command
+    line. A list of addresses is several servers of the same model.
+
+    `transport` is how weights travel. `files`: the run writes them to `weights_folder`, which the servers see under the
+    same path, and the servers read them. null: `rollout_weights` in the run's folder. `broadcast`: from the first rank
+    to all servers at once, over NCCL from GPU to GPU, over gloo where the run is on the CPU; `address` is the first
+    rank's machine as the servers see it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one
+    on it.
+
+    `command` starts the server at `url` with the run (see `LiveServerConfig`).
+    """
+
+    transports: ClassVar[tuple[str, ...]] = ("files", "broadcast")
+    untrusted: ClassVar[str] = "SGLang's log-probs are those of the distribution that it is asked to draw from"
+
+    transport: Literal["files", "broadcast"] = "files"
+
+    @property
+    def way(self) -> str:
+        return self.transport
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None:
+            raise ConfigError(
+                f"model={self.model}: an SGLang server has one model, and /generate does not name it",
+                keys=("model",),
+                fix="model=null",
+            )
+
+    def check_params(self, params: SamplingParams) -> None:
+        """See `LiveServerConfig`: SGLang takes top_p of the whole vocabulary, also where top_k cuts it, and does not
+        tell the log-probs of what it leaves."""
+        if params.top_p < 1:
+            raise ConfigError(
+                f"top_p={params.top_p}: SGLang does not say the log-probs of what its top_p leaves",
+                keys=("top_p", "engine"),
+                fix="rollout.top_p=1.0",
+            )
+
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`."""
+        if self.transport == "files":
+            return host.on_first_rank(lambda: self._served(host, self.urls))
+        from automodel_cli.rollout.servers.group_transfer import GroupTransfer
+
+        address = self.address or address_for(self.urls[0])
+        return host.on_first_rank(lambda: self._served(host, self.urls, GroupTransfer(address, self.port, host.device)))
+
+    def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
+        from automodel_cli.rollout.servers.sglang import SGLangEngine
+
+        return SGLangEngine(
+            server, host.tokenizer, transfer, concurrency=self.concurrency, stop_token_ids=host.stop_token_ids
+        )
