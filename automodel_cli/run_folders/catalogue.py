@@ -36,7 +36,7 @@ class Run:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """What the run says of itself (`runs/record.py`); {} for runs that write none."""
+        """What the run says of itself (`run_folders/record.py`); {} for runs that write none."""
         return read_record(self.folder)
 
     @cached_property

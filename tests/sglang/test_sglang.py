@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,12 +162,20 @@ def of_versions(models: Sequence[Qwen3ForCausalLM], prompt: list[int], completio
 
 
 def test_what_is_aborted_is_asked_for_again(engine: SGLangEngine) -> None:
-    engine.server = Server(engine.server.url, timeout=60, retries=2)
+    paths = []
+
+    class Counting(Server):
+        def _once(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+            paths.append(path)
+            return super()._once(method, path, body)
+
+    engine.server = Counting(engine.server.url, timeout=60, retries=2)
     abort = threading.Timer(0.5, lambda: engine.server._once("POST", "/pause_generation", {"mode": "abort"}))
     go_on = threading.Timer(1.5, lambda: engine.go_on())
     abort.start()
     go_on.start()
     found = engine.generate(prompts()[:1] * 4, SamplingParams(200), list(range(4)))
+    assert paths.count("/generate") > 4, paths
     assert all(c.finish_reason == "stop" or len(c.tokens) == 200 for c in found)
 
 

@@ -260,16 +260,16 @@ def test_each_token_says_by_which_weights_it_was_drawn(engine: VLLMEngine) -> No
     """Of 0.32; of 0.31 all are those of the request's beginning. Keys and values are computed again after an update, so
     log-probs are those of one model for each token."""
     models, params = [moved(4), moved(5)], SamplingParams(200)
-    asked = prompts()[:2] * 4
+    asked = prompts()[:2] * 32
     engine.weight_version = -1
     engine.update_weights([weights_of(models[0])])
     found: list[Completion] = []
-    drawing = threading.Thread(target=lambda: found.extend(engine.generate(asked, params, list(range(8)))))
+    drawing = threading.Thread(target=lambda: found.extend(engine.generate(asked, params, list(range(64)))))
     drawing.start()
-    time.sleep(0.5)
+    time.sleep(0.3)
     engine.update_weights([weights_of(models[1])])
     drawing.join(60)
-    assert len(found) == 8
+    assert len(found) == 64
     if not engine._tells_versions:
         assert engine.version < "0.32" and all(set(c.versions) == {0} for c in found)
         return
