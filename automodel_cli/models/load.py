@@ -183,14 +183,14 @@ def unit_of(key: str) -> str:
 
 
 class _CountedSlice:
-    """A lazy safetensors slice that counts what is really read."""
+    """A lazy safetensors slice that counts what is really read, in a list: the library reads in several threads."""
 
-    def __init__(self, lazy: Any, counter: list[int]):
-        self._lazy, self._counter = lazy, counter
+    def __init__(self, lazy: Any, sizes: list[int]):
+        self._lazy, self._sizes = lazy, sizes
 
     def __getitem__(self, index: Any) -> Tensor:
         tensor: Tensor = self._lazy[index]
-        self._counter[0] += tensor.numel() * tensor.element_size()
+        self._sizes.append(tensor.numel() * tensor.element_size())
         return tensor
 
     def __getattr__(self, name: str) -> Any:
@@ -201,13 +201,13 @@ class _Checkpoint:
     """The tensors of safetensors files, read when they are indexed, and how many bytes that have been so far."""
 
     def __init__(self, weights: source.Weights):
-        self._counter = [0]
-        stored = {k: _CountedSlice(lazy, self._counter) for k, lazy in carried.lazy_tensors(weights.files).items()}
+        self._sizes: list[int] = []
+        stored = {k: _CountedSlice(lazy, self._sizes) for k, lazy in carried.lazy_tensors(weights.files).items()}
         self.tensors = quantized.dequantised(stored, weights.quantization)
 
     @property
     def num_bytes_read(self) -> int:
-        return self._counter[0]
+        return sum(self._sizes)
 
 
 def _load_safetensors(
