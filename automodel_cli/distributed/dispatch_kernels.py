@@ -7,13 +7,11 @@ use on one compares them with the definition, and says so where they are left ou
 from __future__ import annotations
 
 import functools
-import importlib.util
-import logging
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from automodel_cli.distributed import own_kernels
 
 
 @torch.library.custom_op("automodel::dispatch_pairs", mutates_args=())
@@ -69,18 +67,11 @@ def _arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
 @functools.cache
 def usable(device_type: str) -> bool:
     """Whether the Triton kernels compute this on devices of this type; once on CUDA with a sentence if not."""
-    if device_type != "cuda":
-        return False
-    if importlib.util.find_spec("triton") is None:
-        reason = "triton is not installed"
-    else:
-        try:
-            reason = "" if agree(torch.device(device_type)) else "they differ from the definition"
-        except Exception as failure:  # whatever a compiler says
-            reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
-    if reason:
-        logger.warning("tokens are dispatched without Triton kernels: %s", reason)
-    return not reason
+    return own_kernels.trusted(
+        device_type,
+        "tokens are dispatched without Triton kernels",
+        lambda device: "" if agree(device) else "they differ from the definition",
+    )
 
 
 @torch.no_grad()

@@ -9,15 +9,13 @@ definition, and says so where they are left out.
 from __future__ import annotations
 
 import functools
-import importlib.util
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from automodel_cli.distributed import own_kernels
 
 MOST_CHOICES = 32
 MOST_EXPERTS = 4096
@@ -128,19 +126,11 @@ def _(
 @functools.cache
 def usable(device_type: str) -> bool:
     """Whether the Triton kernels compute this on devices of this type; once on CUDA with a sentence if not."""
-    if device_type != "cuda":
-        return False
-    if importlib.util.find_spec("triton") is None:
-        reason = "triton is not installed"
-    else:
-        try:
-            error = disagreement(torch.device(device_type))
-            reason = f"they differ from the definition by {error:.1e}" if not error < _PROBE_ERROR else ""
-        except Exception as failure:  # whatever a compiler says
-            reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
-    if reason:
-        logger.warning("routers run without Triton kernels: %s", reason)
-    return not reason
+    return own_kernels.trusted(
+        device_type,
+        "routers run without Triton kernels",
+        lambda device: own_kernels.beyond(disagreement(device), _PROBE_ERROR),
+    )
 
 
 def disagreement(device: torch.device) -> float:

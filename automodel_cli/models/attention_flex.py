@@ -85,28 +85,8 @@ def attend(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """See `Attend`."""
-    run = _stand_in or _attend
-    return run(query_NHD, key_MKD, value_MKV, sink_H, visible, scale, softcap)
-
-
-def use_instead(run: Attend) -> None:
-    """For tensors without values, in the rest of this process."""
-    global _stand_in
-    _stand_in = run
-
-
-_stand_in: Attend | None = None
-
-
-def _attend(
-    query_NHD: Tensor,
-    key_MKD: Tensor,
-    value_MKV: Tensor,
-    sink_H: Tensor | None,
-    visible: Visible,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+    if _stand_in is not None:
+        return _stand_in(query_NHD, key_MKD, value_MKV, sink_H, visible, scale, softcap)
     width = value_MKV.shape[-1]
     query_1HND, key_1KMD, value_1KMV = (
         _wide_enough(x).transpose(0, 1)[None] for x in (query_NHD, key_MKD, value_MKV)
@@ -116,6 +96,15 @@ def _attend(
     cap = "" if softcap is None else repr(softcap)
     out_1HNV, lse_1HN = run(query_1HND, key_1KMD, value_1KMV, sink_H, visible.blocks, repr(scale), cap)
     return out_1HNV[0].transpose(0, 1)[..., :width], lse_1HN[0]
+
+
+def use_instead(run: Attend) -> None:
+    """For tensors without values, in the rest of this process."""
+    global _stand_in
+    _stand_in = run
+
+
+_stand_in: Attend | None = None
 
 
 def _wide_enough(x: Tensor) -> Tensor:

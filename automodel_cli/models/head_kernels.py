@@ -9,13 +9,11 @@ GPU: the first use on one compares them with the definition, and says so where t
 from __future__ import annotations
 
 import functools
-import importlib.util
-import logging
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from automodel_cli.distributed import own_kernels
 
 MOST_COLUMNS = 16
 """Log-probs that a token may be asked for; each is a comparison for every logit."""
@@ -74,19 +72,11 @@ def _(*args: Tensor | float) -> None:
 @functools.cache
 def usable(device_type: str) -> bool:
     """Whether these kernels compute the head on devices of this type; once on CUDA with a sentence if not."""
-    if device_type != "cuda":
-        return False
-    if importlib.util.find_spec("triton") is None:
-        reason = "triton is not installed"
-    else:
-        try:
-            error = disagreement(torch.device(device_type))
-            reason = f"they differ from the definition by {error:.1e}" if not error < _PROBE_ERROR else ""
-        except Exception as failure:  # whatever a compiler says
-            reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
-    if reason:
-        logger.warning("the head runs without its Triton kernels: %s", reason)
-    return not reason
+    return own_kernels.trusted(
+        device_type,
+        "the head runs without its Triton kernels",
+        lambda device: own_kernels.beyond(disagreement(device), _PROBE_ERROR),
+    )
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ Its versions, what of this has been run and on what: docs/rollout.md. Its packag
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +15,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams
 from automodel_cli.rollout.servers.http import Server, ServerError
 from automodel_cli.rollout.servers.live_weights import LiveWeights
+from automodel_cli.rollout.servers.release import check_release
 from automodel_cli.rollout.servers.transfer import Transfer, once
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class SGLangEngine(LiveWeights):
         stop_token_ids: Sequence[int] = (),
     ):
         super().__init__(server, tokenizer, concurrency=concurrency, stop_token_ids=stop_token_ids)
-        self.info = server_info(server)
+        self.info = check_release(
+            server, "/server_info", "SGLang", OLDEST, start="python -m sglang.launch_server --model-path MODEL"
+        )
         self.receive_by(transfer)
         self._freed: set[str] = set()
         self.capabilities = Capabilities(
@@ -176,32 +178,3 @@ class SGLangEngine(LiveWeights):
                 keys=("rollout.engine.url",),
                 fix="python -m sglang.launch_server --model-path MODEL, with the model of this run",
             ) from error
-
-
-def server_info(server: Server) -> dict[str, Any]:
-    """What the server says of itself. Raises ConfigError for a release before `OLDEST`, and for another kind of server.
-
-    A release after those that were tested is let through: what it has is found out by using it.
-    """
-    try:
-        answer = server.get("/server_info")
-    except ServerError as error:
-        if error.status != 404:
-            raise
-        answer = None
-    if not isinstance(answer, dict) or "version" not in answer:
-        raise ConfigError(
-            f"{server.url} has no /server_info with a version, so it is no SGLang server",
-            keys=("rollout.engine.url",),
-            fix="python -m sglang.launch_server --model-path MODEL",
-        )
-    version = str(answer["version"])
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    if found is None or tuple(map(int, found.groups())) >= OLDEST:
-        return answer  # a build from source may call itself anything
-    oldest = ".".join(map(str, OLDEST))
-    raise ConfigError(
-        f"{server.url} is SGLang {version}, whose weight updates are others than those of {oldest} and later",
-        keys=("rollout.engine.url",),
-        fix=f"pip install 'sglang>={oldest}'",
-    )

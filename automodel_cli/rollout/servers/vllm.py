@@ -8,7 +8,6 @@ imported only to send weights over NCCL (extra `vllm`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +17,7 @@ from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParam
 from automodel_cli.rollout.servers.http import Server, ServerError
 from automodel_cli.rollout.servers.live_weights import LiveWeights
 from automodel_cli.rollout.servers.openai import OpenAIEngine, routed_experts
+from automodel_cli.rollout.servers.release import check_release
 from automodel_cli.rollout.servers.transfer import Transfer, once
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class VLLMEngine(LiveWeights, OpenAIEngine):
         concurrency: int = 256,
         stop_token_ids: Sequence[int] = (),
     ):
-        self.version = check_version(server)
+        start = "vllm serve MODEL --logprobs-mode processed_logprobs"
+        self.version = str(check_release(server, "/version", "vLLM", OLDEST, start=start)["version"])
         super().__init__(
             server,
             tokenizer,
@@ -57,7 +58,7 @@ class VLLMEngine(LiveWeights, OpenAIEngine):
             raise ConfigError(
                 f"{server.url} does not answer with token ids and log-probs",
                 keys=("rollout.engine.url",),
-                fix="vllm serve MODEL --logprobs-mode processed_logprobs",
+                fix=start,
             )
         self.capabilities = Capabilities(
             logprobs=True,
@@ -141,35 +142,6 @@ class VLLMEngine(LiveWeights, OpenAIEngine):
             if error.is_busy_or_gone:
                 raise
             return False
-
-
-def check_version(server: Server) -> str:
-    """The release that the server reports. Raises ConfigError for one before `OLDEST`, and for another kind of server.
-
-    A release after those that were tested is let through: what it has is found out by using it.
-    """
-    try:
-        answer = server.get("/version")
-    except ServerError as error:
-        if error.status != 404:
-            raise
-        answer = None
-    if not isinstance(answer, dict) or "version" not in answer:
-        raise ConfigError(
-            f"{server.url} has no /version, so it is no vLLM server",
-            keys=("rollout.engine.url",),
-            fix="vllm serve MODEL --logprobs-mode processed_logprobs",
-        )
-    version = str(answer["version"])
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) >= OLDEST:
-        return version  # a build from source may call itself anything
-    oldest = f"{OLDEST[0]}.{OLDEST[1]}"
-    raise ConfigError(
-        f"{server.url} is vLLM {version}, whose weight updates are others than those of {oldest} and later",
-        keys=("rollout.engine.url",),
-        fix=f"pip install 'vllm>={oldest}'",
-    )
 
 
 def _check_dev_mode(server: Server) -> None:
