@@ -3,8 +3,6 @@ H100, which needs no GPU. Skipped where triton is not installed (torch for the C
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -15,10 +13,9 @@ from automodel_cli.models import head_kernels
 from automodel_cli.models.head_fused import HeadKind, Settings, fused_scores, plain_scores
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.vocabulary import Vocabulary
+from tests import interpreter
 
-if "triton" not in sys.modules:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
-pytest.importorskip("triton")
+pytestmark = interpreter.needs_triton
 
 KINDS = [HeadKind("plain"), HeadKind("scale", 0.25), HeadKind("softcap", 3.0)]
 SHAPES = {"one block": 300, "several blocks and a rest": 4096 + 77}
@@ -110,25 +107,10 @@ def test_no_tokens_are_no_kernels() -> None:
     assert got.shape == (0, 1) and weight_VD.grad is not None and not weight_VD.grad.any()
 
 
-COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from automodel_cli.models import head_triton
-float32 = dict.fromkeys(["lse", "picked", "entropies", "grads", "totals", "grad_entropies"], "*fp32")
-kinds = {**float32, "logits": "*bf16", "columns": "*i64", "multiplier": "fp32", "cap": "fp32"}
-fixed = {"vocabulary": 201088, "num_columns": 2, "capped": True, "entropy": True, "block": 4096}
-for kernel in (head_triton._statistics, head_triton._gradient):
-    signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    assert len(binary.asm["cubin"]) > 0 and ".local" not in binary.asm["ptx"]  # no register goes to memory
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_both_kernels_compile_for_an_h100_without_spilling_registers() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    float32 = dict.fromkeys(["lse", "picked", "entropies", "grads", "totals", "grad_entropies"], "*fp32")
+    kinds = {**float32, "logits": "*bf16", "columns": "*i64", "multiplier": "fp32", "cap": "fp32"}
+    fixed = {"vocabulary": 201088, "num_columns": 2, "capped": True, "entropy": True, "block": 4096}
+    kernels = ["_statistics", "_gradient"]
+    interpreter.compile_for_an_h100("automodel_cli.models.head_triton", kernels, kinds, fixed, warps=8)
