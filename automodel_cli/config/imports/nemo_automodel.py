@@ -26,6 +26,7 @@ def _together(draft: Draft) -> None:
     hf.clipping(draft, "clip_grad_norm.max_norm", 1.0)
     _data(draft)
     _optimizer(draft)
+    _fp8(draft)
     if draft.has("peft."):
         linear = draft.get("peft.match_all_linear", False)
         modules = "all-linear" if linear else draft.get("peft.target_modules", "all-linear")
@@ -47,6 +48,28 @@ def _pipeline(draft: Draft) -> None:
     for key in ("layers_per_stage", "round_virtual_stages_to_pp_multiple"):
         if draft.get(prefix + key):
             draft.put(f"pipeline.{key}", draft.get(prefix + key), prefix + key)
+
+
+def _fp8(draft: Draft) -> None:
+    """Theirs names layers by parts of their names, ours by endings; both leave out what does not divide by 16."""
+    keys = [key for key in draft.source if key.startswith("fp8.")]
+    if not keys or not draft.get("fp8.enabled", True):
+        for key in keys:
+            draft.leave(key, "model.fp8 is left null: fp8.enabled is false")
+        return
+    said = "" if draft.get("fp8.recipe_name") else "their default"
+    draft.put("model.fp8.recipe", draft.get("fp8.recipe_name", "tensorwise"), "fp8.recipe_name", note=said)
+    draft.put("model.fp8.emulate", bool(draft.get("fp8.emulate", False)), "fp8.emulate", "fp8.enabled")
+    never = ("lm_head", "embed_tokens")
+    skipped = [name for name in draft.get("fp8.filter_fqns", []) if str(name).strip(".") not in never]
+    if skipped:
+        said = "ours are endings of names; the head is never converted"
+        draft.put("model.fp8.skip", [str(name).strip(".") for name in skipped], "fp8.filter_fqns", note=said)
+    else:
+        draft.leave("fp8.filter_fqns", "never converted: model.fp8 is for the linear layers of decoder layers")
+    if draft.get("compile.enabled"):
+        said = "with 8-bit products ours compiles what is between products, casts among it"
+        draft.put("parallelizer.enable_compile", "auto", "compile.enabled", note=said)
 
 
 def _data(draft: Draft) -> None:
@@ -127,7 +150,11 @@ TABLE = Table(
         "recipe": none("the recipe is named by defaults: [sft, ...]"),
         "model.pretrained_model_name_or_path": to("model.pretrained"),
         "model.torch_dtype": to(
-            "model.dtype", bfloat16="bfloat16", float32="float32", float16="float16", **{"torch.bfloat16": "bfloat16"}
+            "model.dtype",
+            bfloat16="bfloat16",
+            float32="float32",
+            float16="float16",
+            **{"torch.bfloat16": "bfloat16", "bf16": "bfloat16"},
         ),
         "model.attn_implementation": hf.ATTENTION,
         "model.backend.attn": none("model.transformer_engine.attention=true is their te"),
@@ -168,6 +195,7 @@ TABLE = Table(
         "lr_scheduler.*": none("lr_scheduler has warmup_steps, warmup_ratio and min_lr_ratio"),
         "wandb.*": none("logging.trackers takes a WandB node"),
         "mlflow.*": none("logging.trackers takes an MLflow node"),
+        "fp8.*": none("weights are gathered in what is computed in, and cast at every use: no scale is kept"),
         "compile.enabled": to("parallelizer.enable_compile"),
         "compile.*": hf.SPEED,
         "slurm.*": none("automodel submit"),

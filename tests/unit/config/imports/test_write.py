@@ -110,6 +110,14 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "data.seq_len": 4096,
         "data.packing": "best_fit",
     },
+    "nemo_automodel_fp8.yaml": {
+        "model.fp8.recipe": "tensorwise",
+        "model.fp8.skip": ["o_proj"],
+        "parallelizer.enable_compile": "auto",
+        "model.dtype": "bfloat16",
+        "train.max_steps": 100,
+        "data.seq_len": 8192,
+    },
     "verl_grpo.yaml": {
         "train.global_batch_size": 1280,  # 256 prompts x 5
         "rollout.prompts_per_step": 1024,
