@@ -11,9 +11,11 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import re
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
@@ -127,8 +129,27 @@ def _import(module: str, path: str) -> types.ModuleType:
 def _no_such(path: str, module: types.ModuleType, part: str, parents: Sequence[str]) -> ConfigError:
     names = [name for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")]
     near = difflib.get_close_matches(part, names, 1, 0.6)
-    fix = f"_target_={'.'.join([*parents, near[0]])}" if near else None
+    target = _node_called(path) or (".".join([*parents, near[0]]) if near else None)
+    fix = f"_target_={target}" if target else None
     return ConfigError(f"{path} does not exist: {'.'.join(parents)} has no {part}", fix=fix)
+
+
+def _node_called(path: str) -> str | None:
+    """Where a node of ours of the last name of `path` stands: it was moved, or the path to it is misspelt. The nearest
+    path, where several nodes have that name. Nothing is imported: the files are read."""
+    name = path.rpartition(".")[2]
+    if not inside(path, OWN):
+        return None
+    node = re.compile(rf"^@dataclass\(.*frozen=True.*\)\nclass {name}\b", re.MULTILINE)
+    found = []
+    for package in OWN:
+        root = Path(importlib.import_module(package).__path__[0])
+        for file in sorted(root.rglob("*.py")):
+            if node.search(file.read_text(encoding="utf-8")):
+                parts = (package, *file.relative_to(root).with_suffix("").parts, name)
+                found.append(".".join(part for part in parts if part != "__init__"))
+    public = [other for other in found if "._" not in other]
+    return max(public, key=lambda other: difflib.SequenceMatcher(None, path, other).ratio(), default=None)
 
 
 def _kind(found: object) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.targets import resolve
+from automodel_cli.config.targets import is_node, resolve
 
 HOSTILE = [
     "os.system",
@@ -137,3 +137,24 @@ def test_near_misses_are_named() -> None:
         with pytest.raises(ConfigError) as error:
             resolve(given)
         assert error.value.fix == fix
+
+
+def test_a_node_that_was_moved_is_named_where_it_is() -> None:
+    """By the name of its class in any file of ours; of two with one name, the one whose path is nearer."""
+    calculator = "automodel_cli.rollout.environments.calculator.Calculator"
+    cases = {
+        "automodel_cli.rollout.calculator.Calculator": calculator,
+        "automodel_cli.rollout.enviroments.calculator.Calculator": calculator,
+        "automodel_cli.rollout.engine.VLLMConfig": "automodel_cli.rollout.engine_configs.VLLMConfig",
+        "recipes.finetune.SFTRecipe": "recipes.sft.SFTRecipe",
+        "recipes.objectives.SFT": "automodel_cli.objectives.sft.SFT",
+    }
+    for old, new in cases.items():
+        with pytest.raises(ConfigError, match="does not exist") as error:
+            resolve(old)
+        assert error.value.fix == f"_target_={new}"
+        assert is_node(resolve(new))
+    for nowhere in ("automodel_cli.rollout.calculator.Abacus", "automodel_cli.rollout.meter.Meter"):  # no node has it
+        with pytest.raises(ConfigError, match="does not exist") as error:
+            resolve(nowhere)
+        assert error.value.fix is None
