@@ -40,13 +40,29 @@ def run_folder(root: ConfigRoot, source: Composed, *, make: bool = True, held: E
         if held is not None:
             held.callback(hold(folder))  # before the config of a run that is going on is replaced
         if make:
-            (folder / "config.yaml").write_text(source.to_yaml())
-            remember(folder, source.trust)
+            _write_config(folder, source)
     except OSError as error:
         raise _unwritable(folder, "cannot be written", error) from error
     if held is not None and (copy := copy_of(root, folder)) is not None:
         claim(folder, copy)
     return folder
+
+
+def restored(folder: Path, source: Composed) -> bool:
+    """Whether `folder` was removed while its run goes on; it is there again then, with its `config.yaml`."""
+    if (folder / "config.yaml").is_file():
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_config(folder, source)
+    except OSError as error:
+        raise _unwritable(folder, "was removed while the run went on, and cannot be made again", error) from error
+    return True
+
+
+def _write_config(folder: Path, source: Composed) -> None:
+    (folder / "config.yaml").write_text(source.to_yaml())
+    remember(folder, source.trust)
 
 
 def copy_of(root: ConfigRoot, folder: Path) -> str | None:

@@ -33,7 +33,7 @@ from automodel_cli.run.mirror import mirrored
 from automodel_cli.run.model import Model
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.recomputation import decided_together
-from automodel_cli.run.run_folder import copy_of, run_folder
+from automodel_cli.run.run_folder import copy_of, restored, run_folder
 from automodel_cli.run.storage import is_url
 from automodel_cli.run_folders.record import RunRecord, summary_of
 from automodel_cli.training import rng
@@ -131,6 +131,7 @@ class Session:
         self.meter.start()
         with self.watch:
             yield from self._steps()
+        self._keep_folder()
 
     def _steps(self) -> Iterator[tuple[int, list[Any]]]:
         for step in range(self.first_step + 1, self.num_steps + 1):
@@ -235,6 +236,7 @@ class Session:
 
     def save(self, step: int) -> None:
         """Write a checkpoint of everything the next step depends on."""
+        self._keep_folder()
         with self.meter.pause(), self.watch.long("a checkpoint"):
             self.checkpointer.save(
                 step,
@@ -249,6 +251,12 @@ class Session:
                 metrics=self._metrics,
             )
         self._metrics = {}
+
+    def _keep_folder(self) -> None:
+        """What can be had again of a run folder that somebody removed, before the model is written into it."""
+        if self.is_main and restored(self.run_dir, self.source):
+            self.meter.write_again()
+            self.print(f"{self.run_dir} was removed while the run went on: its config and metrics are written again")
 
     def validate_if_due(self, step: int) -> None:
         """Validate before the first step, where the config asks for it."""

@@ -128,10 +128,10 @@ class HangWatch:
             self._thread.join()
             self._thread = None
             faulthandler.unregister(_STACKS_SIGNAL)
+            empty = not os.fstat(self._file.fileno()).st_size  # its folder may be gone
             self._file.close()
-            path = Path(self._file.name)
-            if not path.stat().st_size:
-                path.unlink()
+            if empty:
+                Path(self._file.name).unlink(missing_ok=True)
 
     def limit(self) -> float:
         """Seconds that the present phase may stand still."""

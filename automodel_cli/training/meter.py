@@ -76,7 +76,7 @@ class Meter:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
         keep_rows_until(path, resume_step)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         self._display: Display = make_display(config.display, num_steps, resume_step)
         nodes = tracker_nodes(config.trackers)
         for node in nodes:
@@ -202,6 +202,15 @@ class Meter:
             self._last = {"step": step, "memory_gib": None, **values, **measured}
             if self._is_main:
                 self._write(self._last)
+
+    def write_again(self) -> None:
+        """Where metrics.jsonl was removed, make it anew with every row: it is open, so they are still to be had."""
+        if self._is_main and not Path(self._file.name).exists():
+            self._file.seek(0)
+            rows = self._file.read()
+            self._file.close()
+            self._file = open(self._file.name, "a+", encoding="utf-8")  # noqa: SIM115
+            self._file.write(rows)
 
     def close(self, *, succeeded: bool = True) -> None:
         """Flush, and close file, display and trackers. Also when the run failed."""

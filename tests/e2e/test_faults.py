@@ -344,3 +344,27 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on_with_it(tmp_path: P
     assert process.returncode == 0, output
     assert f"rank 1 (process {stopped}) is stopped, and the others wait for it; go on with: kill -CONT" in output
     assert len([row for row in metrics(tmp_path / "runs/tiny") if "loss" in row]) == 30
+
+
+VANISH = """
+import shutil
+from automodel_cli.training.callback import Callback
+
+class Vanish(Callback):
+    def on_step(self, run, step, values):
+        if step == 2:
+            shutil.rmtree(run.run_dir)
+"""
+
+
+def test_a_run_folder_that_vanishes_is_made_again_with_all_that_can_be_had(tmp_path: Path) -> None:
+    (tmp_path / "vanish.py").write_text(VANISH)
+    words = ["train.max_steps=5", "checkpoint.every=4", "callbacks=[{_target_: vanish.Vanish}]", "logging.report=false"]
+    done = automodel(tmp_path, str(write_config(tmp_path)), *words, "--trust-package", "vanish")
+    run = tmp_path / "runs" / "tiny"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("was removed while the run went on: its config and metrics are written again") == 1
+    assert [row["step"] for row in metrics(run) if "loss" in row] == [1, 2, 3, 4, 5]
+    assert (run / "export" / "config.json").exists()
+    again = automodel(tmp_path, "resume", "runs/tiny", "train.max_steps=6", "callbacks=[]")
+    assert again.returncode == 0 and "step 6/6" in again.stdout, again.stderr
