@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
+from automodel_cli.distributed.added import AddingLinear, weight_sum_of
 from automodel_cli.models import compat, head_kernels
 from automodel_cli.models.head_fused import HeadKind, Scores, Settings, fused_scores, merged, plain_scores
 from automodel_cli.models.shaping import Shaping
@@ -116,7 +117,7 @@ class Head:
         if kernels_allow(request, ids_SN.shape[1], filters=filters) and head_kernels.usable(hidden_SD.device.type):
             chunk = self.chunk_size or kernel_chunk_size(len(weight_VD), hidden_SD.dtype)
             settings = replace(settings, chunk=chunk, kernels=True)
-        return fused_scores(hidden_SD, weight_VD, ids_SN, settings)
+        return fused_scores(hidden_SD, weight_VD, ids_SN, settings, weight_sum_of(linear))
 
     def _settings(
         self, request: HeadRequest, num_logits: int, hidden: Tensor, vocabulary: Vocabulary = WHOLE
@@ -155,7 +156,7 @@ def kernels_allow(request: HeadRequest, num_ids: int, *, filters: bool) -> bool:
 
 def _is_plain_linear(module: nn.Module | None) -> bool:
     """Exactly torch's linear, no bias: a subclass or an adapter wrapper may compute something else."""
-    return type(module) is nn.Linear and module.bias is None
+    return module is not None and type(module) in (nn.Linear, AddingLinear) and module.bias is None
 
 
 class _BaseStub(nn.Module):

@@ -19,7 +19,6 @@ asked for, the label first, K the likeliest ones.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -28,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_cli.distributed.added import WeightSum, add_product_
 from automodel_cli.models import head_kernels
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.vocabulary import WHOLE, Statistics, Vocabulary
@@ -114,8 +114,11 @@ def plain_scores(logits_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Score
     return Scores(picked_sN, entropy_s, *logp_sV.topk(settings.topk))
 
 
-def fused_scores(hidden_SD: Tensor, weight_VD: Tensor, ids_SN: Tensor, settings: Settings) -> Scores:
-    """`ids_SN[:, 0]` are the labels, all of them tokens; another id may be below 0 for none.
+def fused_scores(
+    hidden_SD: Tensor, weight_VD: Tensor, ids_SN: Tensor, settings: Settings, weight_sum: WeightSum | None = None
+) -> Scores:
+    """`ids_SN[:, 0]` are the labels, all of them tokens; another id may be below 0 for none. The gradient of the weight
+    is added to `weight_sum` where there is one that takes it.
 
     `weight_VD` has the rows of this rank's `settings.vocabulary`; everything else is the same on all ranks that share
     it, and so is what comes out.
@@ -124,7 +127,7 @@ def fused_scores(hidden_SD: Tensor, weight_VD: Tensor, ids_SN: Tensor, settings:
     # of the head's time on CPU, not on a GPU, where the head is cheap and memory is not.
     alone = ids_SN.shape[1] == 1 and not settings.entropy and not settings.topk
     early = alone and torch.is_grad_enabled() and hidden_SD.device.type == "cpu" and not settings.kernels
-    return Scores(*_FusedScores.apply(hidden_SD, weight_VD, ids_SN, settings, early))
+    return Scores(*_FusedScores.apply(hidden_SD, weight_VD, ids_SN, settings, early, weight_sum))
 
 
 class _FusedScores(torch.autograd.Function):
@@ -137,7 +140,13 @@ class _FusedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, settings: Settings, early: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        settings: Settings,
+        early: bool,
+        weight_sum: WeightSum | None,
     ) -> tuple[Tensor | None, ...]:
         vocabulary = settings.vocabulary
         logprobs = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
@@ -170,7 +179,7 @@ class _FusedScores(torch.autograd.Function):
             topk -= lse[:, None]  # (S, K) logits -> log-probs
         kept = (grads.hidden, grads.weight) if grads is not None else (None, None)
         ctx.save_for_backward(hidden, weight, ids, lse, entropy, topk_ids, *kept)
-        ctx.settings = settings
+        ctx.settings, ctx.weight_sum = settings, weight_sum
         ctx.set_materialize_grads(False)
         if topk_ids is not None:
             ctx.mark_non_differentiable(topk_ids)
@@ -190,7 +199,9 @@ class _FusedScores(torch.autograd.Function):
                 grad = torch.zeros(ids.shape, dtype=torch.float32, device=hidden.device)
             if grad_topk is not None:
                 ids, grad = torch.cat([ids, topk_ids], 1), torch.cat([grad, grad_topk], 1)
-            grads = _Gradients(hidden, weight, settings, *ctx.needs_input_grad[:2])
+            wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+            place = ctx.weight_sum.place(weight.dtype) if wants_weight and ctx.weight_sum is not None else None
+            grads = _Gradients(hidden, weight, settings, wants_hidden, wants_weight, place)
             for start in range(0, len(ids), settings.chunk):
                 part = slice(start, start + settings.chunk)
                 chunk = _Chunk(part, ids[part], grad[part])
@@ -203,11 +214,13 @@ class _FusedScores(torch.autograd.Function):
                 grads.add(chunk, z, settings.shaped(z, ids[part, 0]), lse[part])
                 del z
             grad_hidden, grad_weight = grads.hidden, grads.weight
+            if place is not None:
+                grad_weight = None  # it is where it belongs
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_hidden is not None:
             grad_hidden = settings.vocabulary.sum(grad_hidden)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _statistics_by_kernel(product_sV: Tensor, ids_sN: Tensor, settings: Settings) -> Statistics:
@@ -232,14 +245,26 @@ class _Chunk(NamedTuple):
 
 class _Gradients:
     """Gradients of hidden (what this rank's vocabulary adds to it) and weight (fp32), filled chunk by chunk; None where
-    not needed.
+    not needed. `place`: of a sum that the weight's is added to, and whether that is new.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, settings: Settings, need_hidden: bool, need_weight: bool):
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        settings: Settings,
+        need_hidden: bool,
+        need_weight: bool,
+        place: tuple[Tensor, bool] | None = None,
+    ):
         self._hidden, self._weight, self._settings = hidden, weight, settings
         self.hidden = torch.empty_like(hidden) if need_hidden else None
-        self._sum = torch.empty_like(weight, dtype=torch.float32) if need_weight else None
+        self._sum: Tensor | None = None
         self._is_begun = False
+        if place is not None:
+            self._sum, self._is_begun = place[0], not place[1]
+        elif need_weight:
+            self._sum = torch.empty_like(weight, dtype=torch.float32)
 
     @property
     def weight(self) -> Tensor | None:
@@ -300,32 +325,3 @@ class _Gradients:
             dz_sV = factor_sV.mul_(p_sV).neg_()
         index_sN, is_own_sN = self._settings.vocabulary.local(chunk.ids_sN.clamp(min=0))
         return dz_sV.scatter_add_(-1, index_sN, grad_sN.where(is_own_sN, 0))
-
-
-def add_product_(total_VD: Tensor, left_Vs: Tensor, right_sD: Tensor, *, first: bool = False) -> None:
-    """`total_VD += left_Vs @ right_sD`, in float32 whatever the factors have: one product, where the device can. With
-    `first`, `total_VD` is overwritten instead, and need not be zeroed before."""
-    if total_VD.dtype == right_sD.dtype:
-        torch.mm(left_Vs, right_sD, out=total_VD) if first else total_VD.addmm_(left_Vs, right_sD)
-    elif _products_add_in_float32(right_sD.device.type, right_sD.dtype):
-        if first:
-            torch.mm(left_Vs, right_sD, out_dtype=torch.float32, out=total_VD)
-        else:
-            torch.addmm(total_VD, left_Vs, right_sD, out_dtype=torch.float32, out=total_VD)  # type: ignore[call-overload]
-    elif first:
-        total_VD.copy_(left_Vs @ right_sD)
-    else:
-        total_VD.add_(left_Vs @ right_sD)
-
-
-@functools.cache
-def _products_add_in_float32(device: str, dtype: torch.dtype) -> bool:
-    """Whether `addmm` accumulates products of `dtype` in place in float32, by trying it: neither all devices nor all
-    versions of torch can."""
-    total, ones = torch.full((16, 16), 1000.0, device=device), torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        torch.mm(ones, ones, out_dtype=torch.float32, out=torch.empty_like(total))
-        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False
-    return bool((total == 1016).all())

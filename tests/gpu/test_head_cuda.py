@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from automodel_cli.distributed.added import _products_add_in_float32, add_product_
 from automodel_cli.models import head_kernels
-from automodel_cli.models.head_fused import _products_add_in_float32, add_product_
 
 pytestmark = [
     pytest.mark.gpu,

@@ -29,6 +29,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining import stage as torch_stage
 
 from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.distributed.added import whole_backward
 from automodel_cli.distributed.strategies.fsdp2.sharding import alone, reduce_in_backward
 from automodel_cli.pipelining.schedule.program import Program
 from automodel_cli.pipelining.torch_runtime.actions import to_torch
@@ -179,7 +180,8 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> HeadOutput | Tensor:
         hidden_BTD = args[0].to(self.compute_dtype) if args else None
-        output = self.submod(hidden_BTD, **kwargs)
+        with whole_backward(self.reduction.in_backward):
+            output = self.submod(hidden_BTD, **kwargs)
         return output if self.is_last else output.to(self.boundary_dtype)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +213,8 @@ class Stage(PipelineStage):
         if backward_type == "full":  # torch's version would switch reduction off
             stage_backward: Callable[..., Any] = torch_stage.stage_backward
             names = ("stage_output", "output_grads", "input_values")
-            return stage_backward(*(bwd_kwargs[name] for name in names)), None
+            with whole_backward(self.reduction.in_backward):  # layers that are recomputed run again
+                return stage_backward(*(bwd_kwargs[name] for name in names)), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

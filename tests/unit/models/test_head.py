@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
+from automodel_cli.distributed.added import add_product_
 from automodel_cli.models import head as head_module
 from automodel_cli.models.head import Head, HeadKind, classify, detect_head, head_logits
-from automodel_cli.models.head_fused import Settings, add_product_, fused_scores
+from automodel_cli.models.head_fused import Settings, fused_scores
 from automodel_cli.parity.reference import output_of
 from automodel_cli.rollout.sampling import Shaping
 from tests.tiny import build_hf, logprobs_of, packed_batch, tiny_config, token_row

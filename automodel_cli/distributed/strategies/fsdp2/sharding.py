@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import added
+from automodel_cli.distributed.added import whole_backward
 from automodel_cli.distributed.layers import prepare_layers
 from automodel_cli.distributed.layout import AXES
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
@@ -43,7 +45,8 @@ class FSDP2Sharded(Sharded):
         for unit in self._kept:
             unit.set_reshard_after_backward(is_last, recurse=False)
         try:
-            yield
+            with whole_backward():
+                yield
         finally:
             module.set_requires_gradient_sync(True)
             module.set_is_last_backward(True)
@@ -100,6 +103,14 @@ def sum_gradients(module: nn.Module) -> None:
         submodule.set_force_sum_reduction_for_comms(True)
 
 
+def add_in_products(module: nn.Module) -> None:
+    """Let linear layers add gradients of their weights to the sum over microbatches as they make them."""
+    for unit in fsdp_modules(module):
+        for owner, name, weight_sum in torch_compat.weight_sums(unit):
+            if type(owner) is nn.Linear and name == "weight":
+                added.convert(owner, weight_sum)
+
+
 def fsdp2_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
@@ -152,6 +163,8 @@ def fsdp2_strategy_parallelize(
     if mesh.size() == 1:
         _alone.update(unit for unit in (*layers, model) if isinstance(unit, FSDPModule))
     sum_gradients(model)
+    if config.enable_compile is not True and config.autocast_dtype is None:
+        add_in_products(model)
     register(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch, kept=kept), model)
     if config.enable_fsdp2_prefetch:
         chain_prefetch(model, layers, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)

@@ -1,31 +1,69 @@
-"""Names of FSDP2 that are not public API (torch 2.11 to 2.13), for units whose parameters one rank has for itself.
+"""Names of FSDP2 that are not public API (torch 2.11 to 2.13): for units whose parameters one rank has for itself, and
+for sums over microbatches that products add to.
 
 Relied on: that gathering on one rank copies `all_gather_inputs` into `all_gather_outputs`, which are made once, and
 that summing there copies one buffer of `ReduceScatter.allocate` into the next. Where a torch does otherwise, it copies
-more. tests/dist/test_alone.py counts the copies.
+more. tests/dist/test_alone.py counts the copies. And that `unsharded_accumulated_grad` is what a unit sums over
+microbatches in, before ranks do, if `reduce_dtype` is not that of gradients (tests/dist/test_added.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.tensor import DTensor
+
+from automodel_cli.distributed.added import of_local
 
 
 def copy_once(unit: FSDPModule) -> None:
     """Let a unit on one rank cast its parameters and sum its gradients in one pass over them instead of two."""
+    for group in _groups(unit):
+        for param in group.fsdp_params:
+            param.__class__ = _CastOnce
+        unit.set_custom_reduce_scatter(_InPlace())
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
     state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in groups:
-        if group is not None:
-            for param in group.fsdp_params:
-                param.__class__ = _CastOnce
-            unit.set_custom_reduce_scatter(_InPlace())
+    return [group for group in groups if group is not None]
+
+
+def weight_sums(unit: FSDPModule) -> Iterator[tuple[nn.Module, str, UnreducedSum]]:
+    """Of every parameter of a unit that one module has for itself: the module, its name there, and its sum."""
+    for group in _groups(unit):
+        for param in group.fsdp_params:
+            if not param._module_info.shared_modules:
+                yield param._module_info.module, param._module_info.param_name, UnreducedSum(group, param)
+
+
+class UnreducedSum:
+    """What FSDP2 sums the gradients of one parameter over microbatches in, in the reduce dtype: a `WeightSum`."""
+
+    def __init__(self, group: Any, param: FSDPParam):
+        self._group, self._param = group, param
+
+    def place(self, gradient_dtype: torch.dtype) -> tuple[Tensor, bool] | None:
+        param = self._param
+        if param.unsharded_accumulated_grad is not None:
+            return _local(param.unsharded_accumulated_grad), False
+        if self._group.reduce_grads or param.reduce_dtype in (None, gradient_dtype):
+            return None  # nothing is summed over microbatches, or in the gradient's own dtype
+        whole = param._unsharded_param
+        total = torch.empty_like(_local(whole), dtype=param.reduce_dtype, requires_grad=False)
+        param.unsharded_accumulated_grad = of_local(total, whole)
+        return total, True
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class _CastOnce(FSDPParam):
