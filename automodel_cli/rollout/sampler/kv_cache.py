@@ -62,26 +62,30 @@ class Decode:
     def __init__(self, position_B: Tensor, longest: int):
         self.position_B, self.longest = position_B, longest
         self.slot_B = torch.arange(len(position_B), device=position_B.device)
-        self._visible: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def rows_of_slots(self) -> list[slice]:
         """See `Prefill.rows_of_slots`."""
         return [slice(row, row + 1) for row in range(len(self.slot_B))]
 
-    def visible_BL(self, window: int | None) -> Tensor:
-        """Bool: which cached tokens each slot's new token sees. All layers of one window share it."""
-        if window not in self._visible:
+    def mask_B11L(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """0 at the cached tokens that each slot's new token sees and -inf elsewhere, to be added to its scores. All
+        layers of one window share it."""
+        if (window, dtype) not in self._masks:
             distance_BL = self.position_B[:, None] - torch.arange(self.longest, device=self.position_B.device)
-            visible_BL = distance_BL >= 0
-            self._visible[window] = visible_BL if window is None else visible_BL & (distance_BL < window)
-        return self._visible[window]
+            hidden_BL = distance_BL < 0 if window is None else (distance_BL < 0) | (distance_BL >= window)
+            mask_BL = torch.zeros_like(hidden_BL, dtype=dtype).masked_fill_(hidden_BL, -torch.inf)
+            self._masks[window, dtype] = mask_BL[:, None, None]
+        return self._masks[window, dtype]
 
 
 class KVCache:
-    """Keys `[slots, K, capacity, D]` and values of every attention module that used it, grown as sequences do."""
+    """Keys `[slots, K, capacity, D]` and values of every attention module that used it, grown as sequences do up to
+    `longest` tokens (None: without end)."""
 
     def __init__(self, num_slots: int, whole_attention: WholeAttention):
         self.num_slots = num_slots
+        self.longest: int | None = None
         self._whole_attention = whole_attention
         self._layers: dict[_Call, tuple[Tensor, Tensor]] = {}
         self._forward: Prefill | Decode | None = None
@@ -146,8 +150,8 @@ class KVCache:
             options |= {"cu_seq_lens_q": forward.cu_seqlens, "max_length_q": forward.max_length}
             return self._whole_attention(module, query_BHTD, key_BKTD, value_BKTV, None, **options)
         keys, values = self._store_tokens(call, key_BKTD, value_BKTV, forward)
-        visible_BL = forward.visible_BL(sliding_window)
-        return _decode(query_BHTD, keys, values, visible_BL, scale=scale, softcap=softcap, sink_H=s_aux), None
+        mask_B11L = forward.mask_B11L(sliding_window, query_BHTD.dtype)
+        return _decode(query_BHTD, keys, values, mask_B11L, scale=scale, softcap=softcap, sink_H=s_aux), None
 
     def _store_prompts(self, call: _Call, key_1KTD: Tensor, value_1KTV: Tensor, forward: Prefill) -> None:
         keys, values = self._room(call, key_1KTD, value_1KTV, forward.max_length)
@@ -166,32 +170,26 @@ class KVCache:
         return keys[used, :, : forward.longest], values[used, :, : forward.longest]
 
     def _room(self, call: _Call, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """This call's storage with room for `length` tokens a slot; doubled when it is short."""
+        """This call's storage with room for `length` tokens a slot, and as many again where that is short."""
         stored = self._layers.get(call)
-        if stored is None:
+        if stored is None or stored[0].shape[2] < length:
+            capacity = max(length, 2 * length if self.longest is None else min(2 * length, self.longest))
             # Zeros: what has never been written is masked, but 0 * nan would not be.
-            stored = (self._zeros(key, length), self._zeros(value, length))
-        elif stored[0].shape[2] < length:
-            capacity = max(length, 2 * stored[0].shape[2])
-            stored = (_grown(stored[0], capacity), _grown(stored[1], capacity))
-        self._layers[call] = stored
+            room = (self._zeros(key, capacity), self._zeros(value, capacity))
+            for new, old in zip(room, stored or (), strict=False):
+                new[:, :, : old.shape[2]] = old
+            self._layers[call] = stored = room
         return stored
 
     def _zeros(self, like_BKTD: Tensor, length: int) -> Tensor:
         return like_BKTD.new_zeros(self.num_slots, like_BKTD.shape[1], length, like_BKTD.shape[3])
 
 
-def _grown(old: Tensor, capacity: int) -> Tensor:
-    new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
-    new[:, :, : old.shape[2]] = old
-    return new
-
-
 def _decode(
     query_BH1D: Tensor,
     key_BKLD: Tensor,
     value_BKLV: Tensor,
-    visible_BL: Tensor,
+    mask_B11L: Tensor,
     *,
     scale: float,
     softcap: float | None,
@@ -201,14 +199,13 @@ def _decode(
     batch, heads, _, width = query_BH1D.shape
     groups = heads // key_BKLD.shape[1]
     query_BKGD = query_BH1D.view(batch, -1, groups, width)
-    visible_B11L = visible_BL[:, None, None]
     if softcap is None and sink_H is None:
-        out_BKGV = F.scaled_dot_product_attention(query_BKGD, key_BKLD, value_BKLV, attn_mask=visible_B11L, scale=scale)
+        out_BKGV = F.scaled_dot_product_attention(query_BKGD, key_BKLD, value_BKLV, attn_mask=mask_B11L, scale=scale)
     else:
         scores_BKGL = (query_BKGD.float() @ key_BKLD.transpose(2, 3).float()) * scale
         if softcap is not None:
             scores_BKGL = softcap * torch.tanh(scores_BKGL / softcap)
-        scores_BKGL = scores_BKGL.masked_fill(~visible_B11L, -torch.inf)
+        scores_BKGL = scores_BKGL + mask_B11L
         if sink_H is not None:
             sink_BKG1 = sink_H.float().view(1, -1, groups, 1).expand(batch, -1, -1, 1)
             scores_BKGL = torch.cat([scores_BKGL, sink_BKG1], -1)

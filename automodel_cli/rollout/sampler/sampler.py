@@ -35,13 +35,14 @@ from automodel_cli.rollout.sampling import choose, uniforms
 
 @dataclass
 class _Sequence:
-    """One sample on its way: `index` in the call, what it drew so far, and its random stream of `limit` numbers.
-    `experts` `[n, layers, k]` of the tokens that were read, where they are asked for: of the layers on this rank."""
+    """One sample on its way: `index` in the call, what it drew so far, and its random stream of `limit` numbers, none
+    for greedy decoding. `experts` `[n, layers, k]` of the tokens that were read, where they are asked for: of the
+    layers on this rank."""
 
     index: int
     prompt: Sequence[int]
     limit: int
-    uniform_T: Tensor
+    uniform_T: np.ndarray
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)
@@ -52,8 +53,9 @@ class _Sequence:
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
-    def uniform(self) -> Tensor:
-        return self.uniform_T[len(self.tokens)]
+    def longest(self) -> int:
+        """Tokens whose keys may once be stored."""
+        return len(self.prompt) + self.limit - 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Sampler:
         seeds = resolve_seeds(prompts, params, seeds)
         limits = [params.max_new_tokens] * len(prompts) if limits is None else limits
         waiting = deque(
-            _Sequence(i, prompt, limit, uniforms(seed, 0 if params.greedy else limit))
+            _Sequence(i, prompt, limit, uniforms(seed, 0 if params.greedy else limit).numpy())
             for i, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True))
         )
         active: list[_Sequence] = []
@@ -141,6 +143,7 @@ class Sampler:
         must_gather = self.decoder.gathers
         slots = min(self.num_slots, max(1, len(prompts)))
         self._cache.num_slots = self._states.num_slots = slots + (len(prompts) > self.num_slots)
+        self._cache.longest = max((s.longest for s in waiting), default=1)
         self._cache.register()
         try:
             with self.decoder.generating(self._states):
@@ -216,7 +219,8 @@ class Sampler:
 
     def _continue(self, active: list[_Sequence], params: SamplingParams) -> None:
         """One more token for every sequence."""
-        forward = Decode(self._tensor([s.cached for s in active]), max(s.cached for s in active) + 1)
+        cached = [sequence.cached for sequence in active]
+        forward = Decode(self._tensor(cached), max(cached) + 1)
         input_ids_B1 = self._tensor([s.tokens[-1] for s in active])[:, None]
         position_B1 = forward.position_B[:, None]
         logits_BV = self._forward(forward, input_ids_B1, position_B1, forward.slot_B, active, params)
@@ -253,9 +257,9 @@ class Sampler:
         """One token for each sequence, on every rank that decodes it."""
         drawn_2S = None
         if logits_SV is not None:
-            uniform_S = torch.zeros(len(sequences), dtype=torch.float64, device=self.decoder.device)
-            if not params.greedy:
-                uniform_S = torch.stack([s.uniform for s in sequences]).to(self.decoder.device)
+            greedy = params.greedy
+            numbers = [0.0 if greedy else s.uniform_T[len(s.tokens)] for s in sequences]
+            uniform_S = torch.tensor(numbers, dtype=torch.float64, device=self.decoder.device)
             tokens_S, logprobs_S = choose(logits_SV, params, uniform_S)
             drawn_2S = torch.stack([tokens_S.double(), logprobs_S.double()])
         tokens, logprobs = self.decoder.agree(drawn_2S, len(sequences)).tolist()
