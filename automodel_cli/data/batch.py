@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +16,60 @@ IGNORE_INDEX = -100
 ROUTED_EXPERTS = "routed_experts_BTC"
 """Column of `Batch.extra` with the experts that each token shall go to: int16, C = layers with experts x experts of a
 token, -1 where the router chooses by itself. No objective reads it, the model does."""
+KEY_INDEX = "key_index"
+"""Keyword of `Batch.model_inputs` with `SeenKeys.index_M`, there where documents share a prefix."""
+
+
+class SeenKeys(NamedTuple):
+    """Which keys the documents of a batch see, where some see a run of tokens before their own: a prefix that documents
+    share.
+
+    `index_M` int64: tokens of the B*T, those that the first document sees, then those of the second, and so on; of each
+    its own tokens last. `cu_seqlens` int32 `[documents + 1]`: where documents begin in it. `max_seqlen` (host int): of
+    the longest.
+    """
+
+    index_M: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+    @classmethod
+    def of(cls, bounds: Sequence[int], prefixes: Sequence[Run]) -> SeenKeys:
+        """Documents between `bounds`, each with the run that it sees before its own tokens."""
+        lengths = [b - a + more for (a, b), (_, more) in zip(pairwise(bounds), prefixes, strict=True)]
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(seen_index(bounds, prefixes), cu_seqlens, max(lengths))
+
+    def prefixes(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """First token and number of tokens, int64 `[documents]` each, of what the documents between these bounds see
+        before their own."""
+        first = self.index_M[self.cu_seqlens[:-1].long().clamp(max=len(self.index_M) - 1)]
+        return first, (self.cu_seqlens.diff() - cu_seqlens.diff()).long()
+
+
+Run = tuple[int, int]
+"""(first token of the B*T, number of tokens)"""
+
+
+def seen_index(bounds: Sequence[int], prefixes: Sequence[Run]) -> Tensor:
+    """`SeenKeys.index_M`."""
+    runs = [
+        run for (a, b), prefix in zip(pairwise(bounds), prefixes, strict=True) for run in (prefix, (a, b - a)) if run[1]
+    ]
+    return torch.cat([torch.arange(first, first + length) for first, length in runs])
 
 
 @dataclass(frozen=True)
 class Batch:
     """One microbatch: B rows of T tokens. Packing is the normal case; a padded row is one document and one of padding.
 
-    `input_ids_BT`, `position_ids_BT` (restart at 0 in every document) and `labels_BT` are int64. Labels are already
-    shifted: `labels[b, t]` is the token that follows `input_ids[b, t]` in the same document, or `IGNORE_INDEX`.
-    `cu_seqlens` is int32 `[documents + 1]` over the B*T tokens in row-major order; every row start is a boundary, and
-    padding at the end of a row is a document of its own. `max_seqlen` (host int) is the longest document.
+    `input_ids_BT`, `position_ids_BT` (in every document from 0, or on from its prefix) and `labels_BT` are int64.
+    Labels are already shifted: `labels[b, t]` is the token that follows `input_ids[b, t]` in the same document, or
+    `IGNORE_INDEX`. `cu_seqlens` is int32 `[documents + 1]` over the B*T tokens in row-major order; every row start is a
+    boundary, and padding at the end of a row is a document of its own. `max_seqlen` (host int) is the longest document.
     `row_ids_B` int64 names the rows for error messages. `extra` holds more columns of the objective, by token `[B, T]`
-    (or `[B, T, N]`), document or pair (`objectives/base.py` lists them).
+    (or `[B, T, N]`), document or pair (`objectives/base.py` lists them). `seen`: None where every document sees itself
+    alone.
     """
 
     input_ids_BT: Tensor
@@ -35,6 +79,7 @@ class Batch:
     max_seqlen: int
     row_ids_B: Tensor
     extra: dict[str, Tensor] = field(default_factory=dict)
+    seen: SeenKeys | None = None
     label_positions_S: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     """Where labels are among the B*T tokens, int64: found on the host by `to` and `pinned`, so that nobody waits for
     the device to say. None before that, and in copies with other tensors (`dataclasses.replace`)."""
@@ -70,7 +115,7 @@ class Batch:
         return self._with_tensors(lambda t: t.pin_memory())
 
     def _with_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        positions_S = self.label_positions_S
+        positions_S, seen = self.label_positions_S, self.seen
         if positions_S is None and self.labels_BT.device.type == "cpu":
             positions_S = (self.labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
         moved = replace(
@@ -81,6 +126,7 @@ class Batch:
             cu_seqlens=move(self.cu_seqlens),
             row_ids_B=move(self.row_ids_B),
             extra={k: move(v) for k, v in self.extra.items()},
+            seen=None if seen is None else SeenKeys(move(seen.index_M), move(seen.cu_seqlens), seen.max_seqlen),
         )
         return moved._at(None if positions_S is None else move(positions_S))
 
@@ -114,15 +160,16 @@ class Batch:
 
     def model_inputs(self) -> dict[str, Tensor | int]:
         """The keywords that every pipeline stage of the model receives (the labels reach only the head)."""
-        routed_BTC = self.extra.get(ROUTED_EXPERTS)
+        routed_BTC, seen = self.extra.get(ROUTED_EXPERTS), self.seen
         return {
             **({} if routed_BTC is None else {"routed_experts": routed_BTC}),
+            **({} if seen is None else {KEY_INDEX: seen.index_M}),
             "input_ids": self.input_ids_BT,
             "position_ids": self.position_ids_BT,
             "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens if seen is None else seen.cu_seqlens,
             "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
+            "max_length_k": self.max_seqlen if seen is None else seen.max_seqlen,
         }
 
 

@@ -2,8 +2,9 @@
 
 One function is registered in the library's attention registry under the name `packed`, and deliberately no mask
 function of that name, so that the library builds no O(T^2) mask. Documents come from `cu_seq_lens_q`, boundaries over
-the flattened B*T tokens; without it every row is one document. Causal always. Serves grouped KV heads, sliding
-windows, logit soft caps, attention sinks and value heads of another width (latent attention).
+the flattened B*T tokens; without it every row is one document. Where documents share a prefix (`Batch.seen`), each sees
+it before itself. Causal always. Serves grouped KV heads, sliding windows, logit soft caps, attention sinks and value
+heads of another width (latent attention).
 
 Paths: on CPU torch's flash kernel, documents of similar length together; on CUDA in bf16 or fp16 the variable-length
 flash kernel over the whole batch; what that refuses (soft caps, fp32, head widths) by FlexAttention over the whole
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models import attention_choice, attention_flex
 from automodel_cli.models import attention_kernels as kernels
 from automodel_cli.models import attention_segments as segments
@@ -78,12 +80,16 @@ def packed_attention(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    key_index: Tensor | None = None,
     context: Context | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registry's contract: returns `(out_BTHV, None)`.
 
-    `sliding_window` W lets a token see W keys of its own document, itself included. `s_aux` `[H]` are the sinks. With
+    `sliding_window` W lets a token see W keys of its own document, itself included; a prefix is the beginning of each
+    document that sees it. `key_index` and its bounds `cu_seq_lens_k` are `SeenKeys`. `s_aux` `[H]` are the sinks. With
     `context`, T are this rank's tokens of rows that other ranks share, and the documents are the context's. Collective
     then.
     Raises ConfigError for what it cannot compute exactly: dropout, a KV cache, an explicit mask.
@@ -96,10 +102,13 @@ def packed_attention(
     rows, heads, length, _ = query_BHTD.shape
     setting = Setting(scale, sliding_window, softcap, way)
     on_host = way == "dense" or query_BHTD.device.type == "cpu"  # documents are put together here, not by a kernel
-    bounds = _bounds(cu_seq_lens_q, rows, length) if way != "flex" and on_host and context is None else None
+    seen = _seen(cu_seq_lens_k, max_length_k, key_index)
+    documents = None
+    if way != "flex" and on_host and context is None:
+        documents = segments.Documents.of(cu_seq_lens_q, rows, length, seen)
     if why_dense:
-        _say_that_it_is_dense(why_dense, functools.partial(_cost, query_BHTD, setting, bounds, context))
-    if bounds is not None and len(bounds) == rows + 1:  # every row is one document
+        _say_that_it_is_dense(why_dense, functools.partial(_cost, query_BHTD, setting, documents, context))
+    if documents is not None and documents.are_rows(rows):
         return _whole_rows(_kernel(s_aux, setting), query_BHTD, key_BKTD, value_BKTV, sliding_window), None
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
     if context is not None and context.group.ring:
@@ -108,17 +117,17 @@ def packed_attention(
     if context is not None:
         k_MKD, v_MKV = _gather(k_MKD, v_MKV, context)
     if way == "flex":
-        documents = (cu_seq_lens_q, rows, length) if context is None else context
-        out_NHV = attention_flex.packed(q_NHD, k_MKD, v_MKV, s_aux, documents, sliding_window, scale, softcap)
+        whose = (cu_seq_lens_q, rows, length, seen) if context is None else context
+        out_NHV = attention_flex.packed(q_NHD, k_MKD, v_MKV, s_aux, whose, sliding_window, scale, softcap)
     elif not on_host:
         if context is not None:
             plan = segments.context_varlen(context, sliding_window)
         else:
-            plan = segments.batch_varlen(cu_seq_lens_q, max_length_q, rows, length, q_NHD.device)
+            plan = segments.batch_varlen(cu_seq_lens_q, max_length_q, rows, length, q_NHD.device, seen)
         pads = attention_choice.chosen().pads
         out_NHV = kernels.varlen_cuda(q_NHD, k_MKD, v_MKV, plan, s_aux, scale, sliding_window, pads=pads)
     else:
-        groups, back_N = _groups(bounds, context, sliding_window, q_NHD.device)
+        groups, back_N = _groups(documents, context, sliding_window, q_NHD.device)
         k_MHD, v_MHV = kernels.per_query_head(k_MKD, heads), kernels.per_query_head(v_MKV, heads)
         out_NHV = segments.run(_kernel(s_aux, setting), q_NHD, k_MHD, v_MHV, groups, back_N, sliding_window)
     return out_NHV.unflatten(0, (rows, length)), None
@@ -132,12 +141,12 @@ def _kernel(sink_H: Tensor | None, setting: Setting) -> segments.Kernel:
 
 
 def _groups(
-    bounds: tuple[int, ...] | None, context: Context | None, window: int | None, device: torch.device
+    documents: segments.Documents | None, context: Context | None, window: int | None, device: torch.device
 ) -> tuple[list[segments.Group], Tensor]:
     if context is not None:
         return segments.context_groups(context, window)
-    assert bounds is not None
-    return segments.document_groups(bounds, device)
+    assert documents is not None
+    return segments.document_groups(documents, device)
 
 
 _said_dense: set[str] = set()
@@ -156,20 +165,22 @@ def _say_that_it_is_dense(reason: str, cost: Callable[[], int]) -> None:
         )
 
 
-def _cost(query_BHTD: Tensor, setting: Setting, bounds: tuple[int, ...] | None, context: Context | None) -> int:
+def _cost(query_BHTD: Tensor, setting: Setting, documents: segments.Documents | None, context: Context | None) -> int:
     """Bytes that the definition keeps for its backward."""
     rows, heads, length, _ = query_BHTD.shape
-    if bounds is not None and len(bounds) == rows + 1:
+    if documents is not None and documents.are_rows(rows):
         pairs = rows * length**2
     else:
-        groups, _ = _groups(bounds, context, setting.window, query_BHTD.device)
+        groups, _ = _groups(documents, context, setting.window, query_BHTD.device)
         pairs = sum(group.query_GS.numel() * group.key_GU.shape[1] for group in groups)
     return heads * pairs * kernels.dense_bytes(query_BHTD.dtype, setting.softcap)
 
 
-def _bounds(cu_seqlens: Tensor | None, rows: int, length: int) -> tuple[int, ...]:
-    """Document boundaries on the host; without any, rows are documents."""
-    return tuple(range(0, rows * length + 1, length)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
+def _seen(cu_seq_lens_k: Tensor | None, max_length_k: int | None, key_index: Tensor | None) -> SeenKeys | None:
+    if key_index is None:
+        return None
+    assert cu_seq_lens_k is not None and max_length_k is not None, "`Batch.model_inputs` has them all"
+    return SeenKeys(key_index, cu_seq_lens_k, max_length_k)
 
 
 def _whole_rows(

@@ -1,10 +1,11 @@
 """Attention by torch's FlexAttention: what flash kernels refuse (soft caps, float32, head widths), in memory O(tokens).
 
-Every query sees one run of positions of the rows: from the start of its document, or the window's, up to itself. Two
-integers a query and one a key say so for documents, windows and the shuffled rows of context parallelism alike, and
-from them follows which blocks of 128 x 128 are skipped, which are whole, and which ask the mask. All of it is computed
-on the device, once for a microbatch and window, and shared by its layers; the compiled kernel takes it as data, so
-other document bounds are no other graph. A sink is a term of the log-sum-exp L: O' = O sigmoid(L - sink).
+Every query sees one run of positions of the rows: from the start of its document, or the window's, up to itself; and
+where documents share a prefix a second one, what the window leaves of that. Two integers a query (four) and one a key
+say so for documents, windows and the shuffled rows of context parallelism alike, and from them follows which blocks of
+128 x 128 are skipped, which are whole, and which ask the mask. All of it is computed on the device, once for a
+microbatch and window, and shared by its layers; the compiled kernel takes it as data, so other document bounds are no
+other graph. A sink is a term of the log-sum-exp L: O' = O sigmoid(L - sink).
 
 On CUDA torch compiles it to Triton kernels; the first use of each head width, dtype and soft cap compares them with the
 definition. On a CPU the same graph runs by the operator's dense definition: slow, exact, for tests. The kernels have
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models import torch_compat
 from automodel_cli.models.context import Context
 
@@ -45,12 +47,14 @@ compilations: list[str] = []
 
 
 class Visible(NamedTuple):
-    """Which keys each query sees: those at positions from `lower_N` to `position_N` of the flat whole rows. int32."""
+    """Which keys each query sees: those at positions from `lower_N` to `position_N` of the flat whole rows, and with
+    `prefix` those from its first to before its second tensor. int32."""
 
     position_N: Tensor
     lower_N: Tensor
     key_position_M: Tensor
     blocks: BlockMask
+    prefix: tuple[Tensor, Tensor] | None = None
 
     def computed_pairs(self, real: Callable[[Tensor], Tensor | None] = lambda x: x) -> int:
         """Pairs of query and key in blocks that are not skipped. `real` gives the values of a tensor."""
@@ -134,8 +138,9 @@ def _graph(
     return (out * share_1HN1).to(out.dtype), lse
 
 
-Documents = tuple[Tensor | None, int, int] | Context
-"""Bounds of a microbatch's documents (None: rows are documents), rows and their length; or what ranks share."""
+Documents = tuple[Tensor | None, int, int, SeenKeys | None] | Context
+"""Bounds of a microbatch's documents (None: rows are documents), rows, their length, and what documents see besides
+themselves; or what ranks share."""
 
 
 # Whole layers may be compiled around this: it is a graph of its own there.
@@ -154,7 +159,8 @@ def packed(
     if isinstance(documents, Context):
         visible = of_context(documents, window)
     else:
-        visible = of_batch(*documents, window, query_NHD.device)
+        cu, rows, length, seen = documents
+        visible = of_batch(cu, rows, length, window, query_NHD.device, seen)
     return attend(query_NHD, key_MKD, value_MKV, sink_H, visible, scale, softcap)[0]
 
 
@@ -230,6 +236,9 @@ def defined(
         scores_HNM = softcap * torch.tanh(scores_HNM / softcap)
     key_M = visible.key_position_M
     sees_NM = (key_M <= visible.position_N[:, None]) & (key_M >= visible.lower_N[:, None])
+    if visible.prefix is not None:
+        first_N, stop_N = visible.prefix
+        sees_NM |= (key_M >= first_N[:, None]) & (key_M < stop_N[:, None])
     scores_HNM = scores_HNM.masked_fill(~sees_NM, float("-inf"))
     if sink_H is not None:
         scores_HNM = torch.cat([scores_HNM, sink_H.view(-1, 1, 1).expand(*scores_HNM.shape[:2], 1)], -1)
@@ -238,13 +247,21 @@ def defined(
 
 
 @torch.compiler.disable
-def of_batch(cu: Tensor | None, rows: int, length: int, window: int | None, device: torch.device) -> Visible:
+def of_batch(
+    cu: Tensor | None,
+    rows: int,
+    length: int,
+    window: int | None,
+    device: torch.device,
+    seen: SeenKeys | None = None,
+) -> Visible:
     """Of whole documents. Made once for a microbatch's `cu` (by identity) and window; nothing is read on the host."""
     if cu is None:
         return _of_rows(rows, length, window, device)
     known = _of_bounds.setdefault(id(cu), (weakref.ref(cu, _forget(id(cu))), {}))[1]
     if (rows * length, window) not in known:
-        known[rows * length, window] = _visible(*_of_documents(cu, rows * length, window))
+        prefix = None if seen is None else _of_prefixes(cu, seen, rows * length, window)
+        known[rows * length, window] = _visible(*_of_documents(cu, rows * length, window), prefix)
     return known[rows * length, window]
 
 
@@ -278,18 +295,38 @@ def of_context(context: Context, window: int | None, of_rank: int | None = None)
 
 def _of_documents(cu: Tensor, num_tokens: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Position, lowest position that is seen, and key position of each token of documents one after another."""
-    position = torch.arange(num_tokens, dtype=torch.int32, device=cu.device)
-    document = torch.searchsorted(cu[1:].contiguous(), position.to(cu.dtype), right=True)
+    position, document = _document_of(cu, num_tokens)
     lower = cu[document].to(torch.int32)
     if window is not None:
         lower = torch.maximum(lower, position - (window - 1))
     return position, lower, position
 
 
-def _visible(position_N: Tensor, lower_N: Tensor, key_position_M: Tensor) -> Visible:
+def _document_of(cu: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Position of each token, and the document that it is in."""
+    position = torch.arange(num_tokens, dtype=torch.int32, device=cu.device)
+    return position, torch.searchsorted(cu[1:].contiguous(), position.to(cu.dtype), right=True)
+
+
+def _of_prefixes(cu: Tensor, seen: SeenKeys, num_tokens: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """First and end position of what each token sees of its document's prefix; (largest integer, 0) for nothing."""
+    position, document = _document_of(cu, num_tokens)
+    start, length = (x[document] for x in seen.prefixes(cu))
+    first, stop = start, start + length
+    if window is not None:  # of the W tokens up to itself, those that are not in its own document
+        first = torch.maximum(start, stop - (window - 1) + (position - cu[document]))
+    nothing = first >= stop
+    first = first.masked_fill(nothing, torch.iinfo(torch.int32).max)
+    return first.to(torch.int32), stop.masked_fill(nothing, 0).to(torch.int32)
+
+
+def _visible(
+    position_N: Tensor, lower_N: Tensor, key_position_M: Tensor, prefix: tuple[Tensor, Tensor] | None = None
+) -> Visible:
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         at = key_position_M[key]
-        return (at <= position_N[query]) & (at >= lower_N[query])
+        own = (at <= position_N[query]) & (at >= lower_N[query])
+        return own if prefix is None else own | ((at >= prefix[0][query]) & (at < prefix[1][query]))
 
     first, last = _ends(position_N)
     least, most = _ends(lower_N)
@@ -298,7 +335,12 @@ def _visible(position_N: Tensor, lower_N: Tensor, key_position_M: Tensor) -> Vis
     # a block at the end may be padding in part, which only the mask knows
     whole_Q, whole_K = (torch.arange(1, len(x) + 1, device=x.device) * _BLOCK for x in (first, key_first[0]))
     inside = (whole_Q <= len(position_N))[:, None] & (whole_K <= len(key_position_M))
-    full = (key_first >= most[:, None]) & (key_last <= first[:, None]) & inside
+    full = (key_first >= most[:, None]) & (key_last <= first[:, None])
+    if prefix is not None:
+        (earliest, latest), (least_stop, most_stop) = _ends(prefix[0]), _ends(prefix[1])
+        touched |= (key_last >= earliest[:, None]) & (key_first < most_stop[:, None])
+        full |= (key_first >= latest[:, None]) & (key_last < least_stop[:, None])
+    full &= inside
     blocks = BlockMask.from_kv_blocks(
         *_listed(touched & ~full),
         *_listed(full),
@@ -306,7 +348,7 @@ def _visible(position_N: Tensor, lower_N: Tensor, key_position_M: Tensor) -> Vis
         mask_mod=seen,
         seq_lengths=(len(position_N), len(key_position_M)),
     )
-    return Visible(position_N, lower_N, key_position_M, blocks)
+    return Visible(position_N, lower_N, key_position_M, blocks, prefix)
 
 
 def _ends(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,6 +126,31 @@ def dense_backward(
     return dscores @ key.float(), dscores.transpose(2, 3) @ query.float(), probs.transpose(2, 3) @ grad
 
 
+def picked(x_MKD: Tensor, index: Tensor) -> Tensor:
+    """`x_MKD[index]`. What comes back for a token that is picked several times is summed in float32 at least: a prefix
+    of a group has a gradient from each response."""
+    if x_MKD.dtype in (torch.float32, torch.float64) or not x_MKD.requires_grad:
+        return x_MKD.index_select(0, index)
+    out: Tensor = _Picked.apply(x_MKD, index)
+    return out
+
+
+class _Picked(torch.autograd.Function):
+    """index_select of narrow floats, with an exact sum in its backward."""
+
+    @staticmethod
+    def forward(ctx, x_MKD, index):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(index)
+        ctx.of = x_MKD.shape[0], x_MKD.dtype
+        return x_MKD.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (index,), (num_tokens, dtype) = ctx.saved_tensors, ctx.of
+        total = torch.zeros(num_tokens, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, index, grad.float()).to(dtype), None
+
+
 def per_query_head(x: Tensor, heads: int) -> Tensor:
     """Grouped kv heads (dim 1), repeated."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -259,7 +284,7 @@ def varlen_cuda(
     module's docstring)."""
     q, k, v = pad_to_one_width(query_NHD, key_MKD, value_MKV) if pads else (query_NHD, key_MKD, value_MKV)
     if plan.key_index is not None:
-        k, v = k.index_select(0, plan.key_index), v.index_select(0, plan.key_index)
+        k, v = picked(k, plan.key_index), picked(v, plan.key_index)
     bounds = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k)
     out_NHV: Tensor = _SinkVarlenCUDA.apply(q, k, v, sink_H, *bounds, scale, window)
     return out_NHV[..., : value_MKV.shape[-1]]

@@ -1,8 +1,9 @@
 """Which queries meet which keys: a microbatch as segments, and segments of similar size in one kernel call.
 
-A whole packed row is one segment a document. On a rank of context parallelism it is one segment for each document that
-a local chunk touches: the queries in the chunk against that document's keys up to the last of them, which is causal
-attention aligned at its end.
+A whole packed row is one segment a document; where documents share a prefix, its keys stand before those of each, so
+that attention is still causal and aligned at its end. On a rank of context parallelism it is one segment for each
+document that a local chunk touches: the queries in the chunk against that document's keys up to the last of them, which
+is causal attention aligned at its end.
 
 Shapes: N local queries, M gathered keys, G segments of a group, S queries and U keys of its longest.
 """
@@ -18,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from automodel_cli.models.attention_kernels import VarlenPlan, visible_mask
+from automodel_cli.data.batch import Run, SeenKeys, seen_index
+from automodel_cli.models.attention_kernels import VarlenPlan, picked, visible_mask
 from automodel_cli.models.context import Context
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -37,9 +39,38 @@ class Segment(NamedTuple):
     """How far the first query lies behind the first key."""
 
 
-def of_documents(bounds: Sequence[int]) -> tuple[Segment, ...]:
-    """Whole documents on one rank; empty ones left out."""
-    return tuple(Segment(a, b - a, a, b - a, 0) for a, b in itertools.pairwise(bounds) if b > a)
+class Documents(NamedTuple):
+    """Documents on the host: their bounds over the flat tokens, and of each the run of tokens that it sees before its
+    own (none has one where `prefixes` is empty)."""
+
+    bounds: tuple[int, ...]
+    prefixes: tuple[Run, ...] = ()
+
+    @classmethod
+    def of(cls, cu: Tensor | None, rows: int, length: int, seen: SeenKeys | None) -> Documents:
+        """Without bounds, rows are documents. Waits for the device."""
+        if cu is None:
+            return cls(tuple(range(0, rows * length + 1, length)))
+        if seen is None:
+            return cls(tuple(cu.tolist()))
+        return cls(tuple(cu.tolist()), tuple(zip(*(x.tolist() for x in seen.prefixes(cu)), strict=True)))
+
+    def are_rows(self, rows: int) -> bool:
+        """Whether every row is one document."""
+        return len(self.bounds) == rows + 1 and not self.prefixes
+
+
+def of_documents(documents: Documents) -> tuple[Segment, ...]:
+    """Whole documents on one rank, empty ones left out. Keys are counted through all documents, prefixes included
+    (`seen_index`)."""
+    found, key = [], 0
+    before = [length for _, length in documents.prefixes] or itertools.repeat(0)
+    for (start, end), ahead in zip(itertools.pairwise(documents.bounds), before, strict=False):
+        num_keys = end - start + ahead
+        if end > start:
+            found.append(Segment(start, end - start, key, num_keys, ahead))
+        key += num_keys
+    return tuple(found)
 
 
 def of_context(context: Context, window: int | None, key_chunk: int | None = None) -> tuple[Segment, ...]:
@@ -107,7 +138,7 @@ def run(
     for group in groups:
         # [N, H, D] -> [G, S, H, D] -> (G, H, S, D), and keys and values [M, ...] -> (G, kv heads, U, ...)
         q, k, v = (
-            x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+            picked(x, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
             for x, index in ((query_NHD, group.query_GS), (key_MHD, group.key_GU), (value_MHV, group.key_GU))
         )
         # (G, H, S, V) -> [G * S, H, V], padding included
@@ -117,9 +148,10 @@ def run(
 
 
 @functools.lru_cache(maxsize=16)
-def document_groups(bounds: tuple[int, ...], device: torch.device) -> tuple[list[Group], Tensor]:
+def document_groups(documents: Documents, device: torch.device) -> tuple[list[Group], Tensor]:
     """Cached: all layers of a microbatch ask for the same."""
-    return grouped(of_documents(bounds), None, device)
+    place_M = seen_index(*documents).to(device) if documents.prefixes else None
+    return grouped(of_documents(documents), place_M, device)
 
 
 @functools.lru_cache(maxsize=16)
@@ -182,9 +214,13 @@ def varlen_plan(segments: Sequence[Segment], place_M: Tensor) -> VarlenPlan:
     return VarlenPlan(bounds(num_queries), bounds(num_keys), max(num_queries), max(num_keys), place_M[keys])
 
 
-def batch_varlen(cu: Tensor | None, max_length: int | None, rows: int, length: int, device: torch.device) -> VarlenPlan:
+def batch_varlen(
+    cu: Tensor | None, max_length: int | None, rows: int, length: int, device: torch.device, seen: SeenKeys | None
+) -> VarlenPlan:
     """Whole documents in one call. Nothing is read on the host."""
     if cu is None:
         cu = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
     longest = max_length or length  # the row is an upper bound: a document never crosses it
+    if seen is not None:
+        return VarlenPlan(cu, seen.cu_seqlens, longest, seen.max_seqlen, seen.index_M)
     return VarlenPlan(cu, cu, longest, longest, None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import IGNORE_INDEX, further
+from automodel_cli.data.batch import IGNORE_INDEX, KEY_INDEX, further
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.chosen_experts import choosing
 from automodel_cli.models import state_layers
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "model."
 _ROUTED = "routed_experts"  # for the part, not for the library's model
-_PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "context")
+_PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", KEY_INDEX, "context")
 
 
 def model_inputs_for(ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Documents:
             groups, back_M = segments.grouped(_touched(context, own_N), place_M, device)
             self._groups, self._back_N = [group.key_GU for group in groups], back_M[own_N]
         elif not self._are_rows:
-            groups, self._back_N = segments.document_groups(bounds, device)
+            groups, self._back_N = segments.document_groups(segments.Documents(bounds), device)
             self._groups = [group.key_GU for group in groups]
 
     @classmethod

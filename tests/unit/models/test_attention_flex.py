@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models import attention_choice, attention_flex
 from automodel_cli.models.attention import packed_attention
 from automodel_cli.models.context import Context, OneProcess
@@ -72,7 +73,10 @@ def test_a_packed_row_is_its_documents_alone_and_other_bounds_compile_nothing():
 
 def _sees(visible: attention_flex.Visible) -> Tensor:
     key_M = visible.key_position_M
-    return (key_M <= visible.position_N[:, None]) & (key_M >= visible.lower_N[:, None])
+    own = (key_M <= visible.position_N[:, None]) & (key_M >= visible.lower_N[:, None])
+    if visible.prefix is None:
+        return own
+    return own | (key_M >= visible.prefix[0][:, None]) & (key_M < visible.prefix[1][:, None])
 
 
 def _in_blocks(x: Tensor) -> Tensor:
@@ -105,6 +109,26 @@ def test_blocks_are_skipped_only_where_nothing_is_seen_and_whole_only_where_all_
     assert torch.equal(partial, _in_blocks(want).any(-1) & ~full)
     assert torch.equal(partial.T, _table(blocks.q_num_blocks, blocks.q_indices))
     assert visible.computed_pairs() == int((partial | full).sum()) * 128**2
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 500])
+def test_blocks_of_documents_that_share_a_prefix_hold_all_that_is_seen(window: int | None):
+    bounds = (0, 300, 500, 510, 900, 1000, 1100)
+    prefixes = ((0, 0), (0, 300), (0, 300), (0, 300), (0, 0), (900, 100))
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    visible = attention_flex.of_batch(cu, 1, 1100, window, CPU, SeenKeys.of(bounds, prefixes))
+    want = torch.zeros(1100, 1100, dtype=torch.bool)
+    for (start, end), (first, length) in zip(pairwise(bounds), prefixes, strict=True):
+        keys = torch.cat([torch.arange(first, first + length), torch.arange(start, end)])
+        gap = torch.arange(length, length + end - start)[:, None] - torch.arange(len(keys))
+        want[start:end, keys] = (gap >= 0) & (gap < (window or 1100))
+    assert torch.equal(_sees(visible), want)
+    blocks = visible.blocks
+    full = _table(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    partial = _table(blocks.kv_num_blocks, blocks.kv_indices)
+    assert not (_in_blocks(want).any(-1) & ~(partial | full)).any()
+    assert not (full & ~_in_blocks(want).all(-1)).any() and not (full & partial).any()
+    assert (partial | full).sum() <= _in_blocks(want).any(-1).sum() + 4
 
 
 def test_blocks_of_shared_rows_hold_all_that_is_seen():

@@ -1,0 +1,100 @@
+"""Documents that share a prefix: what each gets is what it would get with a copy of the prefix of its own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import SeenKeys
+from automodel_cli.models import attention_choice
+from automodel_cli.models import attention_kernels as kernels
+from automodel_cli.models import attention_segments as segments
+from automodel_cli.models.attention import packed_attention
+from tests.unit.models.test_attention_flex import alone
+
+CPU = torch.device("cpu")
+ROWS, TOKENS = 2, 40
+# Two rows: a prefix and three documents that see it, a document for itself, padding; a prefix, two documents, padding
+BOUNDS = (0, 7, 12, 21, 27, 37, 40, 60, 61, 73, 80)
+NONE = (0, 0)
+PREFIXES = (NONE, (0, 7), (0, 7), (0, 7), NONE, NONE, NONE, (40, 20), (40, 20), NONE)
+SEEN = SeenKeys.of(BOUNDS, PREFIXES)
+CU = torch.tensor(BOUNDS, dtype=torch.int32)
+
+
+def leaves(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Query, key, value narrower than the key, and sinks; grouped heads."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((ROWS, 4, TOKENS, 12), (ROWS, 2, TOKENS, 12), (ROWS, 2, TOKENS, 6), (4,))
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def whole_documents(tensors: list[Tensor], sink: Tensor | None, window: int | None, cap: float | None) -> Tensor:
+    """Each document by the definition, behind a copy of its prefix; `[N, H, V]`."""
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in tensors[:3])
+    parts = []
+    for (start, end), (first, length) in zip(pairwise(BOUNDS), PREFIXES, strict=True):
+        index = torch.cat([torch.arange(first, first + length), torch.arange(start, end)])
+        parts.append(alone(query[index], key[index], value[index], sink, window, cap, 0.4)[length:])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window", "cap", "sinks", "tolerance"),
+    [
+        ("auto", None, None, False, 1e-12),
+        ("auto", 9, None, False, 1e-12),
+        ("auto", 9, None, True, 5e-6),  # sinks, and scores of the dense definition, are float32
+        ("auto", 30, 5.0, True, 5e-6),
+        ("flex", 9, 5.0, True, 5e-6),
+    ],
+)
+def test_a_document_and_the_prefix_that_it_shares_are_that_document_whole(kernel, window, cap, sinks, tolerance):
+    """Outputs, and gradients of queries, keys, values and sinks: those of the prefix come from all of its documents."""
+    attention_choice.choose(kernel, CPU)
+    try:
+        tensors = leaves() if sinks else leaves()[:3]
+        sink = tensors[3] if sinks else None
+        got, _ = packed_attention(
+            *(torch.nn.Module(), *tensors[:3], None, 0.4, 0.0, window, cap, sink, CU),
+            cu_seq_lens_k=SEEN.cu_seqlens,
+            max_length_k=SEEN.max_seqlen,
+            key_index=SEEN.index_M,
+        )
+    finally:
+        attention_choice.choose("auto", CPU)
+    want = whole_documents(tensors, sink, window, cap)
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(got.flatten(0, 1), want, rtol=0, atol=tolerance)
+    grads, wanted = (torch.autograd.grad((x * weights).sum(), tensors) for x in (got.flatten(0, 1), want))
+    for ours, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def test_one_variable_length_call_on_cuda_gets_the_keys_of_each_document_after_its_prefix():
+    plan = segments.batch_varlen(CU, 20, ROWS, TOKENS, CPU, SEEN)
+    assert plan.key_index is not None and (plan.max_q, plan.max_k) == (20, 32)
+    for document, (start, end) in enumerate(pairwise(BOUNDS)):
+        first, length = PREFIXES[document]
+        keys = plan.key_index[plan.cu_k[document] : plan.cu_k[document + 1]].tolist()
+        assert keys == [*range(first, first + length), *range(start, end)]
+        assert plan.cu_q[document : document + 2].tolist() == [start, end]
+
+
+def test_gradients_of_a_key_that_many_see_are_summed_in_float32():
+    """bfloat16 would stop at 256."""
+    key = torch.zeros(3, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.tensor([1] * 512)
+    kernels.picked(key, index).backward(torch.ones(512, 1, 1, dtype=torch.bfloat16))
+    assert key.grad is not None and key.grad.flatten().tolist() == [0.0, 512.0, 0.0]
+
+
+def test_what_is_seen_says_where_each_prefix_is():
+    first, length = SEEN.prefixes(CU)
+    found = [run if run[1] else NONE for run in zip(first.tolist(), length.tolist(), strict=True)]
+    assert found == list(PREFIXES)
+    with_an_empty_one = SeenKeys.of((0, 2, 4, 4), (NONE, (0, 2), NONE))
+    assert with_an_empty_one.prefixes(torch.tensor([0, 2, 4, 4]))[1].tolist() == [0, 2, 0]
