@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,13 @@ class SeenKeys(NamedTuple):
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(seen_index(bounds, prefixes), cu_seqlens, max(lengths))
 
+    @classmethod
+    def among(cls, model_inputs: Mapping[str, Any]) -> SeenKeys | None:
+        """What `Batch.model_inputs` holds of them."""
+        if KEY_INDEX not in model_inputs:
+            return None
+        return cls(model_inputs[KEY_INDEX], model_inputs["cu_seq_lens_k"], model_inputs["max_length_k"])
+
     def prefixes(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """First token and number of tokens, int64 `[documents]` each, of what the documents between these bounds see
         before their own."""
@@ -49,6 +56,7 @@ class SeenKeys(NamedTuple):
 
 Run = tuple[int, int]
 """(first token of the B*T, number of tokens)"""
+NO_RUN: Run = (0, 0)
 
 
 def seen_index(bounds: Sequence[int], prefixes: Sequence[Run]) -> Tensor:

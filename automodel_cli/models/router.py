@@ -1,8 +1,8 @@
 """Routers of a mixture of experts: the load-balancing loss, the selection bias, and how evenly the experts are loaded.
 
 Everything hangs on the routers of the unmodified model as hooks, and is local to a layer, so nothing crosses pipeline
-stages. What counts is a *real* token: one whose document has a label. Padding is not counted, and neither is a document
-that is not trained on.
+stages. What counts is a *real* token: one whose document has a label; of a prefix that documents share, once. Padding
+is not counted, and neither is a document that is not trained on.
 
 **Loss.** `aux_loss_coef` adds, per layer and microbatch, `coef * n / N * balance`, where n of the step's N real tokens
 are in the microbatch (a data-parallel rank's own; ranks of context parallelism share one) and
@@ -27,20 +27,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.data.batch import IGNORE_INDEX, Batch, SeenKeys
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.routing import routers_in
 from automodel_cli.models.config import MoEConfig
 
 
-def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Bool `[B, T]`: tokens of documents with at least one label. No host synchronisation."""
+def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor, seen: SeenKeys | None = None) -> Tensor:
+    """Bool `[B, T]`: tokens of documents with at least one label, and those that such a document sees besides. No host
+    synchronisation."""
     labelled_N = (labels_BT != IGNORE_INDEX).flatten()
     token_N = torch.arange(len(labelled_N), device=labels_BT.device)
     document_N = torch.bucketize(token_N, cu_seqlens[1:], right=True)
     num_labels = torch.zeros(len(cu_seqlens), dtype=torch.int64, device=labels_BT.device)
     num_labels.index_add_(0, document_N, labelled_N.long())
-    return (num_labels[document_N] > 0).view_as(labels_BT)
+    real_N = num_labels[document_N] > 0
+    if seen is not None:
+        key_M = torch.arange(len(seen.index_M), device=labels_BT.device)
+        sees_M = num_labels[torch.bucketize(key_M, seen.cu_seqlens[1:], right=True)] > 0
+        real_N = real_N.int().scatter_reduce(0, seen.index_M, sees_M.int(), "amax") > 0
+    return real_N.view_as(labels_BT)
 
 
 class RouterWatch:
@@ -99,7 +105,7 @@ class RouterWatch:
     def _enter_part(self, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._leave_part()
         if part.training and torch.is_grad_enabled():
-            self.mask_BT = real_tokens(kwargs["labels"], kwargs["cu_seq_lens_q"])
+            self.mask_BT = real_tokens(kwargs["labels"], kwargs["cu_seq_lens_q"], SeenKeys.among(kwargs))
 
     def _enter_model(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         context = kwargs.get("context")
@@ -116,7 +122,7 @@ class RouterWatch:
         """A step of these microbatches (on the device) begins; what was counted before is forgotten."""
         self._table.zero_()
         if self._config.aux_loss_coef:
-            counts = [real_tokens(batch.labels_BT, batch.cu_seqlens).sum() for batch in batches]
+            counts = [real_tokens(batch.labels_BT, batch.cu_seqlens, batch.seen).sum() for batch in batches]
             self.num_tokens = self._mesh.sum_over(self._mesh.dp, torch.stack(counts).sum().double()).clamp(min=1)
 
     @torch.no_grad()

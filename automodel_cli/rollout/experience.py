@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS, Batch
+from automodel_cli.data.batch import IGNORE_INDEX, NO_RUN, ROUTED_EXPERTS, Batch, Run, SeenKeys
 from automodel_cli.data.packing import best_fit_decreasing
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.objectives.policy import kl_penalty
@@ -23,6 +23,8 @@ from automodel_cli.rollout.environment import EpisodeEnd, Message
 from automodel_cli.rollout.environments.pool import Account
 from automodel_cli.rollout.rewards.combine import Score
 
+_PARTS = (1, 2, 3, 4)
+"""Into how many parts a row may be cut, for blocks that fill it better."""
 Spread = tuple[int, int, int]
 """Of one sample in a microbatch: its row there, the position of its first label, its number among all samples."""
 
@@ -93,7 +95,8 @@ class Sample:
 @dataclass(frozen=True)
 class RowPlan:
     """How rows are made: `seq_len` tokens each, several samples in one if `packed`, else as long as the longest sample
-    or pair (a multiple of `pad_multiple`). `fits` says whether a rank can run so many microbatches."""
+    or pair (a multiple of `pad_multiple`). `fits` says whether a rank can run so many microbatches. With
+    `share_prompts` samples in a packed row that have the same prompt stand behind one copy of it."""
 
     seq_len: int
     packed: bool
@@ -101,6 +104,7 @@ class RowPlan:
     microbatch_size: int
     pad_id: int
     fits: Callable[[int], bool] = lambda count: True
+    share_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,13 +161,9 @@ def plan_updates(
 def _update(
     samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: RowPlan, dp_rank: int, dp_size: int
 ) -> Update:
-    lengths = np.array([sum(samples[number].length for number in numbers) for numbers in chosen], np.int64)
-    bins = best_fit_decreasing(lengths, plan.seq_len) if plan.packed else np.arange(len(chosen))
-    rows: list[list[int]] = [[] for _ in range(int(bins.max()) + 1)]
-    for numbers, row in zip(chosen, bins.tolist(), strict=True):
-        rows[row] += numbers
-    longest = -(-int(lengths.max()) // plan.pad_multiple) * plan.pad_multiple
-    num_tokens = plan.seq_len if plan.packed else longest
+    rows = _rows(samples, chosen, plan)
+    longest = max(sum(_length(samples, block) for block in row) for row in rows)
+    num_tokens = plan.seq_len if plan.packed else -(-longest // plan.pad_multiple) * plan.pad_multiple
     unit = plan.microbatch_size * dp_size
     count = -(-len(rows) // unit)
     while not plan.fits(count):
@@ -174,61 +174,161 @@ def _update(
     return Update([batch for batch, _ in made], [spread for _, spread in made])
 
 
+Block = tuple[int, ...]
+"""Numbers of samples that stand side by side in a row: one alone, or several behind the prompt that they share."""
+
+
+def _rows(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: RowPlan) -> list[list[Block]]:
+    """The samples in as few rows as are found. A group that shares its prompt may be cut into blocks of part of a row,
+    each with a prompt of its own, where that leaves less room in the rows."""
+    apart: list[list[Block]] = [[(number,) for number in numbers] for numbers in chosen]
+    if not plan.packed:
+        return apart
+    found = [_packed(samples, apart, plan.seq_len)]
+    if plan.share_prompts:
+        limits = [plan.seq_len // parts for parts in _PARTS]
+        found = [_packed(samples, _shared(samples, chosen, limit), plan.seq_len) for limit in limits] + found
+    return min(found, key=len)
+
+
+def _packed(samples: Sequence[Sample], units: Sequence[Sequence[Block]], seq_len: int) -> list[list[Block]]:
+    """Units of blocks, which must share a row, as rows."""
+    lengths = np.array([sum(_length(samples, block) for block in unit) for unit in units], np.int64)
+    bins = best_fit_decreasing(lengths, seq_len)
+    rows: list[list[Block]] = [[] for _ in range(int(bins.max()) + 1)]
+    for unit, row in zip(units, bins.tolist(), strict=True):
+        rows[row] += unit
+    return rows
+
+
+def _shared(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], limit: int) -> list[list[Block]]:
+    """One block for the samples to each prompt, or several of at most `limit` tokens; those of one of `chosen` in one
+    block."""
+    found: list[Block] = []
+    latest: dict[object, int] = {}
+    for numbers in chosen:
+        key = _what_is_shared(samples[numbers[0]])
+        place = latest.get(key)
+        if place is not None and _length(samples, (*found[place], *numbers)) <= limit:
+            found[place] = (*found[place], *numbers)
+        else:
+            latest[key] = len(found)
+            found.append(tuple(numbers))
+    return [[block] for block in found]
+
+
+def _what_is_shared(sample: Sample) -> object:
+    """The same for samples whose prompts are read alike: of the same tokens, sent to the same experts."""
+    experts = sample.routed_experts
+    known = None if experts is None else experts[: len(sample.prompt.tokens) - 1].tobytes()
+    return tuple(sample.prompt.tokens), known
+
+
+def _num_shared(samples: Sequence[Sample], block: Block) -> int:
+    """Tokens that the samples of a block share: their prompt without its last token, whose label is each one's own."""
+    return len(samples[block[0]].prompt.tokens) - 1 if len(block) > 1 else 0
+
+
+def _length(samples: Sequence[Sample], block: Block) -> int:
+    """Tokens of a row that a block takes."""
+    num_shared = _num_shared(samples, block)
+    return num_shared + sum(samples[number].length - num_shared for number in block)
+
+
 def _batch(
-    samples: Sequence[Sample], rows: Sequence[Sequence[int]], num_tokens: int, pad_id: int
+    samples: Sequence[Sample], rows: Sequence[Sequence[Block]], num_tokens: int, pad_id: int
 ) -> tuple[Batch, list[Spread]]:
-    """Prompt and response of each sample are one document; labels are the tokens that the model drew."""
-    shape = (len(rows), num_tokens)
-    ids_BT = torch.full(shape, pad_id)
-    labels_BT = torch.full(shape, IGNORE_INDEX)
-    positions_BT = torch.zeros(shape, dtype=torch.int64)
-    sampler_BT, rewards_BT = torch.zeros(shape), torch.zeros(shape)
-    routed_BTC = _no_routing(samples, shape)
-    bounds, spread = [], []
-    for row, numbers in enumerate(rows):
-        start = 0
-        for number in numbers:
-            sample = samples[number]
-            span = slice(start, start + sample.length)
-            first = start + len(sample.prompt.tokens) - 1
-            labelled = slice(first, first + len(sample.tokens))
-            ids_BT[row, span] = torch.tensor([*sample.prompt.tokens, *sample.tokens])
-            positions_BT[row, span] = torch.arange(sample.length)
-            generated_T = sample.generated_T()
-            labels_BT[row, labelled] = torch.tensor(sample.tokens).masked_fill(~generated_T, IGNORE_INDEX)
-            sampler_BT[row, labelled] = torch.tensor(sample.logprobs)
-            rewards_BT[row, labelled] = sample.score.total * generated_T
-            if routed_BTC is not None and sample.routed_experts is not None:
-                known = slice(start, start + len(sample.routed_experts))
-                routed_BTC[row, known] = torch.from_numpy(sample.routed_experts.astype(np.int16)).flatten(1)
-            spread.append((row, first, number))
-            bounds.append(row * num_tokens + start)
-            start += sample.length
-        if start < num_tokens:
-            positions_BT[row, start:] = torch.arange(num_tokens - start)
-            bounds.append(row * num_tokens + start)
-    bounds.append(len(rows) * num_tokens)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    batch = Batch(
-        input_ids_BT=ids_BT,
-        labels_BT=labels_BT,
-        position_ids_BT=positions_BT,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=int(cu_seqlens.diff().max()),
-        row_ids_B=torch.tensor([samples[numbers[0]].prompt.number if numbers else -1 for numbers in rows]),
-        extra={
-            "sampler_logprobs_BT": sampler_BT,
-            "rewards_BT": rewards_BT,
-            **({} if routed_BTC is None else {ROUTED_EXPERTS: routed_BTC}),
-        },
-    )
-    return batch, spread
+    """Prompt and response of each sample are one document; labels are the tokens that the model drew. Of a block the
+    prompt without its last token is a document before them, and each response one that begins with that token."""
+    layout = _Layout((len(rows), num_tokens), pad_id, _routing_width(samples))
+    for row, blocks in enumerate(rows):
+        layout.begin(row)
+        for block in blocks:
+            num_shared, prefix = _num_shared(samples, block), NO_RUN
+            if num_shared:
+                prefix = layout.prompt(samples[block[0]], num_shared)
+            for number in block:
+                layout.sample(samples[number], number, prefix)
+        layout.end()
+    firsts = [blocks[0][0] if blocks else None for blocks in rows]
+    numbers = [-1 if first is None else samples[first].prompt.number for first in firsts]
+    return layout.batch(torch.tensor(numbers)), layout.spread
 
 
-def _no_routing(samples: Sequence[Sample], shape: tuple[int, int]) -> Tensor | None:
-    """`ROUTED_EXPERTS` with nothing known, of the width that the samples of the step have; None where none has any."""
+class _Layout:
+    """Rows as they are filled, one token after another."""
+
+    def __init__(self, shape: tuple[int, int], pad_id: int, routing_width: int | None):
+        self._num_tokens, self._row, self._at = shape[1], 0, 0
+        self._ids_BT = torch.full(shape, pad_id)
+        self._labels_BT = torch.full(shape, IGNORE_INDEX)
+        self._positions_BT = torch.zeros(shape, dtype=torch.int64)
+        self._extra = {"sampler_logprobs_BT": torch.zeros(shape), "rewards_BT": torch.zeros(shape)}
+        if routing_width is not None:
+            self._extra[ROUTED_EXPERTS] = torch.full((*shape, routing_width), -1, dtype=torch.int16)
+        self._bounds, self._prefixes = [0], list[Run]()
+        self.spread: list[Spread] = []
+
+    def begin(self, row: int) -> None:
+        self._row, self._at = row, 0
+
+    def end(self) -> None:
+        """What is left of the row is a document of padding."""
+        left = self._num_tokens - self._at
+        if left:
+            self._document(torch.arange(left), NO_RUN)
+
+    def prompt(self, sample: Sample, num_tokens: int) -> Run:
+        """The beginning of a prompt that further documents see: where it is."""
+        self._read(sample, 0, num_tokens)
+        self._document(torch.arange(num_tokens), NO_RUN)
+        return self._bounds[-2], num_tokens
+
+    def sample(self, sample: Sample, number: int, prefix: Run) -> None:
+        """Prompt and response, but for as much of them as the prefix has."""
+        row, start, skipped = self._row, self._at, prefix[1]
+        first = start + len(sample.prompt.tokens) - 1 - skipped
+        labelled = slice(first, first + len(sample.tokens))
+        self._read(sample, skipped, sample.length)
+        generated_T = sample.generated_T()
+        self._labels_BT[row, labelled] = torch.tensor(sample.tokens).masked_fill(~generated_T, IGNORE_INDEX)
+        self._extra["sampler_logprobs_BT"][row, labelled] = torch.tensor(sample.logprobs)
+        self._extra["rewards_BT"][row, labelled] = sample.score.total * generated_T
+        self._document(torch.arange(skipped, sample.length), prefix)
+        self.spread.append((row, first, number))
+
+    def _read(self, sample: Sample, begin: int, end: int) -> None:
+        """Tokens of prompt and response from here on, and the experts that they went to as far as these are known."""
+        tokens = [*sample.prompt.tokens, *sample.tokens][begin:end]
+        self._ids_BT[self._row, self._at : self._at + len(tokens)] = torch.tensor(tokens)
+        if sample.routed_experts is not None:
+            known = torch.from_numpy(sample.routed_experts[begin:end].astype(np.int16)).flatten(1)
+            self._extra[ROUTED_EXPERTS][self._row, self._at : self._at + len(known)] = known
+
+    def _document(self, positions_T: Tensor, prefix: Run) -> None:
+        self._positions_BT[self._row, self._at : self._at + len(positions_T)] = positions_T
+        self._at += len(positions_T)
+        self._bounds.append(self._row * self._num_tokens + self._at)
+        self._prefixes.append(prefix)
+
+    def batch(self, row_ids_B: Tensor) -> Batch:
+        cu_seqlens = torch.tensor(self._bounds, dtype=torch.int32)
+        return Batch(
+            input_ids_BT=self._ids_BT,
+            labels_BT=self._labels_BT,
+            position_ids_BT=self._positions_BT,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=int(cu_seqlens.diff().max()),
+            row_ids_B=row_ids_B,
+            extra=self._extra,
+            seen=SeenKeys.of(self._bounds, self._prefixes) if any(length for _, length in self._prefixes) else None,
+        )
+
+
+def _routing_width(samples: Sequence[Sample]) -> int | None:
+    """Layers x experts of a token that the samples of the step have; None where none has any."""
     known = next((sample.routed_experts for sample in samples if sample.routed_experts is not None), None)
-    return None if known is None else torch.full((*shape, known[0].size), -1, dtype=torch.int16)
+    return None if known is None else known[0].size
 
 
 def kl_sums(updates: Sequence[Update], samples: Sequence[Sample], kl_type: str) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.data.batch import IGNORE_INDEX, SeenKeys
 from automodel_cli.models.config import MoEConfig
 from automodel_cli.models.router import real_tokens, routers
 from tests import tiny
@@ -20,6 +20,15 @@ def test_tokens_of_documents_without_a_label_do_not_count():
     cu_seqlens = torch.tensor([0, 4, 6, 10, 12], dtype=torch.int32)
     want = [[True] * 4 + [False] * 2, [True] * 4 + [False] * 2]
     assert real_tokens(labels_BT, cu_seqlens).tolist() == want
+
+
+def test_a_prefix_counts_where_a_document_that_sees_it_has_a_label():
+    labels_BT = torch.full((1, 12), IGNORE_INDEX)
+    labels_BT[0, 5] = 7  # of the second document that sees the first prefix; nobody who sees the other one has a label
+    bounds = (0, 3, 5, 7, 9, 11, 12)
+    seen = SeenKeys.of(bounds, ((0, 0), (0, 3), (0, 3), (0, 0), (7, 2), (0, 0)))
+    want = [True] * 3 + [False] * 2 + [True] * 2 + [False] * 5
+    assert real_tokens(labels_BT, torch.tensor(bounds, dtype=torch.int32), seen).tolist() == [want]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""Updates in which the samples of a group share one copy of their prompt: every layout against the library's model, which
+reads each sample whole and alone, in one process and float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_cli.data.batch import IGNORE_INDEX
+from automodel_cli.data.prompts import Prompt
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.models import attention_segments
+from automodel_cli.objectives.grpo import GRPO
+from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
+from automodel_cli.parity.reference import Original, Reference, one_process
+from automodel_cli.parity.rows import FP32, Row
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.rollout.experience import RowPlan, Sample, Update, plan_updates
+from automodel_cli.rollout.rewards.combine import Score
+from automodel_cli.training.step import train_step
+from tests import tiny
+from tests.dist.harness import launch
+
+TOLERANCE = 1e-6
+SEQ_LEN = 32
+OBJECTIVE = GRPO(kl_coef=0.1, clip_high=0.28, correction="truncate", correction_max=2.0, aggregation="sequence")
+# (tokens of the prompt, of each response): a group, one that has nothing to share, one with a response of several
+# turns, and one that no row holds whole
+GROUPS = ((8, (2, 6, 3, 5)), (1, (4, 7)), (5, (3, 4, 6, 5, 7)), (12, (9, 9, 9)))
+
+
+def given_samples() -> list[Sample]:
+    samples = []
+    for place, (length, responses) in enumerate(GROUPS):
+        prompt = Prompt(place, tiny.token_row(length, seed=place).tolist(), [], {}, f"prompt {place}")
+        for index, count in enumerate(responses):
+            seed = 100 + 10 * place + index
+            tokens = tiny.token_row(count, seed=seed).tolist()
+            logprobs = (torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 0.3 - 5).tolist()
+            said = {"generated": [i % 4 != 2 for i in range(count)]} if (place, index) == (2, 2) else {}
+            score = Score(float(index), {}, {})
+            samples.append(Sample(place, index, prompt, tokens, logprobs, "", "stop", 0, score, **said))
+    return samples
+
+
+def update_of(samples: Sequence[Sample], *, share: bool, dp_rank: int = 0, dp_size: int = 1) -> Update:
+    """Old and reference log-probs that differ from the policy's, and an advantage of each sample; one is left out."""
+    plan = RowPlan(SEQ_LEN, True, 1, microbatch_size=2, pad_id=0, fits=lambda n: n % 2 == 0, share_prompts=share)
+    trained = [(i,) for i in range(len(samples)) if i != 3]
+    (update,) = plan_updates(samples, trained, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
+    advantages_N = torch.randn(len(samples), generator=torch.Generator().manual_seed(5))
+    update = update.with_values("advantages_BT", advantages_N, samples)
+    for name, shift in (("old", 0.05), ("ref", -0.2)):
+        values = [b.extra["sampler_logprobs_BT"] + shift * (b.labels_BT != IGNORE_INDEX) for b in update.batches]
+        update = update.with_column(f"{name}_logprobs_BT", values)
+    return update
+
+
+def row(*, dp: int = 1, pp: int = 1, tp: int = 1, ep: int = 1) -> Row:
+    mesh = MeshConfig(dp_size=dp, pp_size=pp, tp_size=tp, ep_size=ep)
+    pipeline = PipelineConfig(schedule="1f1b") if pp > 1 else None
+    return Row(mesh, FSDP2Config(mp_policy=FP32, sequence_parallel=tp > 1), pipeline, objective=OBJECTIVE, packed=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small models (plain; windows, sinks and experts; latent attention), and what one process makes of the samples."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("llama", "gpt_oss", "deepseek_v3"):
+        model = tiny.build_hf(family)
+        model.save_pretrained(folder / family)
+        model.double()
+        model.set_experts_implementation("eager")
+        update = update_of(given_samples(), share=False)
+        torch.save(vars(one_process(model, update.batches, OBJECTIVE)), folder / f"{family}.pt")
+    return folder
+
+
+def same_update(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Row]]) -> list[Errors]:
+    found = []
+    for family, which in cases:
+        mesh = build_mesh(which.mesh.resolve(world), "cpu")
+        stages = build_stages(Original(folder / family), which, mesh)
+        update = update_of(given_samples(), share=True, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+        recorder = Recorder(*stages.parts)
+        result = train_step(stages, update.batches, OBJECTIVE, recorder, mesh, max_grad_norm=None)
+        found.append(judge(Reference(**torch.load(folder / f"{family}.pt")), result, recorder.gradients))
+    return found
+
+
+CASES = {
+    1: [("llama", row()), ("gpt_oss", row()), ("deepseek_v3", row())],
+    2: [("llama", row(dp=2)), ("llama", row(pp=2)), ("llama", row(tp=2)), ("gpt_oss", row(dp=2, ep=2))],
+}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_every_layout_gives_the_numbers_of_samples_that_share_nothing(folder, world):
+    for case, errors in zip(CASES[world], launch(same_update, world, folder, CASES[world]), strict=True):
+        assert errors.within(TOLERANCE), f"{case}: {errors}"
+
+
+def one_token_ahead(rank: int, world: int, folder: Path) -> Errors:
+    """Responses that begin at the last token of the prefix, not behind it: their keys are seen one token late."""
+    whole = attention_segments.of_documents
+
+    def early(documents):
+        return tuple(s._replace(ahead=max(0, s.ahead - 1)) for s in whole(documents))
+
+    attention_segments.of_documents = early
+    return same_update(rank, world, folder, [("llama", row())])[0]
+
+
+def test_sabotage_is_noticed(folder):
+    assert launch(one_token_ahead, 1, folder).gradient > 1e-3
