@@ -11,7 +11,14 @@ from automodel_cli.models.config import TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
 from automodel_cli.rollout.rollout_config import RolloutConfig
-from automodel_cli.rollout.rules import check_environment, check_indexer, check_prompt_data, check_routing
+from automodel_cli.rollout.rules import (
+    check_environment,
+    check_indexer,
+    check_prompt_data,
+    check_routing,
+    refuse_shared_prompts,
+    why_prompts_are_apart,
+)
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
 from automodel_cli.run.rules import check_exported
@@ -54,6 +61,7 @@ class GRPORecipe(Recipe):
         check_environment(self.rollout, self.data, self.rewards)
         check_indexer(self.model, self.rollout)
         check_routing(self.rollout, self.parallelizer, compares="sampler_logprobs_BT" in self.objective.columns)
+        refuse_shared_prompts(self.rollout, self.why_prompts_are_apart)
         for name, reward in self.rewards.items():
             check_on_error(reward.on_error, f"rewards.{name}.on_error")
         self._check_teacher()
@@ -106,6 +114,11 @@ class GRPORecipe(Recipe):
                 keys=("reference_update", "teacher"),
                 fix="reference_update=null",
             )
+
+    @property
+    def why_prompts_are_apart(self) -> str:
+        """See the function of this name, for these sections."""
+        return why_prompts_are_apart(self.rollout, self.data, self.model, self.mesh, self.parallelizer)
 
     @property
     def _sample_len(self) -> int:
@@ -201,6 +214,11 @@ class GRPORecipe(Recipe):
         if self.rollout.engine.capabilities.live_weights:
             trust = self.model.trust_remote_code
             check_decoding(hf_config, attention=self.model.attention, trust_remote_code=trust)
+        if self.rollout.share_prompts is True:
+            from automodel_cli.models.support import why_not_shared
+
+            reason = why_not_shared(hf_config, trust_remote_code=self.model.trust_remote_code)
+            refuse_shared_prompts(self.rollout, reason)
         if self.rollout.replay_routing:
             from automodel_cli.models.routing import selectors_of
 
@@ -228,7 +246,7 @@ class GRPORecipe(Recipe):
             )
             session.callbacks.add(rollouts)
             add_tasks(session)
-            session.header()
+            session.header(rollouts.about)
             rollouts.print_validation("before")
             for step, prompts in session.steps():
                 rollout = rollouts.collect(step, prompts)

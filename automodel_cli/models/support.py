@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import dual_chunks
+from automodel_cli.data.batch import IGNORE_INDEX, NO_RUN, Batch, SeenKeys, dual_chunks
 from automodel_cli.models import attention as packed
 from automodel_cli.models import compat, length_rope, mixing, state_layers, ways
 from automodel_cli.models.build import part_of
@@ -44,6 +44,7 @@ _SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
     "padded": (("whole", "train.microbatch_size=1"),),
     "whole": (),
 }
+_NO_SWITCH = 512  # tokens: no document of a probe is as long
 _UNMEASURED = "a small copy of it cannot be measured"
 _TOLERANCE = 1e-4  # of the largest hidden value; a leak is 1e-2 and more
 
@@ -114,6 +115,58 @@ def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = Fals
             keys=("mesh.cp_size",),
             fix="mesh.cp_size=1",
         )
+
+
+def why_not_shared(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> str:
+    """What keeps documents of a row from sharing a prefix (`Batch.seen`), for a sentence; empty where a small copy
+    gives each of them what it gives it whole.
+
+    Rotary tables that depend on the length of a text are taken for one table: who asks must know that no text is longer
+    than the first of them (`length_rope.longest_unswitched`).
+    """
+    way = ways.way_of(hf_config, trust_remote_code=trust_remote_code)
+    if way.by_document:
+        return f"the attention of {hf_config.model_type} is the library's own, run document by document"
+    if way.classes:
+        names = ", ".join(sorted(name.rpartition(".")[2] for name in way.classes))
+        return f"{hf_config.model_type} has layers that are run document by document ({names})"
+    with compat.quiet():
+        try:
+            small = shrink(hf_config, switch=_NO_SWITCH)
+            model = _small(small, trust_remote_code)
+            choice = ModelConfig(pretrained="-", trust_remote_code=trust_remote_code)
+            part = part_of(copy.deepcopy(small), choice, device="cpu")
+            part.model.load_state_dict(model.state_dict())
+            difference, where = _prefix_against_copies(part)
+        except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+            return f"{_UNMEASURED} ({type(error).__name__}: {error})".splitlines()[0][:200]
+    if difference <= _TOLERANCE:
+        return ""
+    return f"{where} of {hf_config.model_type} gives them something else (off by {difference:.1e})"
+
+
+@torch.no_grad()
+def _prefix_against_copies(part: ModelPart) -> tuple[float, str]:
+    """Two documents behind a prefix, and the same with a copy of the prefix each: largest difference, and where."""
+    (long, short), prefix = _DOCUMENTS, 5
+    ids_T = _probe_row(part.model)[0]
+    ids_T[long : long + prefix] = ids_T[:prefix]
+    bounds, runs = (0, prefix, long, long + short - prefix), (NO_RUN, (0, prefix), (0, prefix))
+    positions_T = torch.cat([torch.arange(long), torch.arange(prefix, short)])
+    batch = Batch(
+        input_ids_BT=torch.cat([ids_T[:long], ids_T[long + prefix :]])[None],
+        labels_BT=torch.full((1, bounds[-1]), IGNORE_INDEX),
+        position_ids_BT=positions_T[None],
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        max_seqlen=long - prefix,
+        row_ids_B=torch.zeros(1, dtype=torch.int64),
+        seen=SeenKeys.of(bounds, runs),
+    )
+    part.eval()
+    whole, names = _layer_outputs(part.model, model_inputs_for(ids_T[None], _DOCUMENTS))
+    shared, _ = _layer_outputs(part.model, batch.model_inputs())
+    want = [torch.cat([of_layer[:, :long], of_layer[:, long + prefix :]], 1) for of_layer in whole]
+    return _first_difference(shared, want, names)
 
 
 class _BothRanks(OneProcess):

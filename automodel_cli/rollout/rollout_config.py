@@ -100,6 +100,10 @@ class RolloutConfig:
     `replay_routing`, for a mixture of experts: the update sends each token to the experts that it went to when it was
     sampled; gate weights, and so the gradients of routers, are the trainer's own (arXiv:2510.11370).
 
+    `share_prompts`: the update, and the passes for log-probs before it, read the prompt of a group once for all
+    responses that stand in one row, instead of once for each. The numbers are the same. `auto`: wherever that can be;
+    the header says where it cannot, and why (docs/rollout.md).
+
     `placement`: on which GPUs servers generate. `separate`: on others than those that train, of the same machine or of
     further nodes. `colocated`: on the same ones in turns; while one works the other keeps little in their memory. null:
     as the engine is (a server is separate, our own sampler and `hf` share the trainer's GPUs).
@@ -136,6 +140,7 @@ class RolloutConfig:
     environment_column: str = "environment"
     max_staleness: int = 0
     replay_routing: bool = False
+    share_prompts: bool | Literal["auto"] = "auto"
     max_mult_prob_error: float = 1.05
     max_logprob_gap: float = 0.1
     reward_helpers: int = 2

@@ -50,6 +50,7 @@ from automodel_cli.rollout.rules import check_routing_engine
 from automodel_cli.rollout.sample_queue import Generated, SampleQueue, SampleRequest
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.scorer import Scorer
+from automodel_cli.rollout.shared_prompts import why_apart
 from automodel_cli.rollout.token_advantages import TokenAdvantages
 from automodel_cli.run.answers import Accuracy
 from automodel_cli.run.reference_update import ReferenceUpdate
@@ -100,6 +101,7 @@ class Rollouts(Callback):
         check_routing_engine(self.config, self.engine.capabilities)
         self._queue = self._build_queue()
         self._scorer = Scorer(session, config, objective, teacher, reference_update)
+        self._prompts_are_apart = why_apart(session, config, teacher)
         self._plan = RowPlan(
             seq_len=self.recipe.data.seq_len,
             packed=self.recipe.data.packing != "none",
@@ -107,6 +109,7 @@ class Rollouts(Callback):
             microbatch_size=self.recipe.train.microbatch_size,
             pad_id=_pad_id(session.tokenizer),
             fits=session.model.stages.takes,
+            share_prompts=not self._prompts_are_apart,
         )
         self.accuracy: dict[str, Accuracy] = {}
         self._answers: list[Sample] = []
@@ -119,6 +122,13 @@ class Rollouts(Callback):
         self._check_agreement()
 
     # -- what the run tells
+
+    @property
+    def about(self) -> list[tuple[str, str]]:
+        """Rows of the header."""
+        shared = "in the update read once for all responses of a group in a row"
+        apart = f"in the update read once for each response: {self._prompts_are_apart}"
+        return [("prompts", apart if self._prompts_are_apart else shared)]
 
     def on_start(self, run: Run, state: Any) -> None:
         """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""

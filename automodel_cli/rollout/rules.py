@@ -15,6 +15,7 @@ from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.run.sizes import written_config
 
 if TYPE_CHECKING:
+    from automodel_cli.distributed.layout import MeshConfig
     from automodel_cli.distributed.strategies.base import Strategy
 
 ENVIRONMENT = "environment"
@@ -91,6 +92,35 @@ def check_routing_engine(rollout: RolloutConfig, able: Capabilities) -> None:
             "its tokens went to",
             keys=("rollout.replay_routing", "rollout.engine"),
             fix="vllm serve MODEL --enable-return-routed-experts",
+        )
+
+
+def why_prompts_are_apart(
+    rollout: RolloutConfig, data: DataConfig, model: ModelConfig, mesh: MeshConfig, parallelizer: Strategy
+) -> str:
+    """What in the config keeps the responses of a group from sharing one copy of their prompt in the update, for a
+    sentence; empty where nothing does."""
+    moe, engine = model.moe, model.transformer_engine
+    reasons = (
+        (rollout.group_size == 1, "rollout.group_size=1, so a prompt has one response"),
+        (data.packing == "none", "data.packing=none, so a row holds one sample"),
+        (model.attention != "packed", f"model.attention={model.attention} knows no shared prefix, as packed does"),
+        (engine is not None and engine.attention, "Transformer Engine's attention knows no shared prefix"),
+        ((mesh.cp_size or 1) > 1, f"mesh.cp_size={mesh.cp_size}, and ranks that share rows share no prefixes"),
+        (parallelizer.enable_compile is True, "whole compiled layers (enable_compile=true) were not measured with it"),
+        (bool(moe.aux_loss_coef), "model.moe.aux_loss_coef balances experts over every copy of a prompt"),
+        (bool(moe.bias_update_speed), "model.moe.bias_update_speed balances experts over every copy of a prompt"),
+    )
+    return next((reason for holds, reason in reasons if holds), "")
+
+
+def refuse_shared_prompts(rollout: RolloutConfig, reason: str) -> None:
+    """Raise ConfigError where `rollout.share_prompts=true` asks for what `reason` says cannot be."""
+    if reason and rollout.share_prompts is True:
+        raise ConfigError(
+            f"rollout.share_prompts=true: responses cannot share their prompt: {reason}",
+            keys=("rollout.share_prompts",),
+            fix="rollout.share_prompts=auto",
         )
 
 

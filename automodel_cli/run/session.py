@@ -271,9 +271,10 @@ class Session:
         """0, or what a run returns that a signal stopped."""
         return stop.exit_code(self.stopped_by)
 
-    def header(self) -> None:
-        """What is about to run, before the first step: shown, and kept in the run's record."""
-        rows = header_rows(self)
+    def header(self, further: Sequence[tuple[str, str]] = ()) -> None:
+        """What is about to run, before the first step: shown, and kept in the run's record. `further` rows: (short
+        label, text)."""
+        rows = [*header_rows(self), *further]
         self.meter.header(rows)
         if self.is_main:
             describe(self, dict(rows[1:]))

@@ -119,3 +119,55 @@ def one_token_ahead(rank: int, world: int, folder: Path) -> Errors:
 
 def test_sabotage_is_noticed(folder):
     assert launch(one_token_ahead, 1, folder).gradient > 1e-3
+
+
+RUN = """
+defaults: [grpo, {data: chat_tasks}, {override rewards: none}, _self_]
+model: {pretrained: null, config: {model_type: llama, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+  num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, vocab_size: 512},
+  tokenizer: {_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
+data: {seq_len: 48}
+rollout: {prompts_per_step: 2, group_size: 4, max_new_tokens: 6, baseline: batch, show_every: null}
+rewards:
+  digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
+objective: {kl_coef: 0.1}
+optimizer: {lr: 1.0e-3}
+parallelizer: {mp_policy: {param_dtype: float32}}
+train: {global_batch_size: 4, microbatch_size: 1, max_steps: 2, epochs: null, cpu_threads: 1}
+validation: {every: null, num_batches: null, at_start: false}
+logging: {report: false}
+"""
+
+
+def two_steps(rank: int, world: int, folder: Path) -> dict[str, tuple[list[dict[str, float]], str]]:
+    """What the steps of a run measure with shared prompts and without, and what its header says of them."""
+    from automodel_cli.rollout.rollouts import Rollouts
+    from tests.dist.sessions import session
+
+    found = {}
+    for share in ("auto", "false"):
+        with session(folder, RUN, f"rollout.share_prompts={share}", f"run_name=share_{share}") as opened:
+            recipe, steps = opened.recipe, []
+            rollouts = Rollouts(opened, recipe.rollout, recipe.rewards, recipe.objective)
+            opened.callbacks.add(rollouts)
+            for step, prompts in opened.steps():
+                rollout = rollouts.collect(step, prompts)
+                batches = [batch for update in rollout.updates for batch in update.batches]
+                with rollouts.scoring():
+                    measured = opened.train(step, *rollout.passes(), shown=rollout.shown, unshown=rollout.unshown)
+                rollouts.sync(step)
+                rows = sum(len(batch.input_ids_BT) for batch in batches)
+                steps.append({"rows": rows, **{name: value.item() for name, value in measured.items()}})
+            found[share] = steps, dict(rollouts.about)["prompts"]
+    return found
+
+
+def test_a_run_measures_the_same_in_fewer_rows(tmp_path):
+    """Two updates of a rollout with a reference: the passes before them, the updates, and the next step's weights."""
+    found = launch(two_steps, 1, tmp_path, process_group=False)
+    (shared, said), (apart, said_apart) = found["auto"], found["false"]
+    assert said == "in the update read once for all responses of a group in a row"
+    assert said_apart.endswith("once for each response: rollout.share_prompts=false")
+    for ours, theirs in zip(shared, apart, strict=True):
+        assert ours.pop("rows") < theirs.pop("rows")
+        assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-6)
