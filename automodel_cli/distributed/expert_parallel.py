@@ -12,6 +12,7 @@ results, so that no token is computed or counted twice.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +22,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
+from automodel_cli.distributed.fp8 import autocast_dtype
+from automodel_cli.distributed.fp8_experts import arithmetic_of
 from automodel_cli.distributed.fused import Fuser
 from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of
 from automodel_cli.distributed.kept import declare
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.shares import all_of, share_of
 from automodel_cli.distributed.token_dispatch import AllToAll, TokenDispatcher
+
+logger = logging.getLogger(__name__)
 
 _Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LIBRARYS_CHOICE = "grouped_mm"
@@ -67,6 +72,23 @@ def apply_expert_parallel(
         declare(experts)
 
 
+def multiply_in_fp8(part: nn.Module, mesh: Mesh, fuser: Fuser | None = None) -> None:
+    """Let experts that are all on this rank multiply as `model.fp8` says, in place; the others do so where they are
+    distributed."""
+    modules = [experts for experts in experts_modules(part) if arithmetic_of(experts) is not None]
+    if modules and mesh.layout.tp > 1:
+        logger.warning(
+            "fp8: not the experts of %d layers, which tensor parallelism cuts (mesh.ep_size distributes them whole): "
+            "they compute otherwise than in one process",
+            len(modules),
+        )
+        return
+    for experts in modules:
+        compute = _sorted_once(experts, int(experts.num_experts), mesh, fuser)  # type: ignore[arg-type]
+        assert compute is not None, "experts with 8-bit products are those whose arithmetic is known"
+        experts.forward = torch.compiler.disable(compute)
+
+
 def make_dispatcher(dispatch: str, num_local_experts: int, mesh: Mesh) -> TokenDispatcher:
     assert mesh.ep_group is not None
     if dispatch == "deepep":
@@ -99,11 +121,11 @@ def _sorted_once(experts: nn.Module, num_local: int, mesh: Mesh, fuser: Fuser | 
     """Experts whose arithmetic is known: no row is sorted twice. None for others, and where the user chose a kernel."""
     if experts.config._experts_implementation != _LIBRARYS_CHOICE:  # type: ignore[union-attr]
         return None
-    known = GatedExperts.of(experts, num_local, mesh.ep_group, fuser)
+    known = GatedExperts.of(experts, num_local, mesh.ep_group, fuser, arithmetic_of(experts))
     if known is None:
         return None
     return lambda hidden_TD, index_TK, weight_TK: known(
-        hidden_TD, index_TK, weight_TK, [_local(param) for param in parameters_of(experts)]
+        hidden_TD, index_TK, weight_TK, [_computed(_local(param)) for param in parameters_of(experts)]
     )
 
 
@@ -128,6 +150,12 @@ def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:
 
 def _local(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _computed(param: Tensor) -> Tensor:
+    """As autocast wants it."""
+    dtype = autocast_dtype(param.device)
+    return param if dtype is None else param.to(dtype)
 
 
 def _check(experts: nn.Module, mesh: Mesh) -> None:

@@ -6,7 +6,8 @@ that multiplying by it rounds nothing. Products add in float32. Recipes and numb
 training (BSD-3-Clause; `torchao.float8.config`), which the tests compare with; no code of it is needed to run.
 
 Every product has the form A [M, K] times B [N, K] turned around, both operands cast along K: what a scale is shared by,
-and the layout that tensor cores want. Shapes: T tokens, F features; M, N, K as here.
+and the layout that tensor cores want. Shapes: T tokens, F features; M, N, K as here. Leading dims, as those of experts,
+are so many matrices.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Arithmetic:
         """`x_TF` as an operand that contracts F, or T where it is `turned`. Collective with a `group`, over whose ranks
         what a scale is shared by is cut."""
         by_row = self.recipe.by_row if by_row is None else by_row
-        if turned and len(x_TF) % MULTIPLE:
-            x_TF = torch.nn.functional.pad(x_TF, (0, 0, 0, -len(x_TF) % MULTIPLE))
+        if turned and x_TF.shape[-2] % MULTIPLE:
+            x_TF = torch.nn.functional.pad(x_TF, (0, 0, 0, -x_TF.shape[-2] % MULTIPLE))
         x_TF = x_TF.detach().contiguous()  # one graph for all that is cast
         if group is None:
             return Operand(*self.cast(x_TF, dtype, self.recipe.power_of_two, by_row, turned))
@@ -108,7 +109,7 @@ class Arithmetic:
         if self.emulate:
             wide = torch.promote_types(dtype, torch.float32)
             with _no_autocast(a.values_MK.device):
-                return (_restored(a, wide) @ _restored(b, wide).t()).to(dtype)
+                return (restored(a, wide) @ restored(b, wide).t()).to(dtype)
         inverse_a, inverse_b = a.inverse, b.inverse
         kind = ScalingType.RowWise if inverse_a.ndim or inverse_b.ndim else ScalingType.TensorWise
         if kind is ScalingType.RowWise:  # one scale for all rows of the other operand: torch wants both alike
@@ -159,8 +160,18 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
-def _restored(operand: Operand, dtype: torch.dtype) -> Tensor:
+def restored(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """What an operand stands for."""
     return operand.values_MK.to(dtype) * operand.inverse
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """What a number is multiplied by before it is rounded, given the largest magnitude of what shares it; float32."""
+    # In float64, as compiled code divides less exactly than 1 ulp in float32.
+    scale = (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST)).float()
+    if power_of_two:  # the exponent alone: logarithms would round numbers next to a power to it
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return scale
 
 
 def _cast(x_TF: Tensor, dtype: torch.dtype, power_of_two: bool, by_row: bool, turned: bool) -> tuple[Tensor, Tensor]:
@@ -171,18 +182,14 @@ def _largest(x_TF: Tensor, by_row: bool, turned: bool) -> Tensor:
     """[M, 1] or []."""
     if not by_row:
         return x_TF.abs().amax()
-    return x_TF.abs().amax(0).unsqueeze(-1) if turned else x_TF.abs().amax(-1, keepdim=True)
+    return x_TF.abs().amax(-2).unsqueeze(-1) if turned else x_TF.abs().amax(-1, keepdim=True)
 
 
 def _cast_to(
     x_TF: Tensor, largest: Tensor, dtype: torch.dtype, power_of_two: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
-    most = torch.finfo(dtype).max
-    # In float64, as compiled code divides less exactly than 1 ulp in float32.
-    scale = (most / largest.double().clamp(min=_SMALLEST)).float()
-    if power_of_two:  # the exponent alone: logarithms would round numbers next to a power to it
-        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
-    x_MK = x_TF.t() if turned else x_TF
+    most, scale = torch.finfo(dtype).max, scale_of(largest, dtype, power_of_two)
+    x_MK = x_TF.transpose(-2, -1) if turned else x_TF
     values_MK = (x_MK.float() * scale).clamp(-most, most).to(dtype).contiguous()
     return values_MK, scale.reciprocal()
 

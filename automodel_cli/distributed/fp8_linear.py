@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from automodel_cli.distributed.fp8 import MULTIPLE, Arithmetic, autocast_dtype, require
+from automodel_cli.distributed.fp8_experts import require_grouped
 from automodel_cli.distributed.fused import Fuser
 
 logger = logging.getLogger(__name__)
@@ -57,18 +58,19 @@ def convert(linear: nn.Linear, arithmetic: Arithmetic) -> None:
 
 def prepare(part: nn.Module, device: torch.device, fuser: Fuser | None) -> None:
     """After tensor parallelism has cut the layers: leave those whose share does not divide, and let casts run as
-    `fuser` says. Raises ConfigError on a device without 8-bit products."""
+    `fuser` says. Raises ConfigError on a device without 8-bit products, of experts too."""
     layers = [module for module in part.modules() if isinstance(module, Fp8Linear)]
     left: Counter[str] = Counter()
+    for module in part.modules():
+        if (fp8 := vars(module).get("fp8")) is not None and not fp8.emulate:
+            (require if isinstance(module, Fp8Linear) else require_grouped)(device)
     for layer in layers:
-        if not layer.fp8.emulate:
-            require(device)
         shape = layer.weight.to_local().shape if isinstance(layer.weight, DTensor) else layer.weight.shape
         if any(size % MULTIPLE for size in shape):
             layer.__class__ = nn.Linear  # type: ignore[assignment]
             left[f"{shape[1]} x {shape[0]}"] += 1
-    for arithmetic in {id(layer.fp8): layer.fp8 for layer in layers}.values():
-        if fuser is not None:
+    if fuser is not None:
+        for arithmetic in _arithmetics([part]):
             arithmetic.fuse(fuser)
     if left:
         sizes = ", ".join(f"{count} of {size}" for size, count in left.items())
@@ -83,7 +85,7 @@ def prepare(part: nn.Module, device: torch.device, fuser: Fuser | None) -> None:
 @contextmanager
 def paused(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, converted layers compute what their weights say, as whoever loads an export does."""
-    of_parts = [module.fp8 for part in parts for module in part.modules() if isinstance(module, Fp8Linear)]
+    of_parts = _arithmetics(parts)
     for arithmetic in of_parts:
         arithmetic.paused = True
     try:
@@ -91,6 +93,12 @@ def paused(parts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for arithmetic in of_parts:
             arithmetic.paused = False
+
+
+def _arithmetics(parts: Sequence[nn.Module]) -> list[Arithmetic]:
+    """Of linear layers and of experts; many share one."""
+    found = [vars(module).get("fp8") for part in parts for module in part.modules()]
+    return list({id(fp8): fp8 for fp8 in found if isinstance(fp8, Arithmetic)}.values())
 
 
 class _Cut(NamedTuple):

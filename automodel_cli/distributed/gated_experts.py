@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, grouped_mm
 
-from automodel_cli.distributed import dispatch_kernels
+from automodel_cli.distributed import dispatch_kernels, fp8_experts
+from automodel_cli.distributed.fp8 import Arithmetic
 from automodel_cli.distributed.fused import Fuser, Glue
 from automodel_cli.distributed.kept import Kept, is_keeping, keep
 from automodel_cli.distributed.token_dispatch import Routes, find_routes
@@ -37,10 +38,18 @@ _PROBE = {"experts": 3, "hidden": 8, "inner": 16, "tokens": 12}
 
 
 class GatedExperts:
-    """The arithmetic of one module of experts, of which `num_local` are on this rank."""
+    """The arithmetic of one module of experts, of which `num_local` are on this rank. With `fp8` they multiply so."""
 
-    def __init__(self, experts: nn.Module, num_local: int, group: dist.ProcessGroup | None, fuser: Fuser | None = None):
+    def __init__(
+        self,
+        experts: nn.Module,
+        num_local: int,
+        group: dist.ProcessGroup | None,
+        fuser: Fuser | None = None,
+        fp8: Arithmetic | None = None,
+    ):
         self.transposed, self.num_local, self.group = bool(experts.is_transposed), num_local, group
+        self._fp8 = fp8
         self._family = copy.copy(experts)  # what its gate reads
         self._family._parameters = {}
         # each as written, or as `fuser` runs it
@@ -50,7 +59,12 @@ class GatedExperts:
 
     @classmethod
     def of(
-        cls, experts: nn.Module, num_local: int, group: dist.ProcessGroup | None, fuser: Fuser | None = None
+        cls,
+        experts: nn.Module,
+        num_local: int,
+        group: dist.ProcessGroup | None,
+        fuser: Fuser | None = None,
+        fp8: Arithmetic | None = None,
     ) -> GatedExperts | None:
         """None for experts that compute something else, or with parameters of their own. Without a `group` all experts
         are here."""
@@ -58,7 +72,7 @@ class GatedExperts:
         dtypes = {param.dtype for _, param in experts.named_parameters()}
         if names not in ({*_WEIGHTS}, {*_WEIGHTS, *_BIASES}) or not dtypes <= _DTYPES or not _is_standard(experts):
             return None
-        return cls(experts, num_local, group, fuser)
+        return cls(experts, num_local, group, fuser, fp8)
 
     def gate(self, inner_NF: Tensor) -> Tensor:
         """[N, F] -> [N, I]."""
@@ -79,11 +93,16 @@ class GatedExperts:
 
     def product(self, rows_ND: Tensor, weight_LDF: Tensor, ends_L: Tensor, *, back: bool = False) -> Tensor:
         """Every row times the weight of its expert, or that weight turned around."""
+        if self._fp8 is not None and not self._fp8.paused:
+            turned = self.transposed is not back
+            return fp8_experts.product(self._fp8, rows_ND, weight_LDF, ends_L, turned=turned, fast=not back)
         weight = weight_LDF if self.transposed is not back else weight_LDF.transpose(-2, -1)
         return grouped_mm(rows_ND, weight, offs=ends_L)
 
     def weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, ends_L: Tensor) -> Tensor:
         first, second = (rows_NI, grad_NO) if self.transposed else (grad_NO, rows_NI)
+        if self._fp8 is not None and not self._fp8.paused:
+            return fp8_experts.weight_gradient(self._fp8, first, second, ends_L)
         return grouped_mm(first.t(), second, offs=ends_L)
 
 

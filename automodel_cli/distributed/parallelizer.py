@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import fp8_linear, fused
+from automodel_cli.distributed.expert_parallel import apply_expert_parallel, multiply_in_fp8
 from automodel_cli.distributed.glue import fuse_layers
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.routing import fuse_routers
@@ -50,9 +51,9 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         apply_tensor_parallel(part, mesh.tp, options, shard_experts=mesh.ep is None)
     fp8_linear.prepare(part, mesh.device, fuser)
     if mesh.ep is not None:
-        from automodel_cli.distributed.expert_parallel import apply_expert_parallel
-
         apply_expert_parallel(part, mesh, options.expert_dispatch, fuser)
+    else:
+        multiply_in_fp8(part, mesh, fuser)
     if isinstance(fuser, fused.Compiled):
         fuser.settle(by_name=strategy.enable_compile == GLUE)
     if mesh.layout.cp > 1:

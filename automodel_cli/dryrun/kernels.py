@@ -38,7 +38,8 @@ _SHAPED_LIKE = frozenset({"zeros_like", "ones_like", "full_like", "rand_like", "
 """Their argument is not read."""
 _OVERWRITES = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"})
 """Operators in place that do not read what they write."""
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm_v2"})
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm_v2"})
+_ENDS = 8  # where the last of them has the ends of its groups
 
 
 def is_view(func: Any) -> bool:
@@ -147,6 +148,9 @@ def _rate(gpu: Gpu, func: Any, args: Sequence[Any], real: Callable[[Tensor], Ten
         return gpu.peak_fp32 * gpus.FP32_PRODUCTS
     if name == "_grouped_mm":
         return gpu.peak_bf16 * gpus.grouped(_rows_of_a_group(*args[:3]))
+    if name == "_scaled_grouped_mm_v2":
+        rows = _rows_of_a_group(args[0], args[1], args[_ENDS])
+        return gpu.peak_bf16 * gpus.grouped(rows) * gpus.GROUPED_IN_8_BITS
     return gpu.peak_bf16 * gpus.GEMM * (2 if factor.dtype.itemsize == 1 else 1)
 
 

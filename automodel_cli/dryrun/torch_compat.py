@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 __all__ = ["FakeTensor", "FakeTensorMode", "unset_fake_temporarily"]
 
 _LIBRARY = torch.library.Library("c10d", "IMPL")
+_ATEN = torch.library.Library("aten", "IMPL")
 _MESH_METHODS = (
     "__getitem__", "get_local_rank", "get_coordinate", "get_group", "get_all_groups", "size", "__init__", "_flatten",
     "__eq__", "__hash__",
@@ -69,7 +70,20 @@ def install(cuda: torch.device) -> FakeTensorMode:
     _objects_stay_here()
     _meshes_are_real()
     _coalesced_answer()
+    _grouped_products_of_8_bits_have_a_shape()
     return mode
+
+
+def _grouped_products_of_8_bits_have_a_shape() -> None:
+    """The operator of the public function has no shape function up to torch 2.13; the one before it has, which checks
+    layouts and scales as a device does."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_grouped_mm_v2", "Meta"):
+        return
+
+    def shape_of(a: Tensor, b: Tensor, scale_a: Any, _a: Any, _b: Any, scale_b: Any, *rest: Any) -> Tensor:
+        return torch._scaled_grouped_mm(a, b, scale_a[0], scale_b[0], rest[2], out_dtype=torch.bfloat16)
+
+    _ATEN.impl("_scaled_grouped_mm_v2", shape_of, "Meta")
 
 
 def start_group(rank: int, world_size: int) -> None:

@@ -89,7 +89,7 @@ def _prepared_model(
     if config.transformer_engine is not None:
         transformer_engine.swap_layers(model, config.transformer_engine)
     if config.fp8 is not None:
-        fp8.convert_layers(model, config.fp8)
+        fp8.convert_layers(model, config.fp8, config.moe)
     train_every_token(model)
     length_rope.install(model)
     state_layers.install(model, way.classes, by_position=way.by_document)

@@ -124,18 +124,20 @@ class TransformerEngineConfig:
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Products of the layers' linear layers in 8-bit floats, cast with scales at every use; never run on a GPU yet.
+    """Products of linear layers and experts in 8-bit floats, cast with scales at every use; never run on a GPU yet.
 
     `recipe`: "rowwise" has a scale, a power of two, for each token and each output; "tensorwise" one for each tensor,
     faster and less exact; "rowwise_with_gw_hp" is rowwise with gradients of weights in the precision of the run.
     Parameters, optimizer, checkpoints and exports stay as they are; so do head, embeddings, routers and norms, and
     layers whose sizes are no multiples of 16 (the log counts them). Needs an NVIDIA GPU of compute capability 8.9
-    (L40S, H100, B200).
+    (L40S, H100, B200), for experts 9 or 10 (H100, B200).
     """
 
     recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
     skip: list[str] = field(default_factory=list)
     """Endings of names of linear layers to leave alone, as `[o_proj, mlp.down_proj]`."""
+    experts: bool = True
+    """The experts of a mixture too, where the recipe has a scale for each row."""
     emulate: bool = False
     """Cast alike but multiply in float32, slower: to see the numbers on a CPU or an older GPU."""
 
@@ -205,7 +207,7 @@ class ModelConfig:
     """Train the layers for multi-token prediction too; null: what the checkpoint has of them is exported as it was."""
     transformer_engine: TransformerEngineConfig | None = None
     fp8: Fp8Config | None = None
-    """Linear layers multiply in 8-bit floats; null: in what the run computes in."""
+    """Linear layers and experts multiply in 8-bit floats; null: in what the run computes in."""
     head_chunk_size: int | None = None
 
     def __post_init__(self) -> None:

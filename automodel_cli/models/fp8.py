@@ -1,4 +1,4 @@
-"""Which linear layers of a model multiply in 8-bit floats: those of its layers that tensor cores can take.
+"""Which linear layers and experts of a model multiply in 8-bit floats: those of its layers that tensor cores can take.
 
 Never the head, embeddings, routers and norms, nor what a family computes with a class of its own.
 """
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.expert_parallel import is_experts
+from automodel_cli.distributed import fp8_experts
+from automodel_cli.distributed.expert_parallel import experts_modules, is_experts
 from automodel_cli.distributed.fp8 import MULTIPLE, RECIPES, Arithmetic
 from automodel_cli.distributed.fp8_linear import convert
-from automodel_cli.models.config import Fp8Config
+from automodel_cli.distributed.gated_experts import GatedExperts
+from automodel_cli.models.config import Fp8Config, MoEConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def convert_layers(model: PreTrainedModel, config: Fp8Config) -> None:
-    """Convert the linear layers inside the decoder layers, in place, before adapters wrap them. Parameters may be on
-    the meta device.
+def convert_layers(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig) -> None:
+    """Convert the linear layers inside the decoder layers, in place, before adapters wrap them, and mark the experts,
+    which are converted where they are put on ranks. Parameters may be on the meta device.
 
     Raises ConfigError where nothing is left to convert, and for a name in `skip` that no linear layer has.
     """
@@ -42,14 +44,48 @@ def convert_layers(model: PreTrainedModel, config: Fp8Config) -> None:
             assert isinstance(module, nn.Linear)
             convert(module, arithmetic)
     left = "".join(f"; not {count} {reason}" for reason, count in Counter(reasons.values()).items())
-    logger.info("fp8 %s: %d linear layers%s", config.recipe, len(linear) - len(reasons), left)
-    if len(linear) == len(reasons):
+    num_experts, of_experts = _mark_experts(model, config, moe, arithmetic)
+    logger.info("fp8 %s: %d linear layers%s%s", config.recipe, len(linear) - len(reasons), left, of_experts)
+    if len(linear) == len(reasons) and not num_experts:
         raise ConfigError(
             f"model.fp8 converts no layer of {type(model).__name__}, which has {len(linear)} linear layers inside its "
             f"layers{left}",
             keys=("fp8",),
             fix="model.fp8=null",
         )
+
+
+def _mark_experts(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig, arithmetic: Arithmetic) -> tuple[int, str]:
+    """How many layers have converted experts, and what the log says of them: nothing of a model without any."""
+    modules = experts_modules(model)
+    if not modules:
+        return 0, ""
+    # all of a class alike: what differs between layers is no part of it
+    reasons = {kind: _why_not_experts(next(m for m in modules if type(m) is kind), config, moe, arithmetic)
+               for kind in {type(module) for module in modules}}  # fmt: skip
+    for module in modules:
+        if not reasons[type(module)]:
+            module.fp8 = arithmetic  # type: ignore[assignment]
+    left = Counter(reasons[type(module)] for module in modules)
+    converted = left.pop("", 0)
+    said = [f"the experts of {converted} layers"] if converted else []
+    return converted, "; " + ", ".join(said + [f"not those of {count}: {reason}" for reason, count in left.items()])
+
+
+def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arithmetic: Arithmetic) -> str:
+    """Empty for experts that are converted."""
+    sizes = {size for param in experts.parameters() if param.ndim > 2 for size in param.shape[1:]}
+    if not config.experts:
+        return "experts=false"
+    if lacking := fp8_experts.lacks(arithmetic.recipe):
+        return lacking
+    if moe.experts != MoEConfig.experts:
+        return f"model.moe.experts={moe.experts} multiplies them"
+    if any(size % MULTIPLE for size in sizes):
+        return f"sizes of {', '.join(map(str, sorted(sizes)))}, not all multiples of {MULTIPLE}"
+    if GatedExperts.of(experts, int(experts.num_experts), None) is None:  # type: ignore[arg-type]
+        return "a computation of their own"
+    return ""
 
 
 def _check_skipped(config: Fp8Config, linear: dict[str, nn.Module]) -> None:

@@ -108,6 +108,13 @@ def check_fp8(parallelizer: Strategy, model: ModelConfig) -> None:
             keys=("parallelizer.enable_compile", "model.fp8"),
             fix="parallelizer.enable_compile=auto",
         )
+    if model.fp8.experts and parallelizer.axis_options().expert_dispatch == "deepep":
+        raise ConfigError(
+            "model.fp8.experts: rows that DeepEP has sorted are multiplied by the library's own code, which has no "
+            "8-bit products",
+            keys=("model.fp8.experts", "parallelizer.expert_dispatch"),
+            fix="parallelizer.expert_dispatch=all_to_all, or model.fp8.experts=false",
+        )
 
 
 def check_4bit_base(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig) -> None:

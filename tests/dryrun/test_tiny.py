@@ -196,6 +196,17 @@ def test_products_of_8_bits_are_counted_at_twice_the_speed_and_keep_what_others_
     assert not in_fp8.syncs or len(in_fp8.syncs) == len(plain.syncs)
 
 
+def test_experts_multiply_in_8_bits_without_waiting_for_sizes() -> None:
+    """Six products a layer and microbatch; gradients of weights cast two operands each by expert."""
+    options = (*_BF16, "parallelizer.activation_checkpointing=false", "model.fp8={}")
+    found = traced("qwen3_moe_30b_ep8_tiny", 8, 0, *options, microbatches=1)
+    counts, layers = {line.what: line.count for line in found.kernels}, 4
+    assert counts["_scaled_grouped_mm_v2"] == 6 * layers and "_grouped_mm" not in counts
+    assert counts["automodel::fp8_cast_groups"] == 4 * layers
+    assert [line.count for line in found.syncs if "find_routes" in line.what] == [layers]
+    assert not any("fp8" in line.what for line in found.syncs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",

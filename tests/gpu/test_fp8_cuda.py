@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_cli.distributed import fp8_linear, fused
+from automodel_cli.distributed import fp8_experts, fp8_groups, fp8_linear, fused
 from automodel_cli.distributed.fp8 import CAPABILITY, RECIPES, Arithmetic
 
 pytestmark = [
@@ -47,3 +47,34 @@ def test_casts_compile_on_this_gpu_to_the_same_bits(recipe: str):
     got, want = run(recipe, 256, emulate=False, fuser=fuser), run(recipe, 256, emulate=False)
     assert not fuser.refused, str(fuser)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+grouped = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in fp8_experts.GENERATIONS,
+    reason="needs a CUDA device with grouped 8-bit products",
+)
+
+
+@grouped
+@pytest.mark.parametrize("counts", [[128, 64, 0, 256], [77, 0, 1, 300]], ids=["multiples of 16", "any"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_grouped_products_give_what_the_emulation_gives(counts: list[int], turned: bool):
+    torch.manual_seed(0)
+    ends_L = torch.tensor(counts, device=CUDA).cumsum(0, dtype=torch.int32)
+    rows_NK = torch.randn(sum(counts), 512, device=CUDA, dtype=torch.bfloat16)
+    grad_NO = torch.randn(sum(counts), 256, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.randn(len(counts), *((512, 256) if turned else (256, 512)), device=CUDA, dtype=torch.bfloat16)
+
+    def both(emulate: bool):
+        fp8 = Arithmetic(RECIPES["rowwise"], emulate)
+        y = fp8_experts.product(fp8, rows_NK, weight, ends_L, turned=turned, fast=True)
+        back = fp8_experts.product(fp8, grad_NO, weight, ends_L, turned=not turned)
+        return y, back, fp8_experts.weight_gradient(fp8, rows_NK, grad_NO, ends_L)
+
+    for got, exact in zip(both(False), both(True), strict=True):
+        assert (got - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+@grouped
+def test_rows_of_experts_are_cast_by_the_kernel():
+    assert not fp8_groups.difference(CUDA)

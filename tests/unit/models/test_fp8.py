@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.expert_parallel import experts_modules
+from automodel_cli.distributed.fp8_experts import arithmetic_of
 from automodel_cli.distributed.fp8_linear import Fp8Linear
 from automodel_cli.models.build import build_part
-from automodel_cli.models.config import Fp8Config, LoRAConfig, ModelConfig, TransformerEngineConfig
+from automodel_cli.models.config import Fp8Config, LoRAConfig, ModelConfig, MoEConfig, TransformerEngineConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.weights import iter_hf_weights
 from tests import tiny
@@ -41,14 +44,35 @@ def test_the_log_counts_what_is_left_alone_and_why(caplog):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral"])
-def test_routers_and_experts_stay_as_they_are(family):
-    part = part_of(family)
+def test_experts_are_converted_and_routers_stay_as_they_are(family, caplog):
+    with caplog.at_level(logging.INFO):
+        part = part_of(family)
     names = converted(part)
     assert names and not any(
         name.rpartition(".")[2] == "gate" or "router" in name or ".experts" in name for name in names
     )
+    experts = experts_modules(part)
+    assert experts and all(arithmetic_of(module) is not None for module in experts)
+    assert f"; the experts of {len(experts)} layers" in caplog.text
     if family == "deepseek_v3":
         assert "1.mlp.shared_experts.up_proj" in names
+
+
+LEFT = {
+    "told": ({"fp8": Fp8Config(experts=False)}, "experts=false"),
+    "no scale for each row": ({"fp8": Fp8Config(recipe="tensorwise")}, "a scale for each row, as tensorwise has not"),
+    "another kernel": ({"moe": MoEConfig(experts="eager")}, r"model\.moe\.experts=eager multiplies them"),
+    "sizes": ({"fields": {"moe_intermediate_size": 24}}, "sizes of 24, 48, 64, not all multiples of 16"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_the_log_says_why_experts_are_left_alone(case, caplog):
+    options, reason = LEFT[case]
+    with caplog.at_level(logging.INFO):
+        part = part_of("qwen3_moe", **options)
+    assert converted(part) and all(arithmetic_of(module) is None for module in experts_modules(part))
+    assert re.search(rf"; not those of \d: .*{reason}", caplog.text)
 
 
 def test_adapters_wrap_converted_layers_and_stay_as_they_are():

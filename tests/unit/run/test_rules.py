@@ -158,6 +158,7 @@ def test_multi_token_prediction_refuses_adapters_and_files_that_do_not_have_it()
 FP8 = {
     "a parallelizer of others": (MegatronFSDPConfig(), "not measured under megatron_fsdp"),
     "whole layers as graphs": (FSDP2Config(enable_compile=True), "as glue the casts compile"),
+    "rows that DeepEP has sorted": (FSDP2Config(expert_dispatch="deepep"), "by the library's own code"),
 }
 
 
