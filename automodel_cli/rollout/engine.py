@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from automodel_cli.rollout.engine_configs import CudaGraphs
     from automodel_cli.rollout.servers.http import Server
 
 FinishReason = Literal["stop", "length"]
@@ -162,7 +163,9 @@ class Host(Protocol):
         """Whether servers generate on the GPUs that train, in turns (`rollout.placement=colocated`)."""
         ...
 
-    def sampler(self, *, num_slots: int | None, prefill_tokens: int, refill_share: float) -> Engine:
+    def sampler(
+        self, *, num_slots: int | None, prefill_tokens: int, refill_share: float, cuda_graphs: CudaGraphs = "auto"
+    ) -> Engine:
         """Our own sampler on the weights as they are trained, under any layout. Collective."""
         ...
 

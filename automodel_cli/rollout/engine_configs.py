@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from automodel_cli.rollout.servers.live_weights import LiveWeights
     from automodel_cli.rollout.servers.transfer import SharedTransfer, Transfer
 
+CudaGraphs = Literal["auto"] | bool
+"""Whether the sampler's decoding steps are CUDA graphs."""
+
 
 @dataclass(frozen=True)
 class SamplerConfig:
@@ -32,7 +35,8 @@ class SamplerConfig:
     `num_slots` sequences decode together on each data-parallel rank; the cache holds that many times the longest. null:
     as many as have room in an eighth of the rank's memory, at most 256.
     `prefill_tokens` bounds the prompts of one forward, `refill_share` is the share of slots that must be free before
-    new prompts start.
+    new prompts start. `cuda_graphs` launches a decoding step as one graph (docs/rollout.md): auto does so on CUDA where
+    a rank has the whole weights to itself, and the header says where it does not. Never run on a GPU.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -42,6 +46,7 @@ class SamplerConfig:
     num_slots: int | None = None
     prefill_tokens: int = 8192
     refill_share: float = 0.125
+    cuda_graphs: CudaGraphs = "auto"
 
     def __post_init__(self) -> None:
         _at_least(self, prefill_tokens=1, **({} if self.num_slots is None else {"num_slots": 1}))
@@ -55,7 +60,10 @@ class SamplerConfig:
     def build(self, host: Host) -> Engine:
         """See `EngineConfig`."""
         return host.sampler(
-            num_slots=self.num_slots, prefill_tokens=self.prefill_tokens, refill_share=self.refill_share
+            num_slots=self.num_slots,
+            prefill_tokens=self.prefill_tokens,
+            refill_share=self.refill_share,
+            cuda_graphs=self.cuda_graphs,
         )
 
 

@@ -14,6 +14,7 @@ from automodel_cli.rollout.model_engines import (
     build_sampler,
     stop_token_ids,
 )
+from automodel_cli.rollout.sampler.graphs import settled
 from automodel_cli.rollout.sampler.slots import num_slots as slots_for
 from automodel_cli.rollout.servers.own import start
 from automodel_cli.rollout.servers.process import ServerProcess
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from automodel_cli.distributed.mesh import Mesh
     from automodel_cli.models.routing import Selectors
+    from automodel_cli.rollout.engine_configs import CudaGraphs
     from automodel_cli.rollout.servers.http import Server
     from automodel_cli.run.model import Model
     from automodel_cli.run.recipe import Recipe
@@ -68,7 +70,9 @@ class EngineHost:
     def run_dir(self) -> Path:
         return self._session.run_dir
 
-    def sampler(self, *, num_slots: int | None, prefill_tokens: int, refill_share: float) -> Engine:
+    def sampler(
+        self, *, num_slots: int | None, prefill_tokens: int, refill_share: float, cuda_graphs: CudaGraphs = "auto"
+    ) -> Engine:
         """See `Host`."""
         recipe, mesh, stages = self._session.recipe, self._session.mesh, self._session.model.stages
         config, trust = self._source_config, recipe.model.trust_remote_code
@@ -76,9 +80,12 @@ class EngineHost:
         if num_slots is None:
             state_bytes = build_sampler(stages, mesh, **options, num_slots=1).state_bytes()
             num_slots = slots_for(config, recipe.data.seq_len, mesh, state_bytes)
-        return build_sampler(
+        options["capture"], steps = settled(cuda_graphs, stages.parts, mesh)
+        engine = build_sampler(
             stages, mesh, **options, num_slots=num_slots, prefill_tokens=prefill_tokens, refill_share=refill_share
         )
+        engine.about = f"{num_slots} slots   {steps}"
+        return engine
 
     def replica(self, **options: Any) -> HFEngine:
         """See `Host`."""

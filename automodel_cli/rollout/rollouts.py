@@ -128,7 +128,9 @@ class Rollouts(Callback):
         """Rows of the header."""
         shared = "in the update read once for all responses of a group in a row"
         apart = f"in the update read once for each response: {self._prompts_are_apart}"
-        return [("prompts", apart if self._prompts_are_apart else shared)]
+        prompts = ("prompts", apart if self._prompts_are_apart else shared)
+        sampler = getattr(self.engine, "about", "") if self.mesh.device.type == "cuda" else ""
+        return [("sampler", sampler), prompts] if sampler else [prompts]
 
     def on_start(self, run: Run, state: Any) -> None:
         """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""

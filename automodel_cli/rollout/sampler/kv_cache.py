@@ -114,6 +114,12 @@ class KVCache:
             keys[target, :, :length] = keys[source, :, :length]
             values[target, :, :length] = values[source, :, :length]
 
+    def reserve(self, length: int) -> tuple[int, ...]:
+        """Room for `length` tokens in every layer that has run. Returns the addresses, which change when it grows."""
+        for call, (keys, values) in self._layers.items():
+            self._room(call, keys, values, length)
+        return tuple(tensor.data_ptr() for stored in self._layers.values() for tensor in stored)
+
     def clear(self) -> None:
         """Free the memory."""
         self._layers.clear()

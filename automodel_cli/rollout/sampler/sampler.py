@@ -8,9 +8,11 @@ from the very forward, weights and head that the trainer scores with, so the two
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -28,9 +30,12 @@ from automodel_cli.rollout.engine import (
     resolve_seeds,
 )
 from automodel_cli.rollout.sampler.decoder import Decoder
+from automodel_cli.rollout.sampler.graphs import Capture, DecodeGraphs, GraphsFailed
 from automodel_cli.rollout.sampler.kv_cache import Decode, KVCache, Prefill, WholeAttention
 from automodel_cli.rollout.sampler.state_slots import StateSlots
 from automodel_cli.rollout.sampling import choose, uniforms
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,6 +56,11 @@ class _Sequence:
     def cached(self) -> int:
         """Tokens whose keys are stored: all but the newest, which the next forward reads."""
         return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def uniform(self) -> float:
+        """The number that decides the next token."""
+        return float(self.uniform_T[len(self.tokens)]) if len(self.uniform_T) else 0.0
 
     @property
     def longest(self) -> int:
@@ -75,7 +85,8 @@ class Sampler:
     sequences decode together; the cache has `num_slots` times the longest of them (and one more where samples of a
     prompt outnumber the slots), so memory bounds this number.
     `prefill_tokens` bounds the prompts of one forward (one prompt at least). `refill_share` of the slots must be free
-    before new prompts start: one forward for several prompts costs little more than for one.
+    before new prompts start: one forward for several prompts costs little more than for one. `capture` freezes decoding
+    steps (`graphs.py`); None runs them as they are.
     """
 
     capabilities = Capabilities(logprobs=True, weight_updates=True, live_weights=True, routing=True)
@@ -89,6 +100,7 @@ class Sampler:
         num_slots: int = 32,
         prefill_tokens: int = 8192,
         refill_share: float = 0.125,
+        capture: Capture | None = None,
     ):
         for name, holds, rule in (
             ("num_slots", num_slots >= 1, "must be at least 1"),
@@ -101,11 +113,15 @@ class Sampler:
         self.stop_token_ids = frozenset(stop_token_ids)
         self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
         self.weight_version = 0
+        self.about = ""
+        """What a run says of it before its first step."""
         self._layers: tuple[int, ...] = ()
         self._refill = max(1, int(num_slots * refill_share))
         self._cache = KVCache(num_slots, whole_attention)
         self._states = StateSlots(num_slots, decoder.new_cache)
         self._shared: _Waiting | None = None
+        self._capture = capture
+        self._graphs: DecodeGraphs | None = None
 
     def update_weights(self, stream: WeightStream) -> None:
         """The weights are the trainer's own: only the version changes, and nothing of the stream is read."""
@@ -134,6 +150,16 @@ class Sampler:
         """
         seeds = resolve_seeds(prompts, params, seeds)
         limits = [params.max_new_tokens] * len(prompts) if limits is None else limits
+        try:
+            return self._generate(prompts, params, seeds, limits)
+        except GraphsFailed as failure:
+            _logger.warning("the sampler decodes without CUDA graphs from now on: %s", failure)
+            self._capture = None
+            return self._generate(prompts, params, seeds, limits)
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], limits: Sequence[int]
+    ) -> list[Completion]:
         waiting = deque(
             _Sequence(i, prompt, limit, uniforms(seed, 0 if params.greedy else limit).numpy())
             for i, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True))
@@ -145,6 +171,15 @@ class Sampler:
         self._cache.num_slots = self._states.num_slots = slots + (len(prompts) > self.num_slots)
         self._cache.longest = max((s.longest for s in waiting), default=1)
         self._cache.register()
+        if self._capture is not None and not params.routing:
+            self._graphs = DecodeGraphs(
+                self._capture,
+                partial(self._logits, params),
+                self._cache.reserve,
+                params,
+                largest=(slots, self._cache.longest),
+                device=self.decoder.device,
+            )
         try:
             with self.decoder.generating(self._states):
                 while self.decoder.anyone(bool(waiting or active)) or must_gather:
@@ -220,11 +255,26 @@ class Sampler:
     def _continue(self, active: list[_Sequence], params: SamplingParams) -> None:
         """One more token for every sequence."""
         cached = [sequence.cached for sequence in active]
-        forward = Decode(self._tensor(cached), max(cached) + 1)
+        longest = max(cached) + 1
+        if self._graphs is not None:
+            rows = [(s.tokens[-1], s.cached, s.uniform) for s in active]
+            drawn_2S = self._graphs.drawn(rows, longest)
+            if drawn_2S is not None:
+                self._take(drawn_2S, active)
+                return
+        forward = Decode(self._tensor(cached), longest)
         input_ids_B1 = self._tensor([s.tokens[-1] for s in active])[:, None]
         position_B1 = forward.position_B[:, None]
         logits_BV = self._forward(forward, input_ids_B1, position_B1, forward.slot_B, active, params)
         self._draw(logits_BV, active, params)
+
+    def _logits(self, params: SamplingParams, inputs_B3: Tensor, longest: int) -> Tensor:
+        """See `DecodeGraphs`."""
+        token_B, position_B = inputs_B3[:, :2].long().unbind(1)
+        forward = Decode(position_B, longest)
+        logits_BV = self._forward(forward, token_B[:, None], position_B[:, None], forward.slot_B, [], params)
+        assert logits_BV is not None, "one process holds the whole model"
+        return logits_BV
 
     def _dummy(self) -> None:
         """A forward for the others' collectives: this rank has no sequence, so slot 0 is free."""
@@ -257,11 +307,13 @@ class Sampler:
         """One token for each sequence, on every rank that decodes it."""
         drawn_2S = None
         if logits_SV is not None:
-            greedy = params.greedy
-            numbers = [0.0 if greedy else s.uniform_T[len(s.tokens)] for s in sequences]
-            uniform_S = torch.tensor(numbers, dtype=torch.float64, device=self.decoder.device)
+            uniform_S = torch.tensor([s.uniform for s in sequences], dtype=torch.float64, device=self.decoder.device)
             tokens_S, logprobs_S = choose(logits_SV, params, uniform_S)
             drawn_2S = torch.stack([tokens_S.double(), logprobs_S.double()])
+        self._take(drawn_2S, sequences)
+
+    def _take(self, drawn_2S: Tensor | None, sequences: Sequence[_Sequence]) -> None:
+        """What the drawing rank has drawn, on every rank."""
         tokens, logprobs = self.decoder.agree(drawn_2S, len(sequences)).tolist()
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             sequence.tokens.append(int(token))
@@ -288,7 +340,7 @@ class Sampler:
     def _forget(self) -> None:
         self._cache.clear()
         self._states.clear()
-        self._shared = None
+        self._shared = self._graphs = None
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.decoder.device)
