@@ -120,7 +120,8 @@ class _Alias(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gradient: _InputGradient) -> Tensor:
         ctx.gradient, ctx.shape = gradient, x.shape
         ctx.set_materialize_grads(False)
-        return x.data.reshape(-1, x.shape[-1])  # `data`: an alias that does not keep `x` alive as its base
+        # `detach`: does not keep `x` alive, and shares its version, so that a change in place is an error as ever
+        return x.detach().reshape(-1, x.shape[-1])
 
     @staticmethod
     @once_differentiable
