@@ -69,7 +69,7 @@ class RouterWatch:
         rows = {name: row for row, name in enumerate(everywhere)}
         self._layers = [_Layer(self, config, rows[name], block, router, name) for name, block, router in found]
         self._refuse_what_cannot_act(parts)
-        for part in parts:
+        for part in parts if found else ():  # nobody asks which tokens are real where there is no router
             part.register_forward_pre_hook(self._enter_part, with_kwargs=True)
             part.register_forward_hook(self._leave_part, always_call=True)
             # The library's own model inside: called with this rank's tokens of the rows.

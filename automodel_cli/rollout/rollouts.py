@@ -291,8 +291,10 @@ class Rollouts(Callback):
 
     def _of_all_ranks(self, mine: list[Sample] | None) -> list[Sample]:
         """The samples of all ranks, by place and index; of ranks that share prompts one counts. Collective."""
-        everywhere: list[list[Sample] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, mine if is_group_leader(self.mesh) else None)
+        everywhere: list[list[Sample] | None] = [mine]
+        if dist.get_world_size() > 1:  # else samples would be written and read again
+            everywhere = everywhere * dist.get_world_size()
+            dist.all_gather_object(everywhere, mine if is_group_leader(self.mesh) else None)
         samples = [sample for of_rank in everywhere for sample in of_rank or ()]
         return sorted(samples, key=lambda sample: (sample.place, sample.index))
 
