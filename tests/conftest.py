@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -18,3 +19,8 @@ def every_fix_works_when_pasted(request: pytest.FixtureRequest) -> Iterator[None
     with watch() as found:
         yield
     assert not found.complaints, "\n".join(found.complaints)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: no later collection of garbage walks it."""
+    gc.freeze()

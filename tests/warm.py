@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -130,6 +131,7 @@ def _serve(
 
 def _be_command(arguments: list[str], folder: str, environ: Mapping[str, str]) -> NoReturn:
     """What `python -m automodel_cli ARGUMENTS` does from its first line on, to the end of the process."""
+    gc.freeze()  # a collection would walk all that was imported before the fork
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
