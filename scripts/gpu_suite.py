@@ -80,6 +80,7 @@ def pieces() -> list[Piece]:
         Piece("compiled layers", (*_BENCH, "quickstart", "parallelizer.enable_compile=true"), 150),
         Piece("parameters in host memory", (*_BENCH, "{folder}/dense.yaml", _OFFLOAD)),
         Piece("the sampler", (*_BENCH, "quickstart_grpo", *_SAMPLED)),
+        Piece("the sampler's CUDA graphs", (*_PYTEST, "tests/gpu/test_graphs_cuda.py"), 120),
     ]
     for name in SHAPES:
         found.append(Piece(f"speed: {name}", (*_BENCH, f"{{folder}}/{name}.yaml"), 75))
