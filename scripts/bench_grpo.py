@@ -1,5 +1,5 @@
 """CPU seconds of a GRPO step here and in TRL, the same work for both, in turns:
-`python scripts/bench_grpo.py FOLDER [--steps N] [--rounds N] [--new-tokens N] [--python ENV/bin/python]`.
+`python scripts/bench_grpo.py FOLDER [--steps N] [--rounds N] [--new-tokens N] [--also OVERRIDE] [--python PYTHON]`.
 
     automodel finetune llm -c quickstart        # in FOLDER: both start from its export
     pip install trl==1.16.0                     # nothing but this script needs it; --python: an environment that has it
@@ -7,7 +7,8 @@
 32 prompts of `quickstart_grpo`, 8 responses each, one update, no reference, one thread. Nothing is easier for one side:
 the model's end-of-sequence token is one that it never says, so every response has `--new-tokens` tokens; rewards
 alternate in every group, so each is trained on. What both say of it is printed beside. A step is the difference of a
-run of N steps and one of 3 N, over 2 N, in user and system seconds of the process.
+run of N steps and one of 3 N, over 2 N, in user and system seconds of the process. `--also` adds ours with one override
+more, in turns with the others: `--also rollout.share_prompts=false`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL, REWARD = "runs/bench_grpo_model", "alternating"
+ALSO = "also"
 OURS = ("logging.report=false", "validation.at_end=false", "checkpoint.every=null", "rollout.show_every=null")
 ALTERNATING = """
 from dataclasses import dataclass
@@ -110,12 +112,13 @@ def run_of(which: str, steps: int, arguments: argparse.Namespace) -> tuple[float
         script = [arguments.python, str(Path(__file__).resolve()), str(folder), "--new-tokens", str(new_tokens)]
         spent, printed = seconds([*script, "--trl", str(steps)], folder)
         return spent, json.loads(printed.splitlines()[-1])
-    name = f"bench_{steps}"
+    name = f"bench_{which}_{steps}"
     command = [
         *(sys.executable, "-m", "automodel_cli", "grpo", "llm", "-c", "quickstart_grpo", *OURS),
         *(f"model.pretrained={MODEL}", f"rollout.max_new_tokens={new_tokens}", "optimizer.lr=1e-6"),
         *("rewards=none", f"rewards.{REWARD}._target_={REWARD}.Alternating", "--trust-package", REWARD),
         *(f"train.max_steps={steps}", f"run_name={name}", "logging.every=1", "lr_scheduler.warmup_steps=0"),
+        *([arguments.also] if which == ALSO else []),
     ]
     spent, _ = seconds(command, folder)
     written = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
@@ -137,6 +140,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=12)
+    parser.add_argument("--also", default=None, help="an override: measure ours with it too")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has TRL")
     parser.add_argument("--trl", type=int, default=None, help="so many steps of TRL in this process, and nothing else")
     arguments = parser.parse_args()
@@ -145,15 +149,18 @@ def main() -> None:
         trl(arguments.trl, arguments.new_tokens)
         return
     prepare(arguments.folder.resolve())
-    found: dict[str, list[float]] = {"ours": [], "trl": []}
+    contestants = ("ours", *([ALSO] if arguments.also else []), "trl")
+    found: dict[str, list[float]] = {which: [] for which in contestants}
     for number in range(arguments.rounds):
         for which, values in found.items():
             spent, said = step_of(which, arguments)
             values.append(spent)
             told = ", ".join(f"{name} {value:.3g}" for name, value in said.items())
             print(f"round {number + 1}  {which:4}  {spent:.3f} CPU s a step  ({told})", flush=True)
-    ours, theirs = (statistics.median(values) for values in found.values())
-    print(f"median: ours {ours:.3f}, TRL {theirs:.3f}, ratio {theirs / ours:.2f}")
+    medians = {which: statistics.median(values) for which, values in found.items()}
+    for which in contestants[:-1]:
+        mine, theirs = medians[which], medians["trl"]
+        print(f"median: {which} {mine:.3f}, TRL {theirs:.3f}, ratio {theirs / mine:.2f}")
 
 
 if __name__ == "__main__":

@@ -62,10 +62,11 @@ def update_of(samples: Sequence[Sample], *, share: bool, dp_rank: int = 0, dp_si
     return update
 
 
-def row(*, dp: int = 1, pp: int = 1, tp: int = 1, ep: int = 1) -> Row:
+def row(*, dp: int = 1, pp: int = 1, tp: int = 1, ep: int = 1, recompute: bool | str = False) -> Row:
     mesh = MeshConfig(dp_size=dp, pp_size=pp, tp_size=tp, ep_size=ep)
     pipeline = PipelineConfig(schedule="1f1b") if pp > 1 else None
-    return Row(mesh, FSDP2Config(mp_policy=FP32, sequence_parallel=tp > 1), pipeline, objective=OBJECTIVE, packed=True)
+    config = FSDP2Config(mp_policy=FP32, sequence_parallel=tp > 1, activation_checkpointing=recompute)
+    return Row(mesh, config, pipeline, objective=OBJECTIVE, packed=True)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,12 @@ def same_update(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, 
 
 CASES = {
     1: [("llama", row()), ("gpt_oss", row()), ("deepseek_v3", row())],
-    2: [("llama", row(dp=2)), ("llama", row(pp=2)), ("llama", row(tp=2)), ("gpt_oss", row(dp=2, ep=2))],
+    2: [
+        ("llama", row(dp=2, recompute="selective")),
+        ("llama", row(pp=2)),
+        ("llama", row(tp=2)),
+        ("gpt_oss", row(dp=2, ep=2, recompute=True)),
+    ],
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
+from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models.attention import packed_attention
 from automodel_cli.models.attention_kernels import dense, visible_mask
 
@@ -47,5 +50,34 @@ def test_flash_varlen_equals_dense(window: int | None, with_sink: bool, value_wi
     expected = torch.cat(rows)
     want = torch.autograd.grad((expected * weights).sum(), leaves)
     assert (out.float() - expected).abs().max() < 2e-2
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_documents_that_share_a_prefix_equal_whole_ones(window: int | None):
+    torch.manual_seed(0)
+    bounds, prefixes = (0, 90, 140, 256), ((0, 0), (0, 90), (0, 90))
+    cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    seen = SeenKeys.of(bounds, prefixes)
+    shapes = ((1, 8, 256, 64), (1, 2, 256, 64), (1, 2, 256, 64))
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    weights = torch.randn(1, 256, 8, 64, device="cuda")
+    out, _ = packed_attention(
+        *(torch.nn.Module(), *leaves, None, 0.125, 0.0, window, None, None, cu, 116),
+        cu_seq_lens_k=seen.cu_seqlens.cuda(),
+        max_length_k=seen.max_seqlen,
+        key_index=seen.index_M.cuda(),
+    )
+    parts = []
+    for (start, end), (first, length) in zip(pairwise(bounds), prefixes, strict=True):
+        index = torch.tensor([*range(first, first + length), *range(start, end)], device="cuda")
+        query, key, value = (x[:, :, index].float() for x in leaves)
+        mask = visible_mask(len(index), (len(index),), (0,), window, query.dtype, query.device)
+        whole = dense(query, key.repeat_interleave(4, 1), value.repeat_interleave(4, 1), mask, scale=0.125)
+        parts.append(whole.transpose(1, 2)[:, length:])
+    expected = torch.cat(parts, 1)
+    assert (out.float() - expected).abs().max() < 2e-2
+    got, want = (torch.autograd.grad((x.float() * weights).sum(), leaves) for x in (out, expected))
     for ours, theirs in zip(got, want, strict=True):
         assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
