@@ -3,7 +3,8 @@
 A number x is stored as round(s x) in float8 and comes back as round(s x) / s. With the largest magnitude m of what
 shares a scale, s = 448 / m for e4m3 (57344 / m for e5m2), and where a recipe says so rounded down to a power of two, so
 that multiplying by it rounds nothing. Products add in float32. Recipes and numbers are those of torchao's float8
-training (BSD-3-Clause; `torchao.float8.config`), which the tests compare with; no code of it is needed to run.
+training (BSD-3-Clause; `torchao.float8.config`), which the tests compare with; no code of it is needed to run. MXFP8,
+with a scale for 32 numbers, is in `mxfp8`.
 
 Every product has the form A [M, K] times B [N, K] turned around, both operands cast along K: what a scale is shared by,
 and the layout that tensor cores want. Shapes: T tokens, F features; M, N, K as here. Leading dims, as those of experts,
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import mxfp8
 from automodel_cli.distributed.fused import Fuser, Glue
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -37,13 +39,25 @@ _EXPONENT = -0x800000  # sign and exponent of a float32
 class Recipe:
     """`by_row`: a scale for each row of an operand, else one for all of it. `gradient`: the format of gradients of
     results; everything else is e4m3. `power_of_two`: scales are. `exact_weight_gradient`: that product is not in
-    float8, and the weight has one scale in the product for the gradient of inputs."""
+    float8, and the weight has one scale in the product for the gradient of inputs. `blocks`: a scale for 32 numbers of
+    a row."""
 
     name: str
     by_row: bool
     gradient: torch.dtype
     power_of_two: bool
     exact_weight_gradient: bool = False
+    blocks: bool = False
+
+    @property
+    def multiple(self) -> int:
+        """What K and N are multiples of."""
+        return mxfp8.BLOCK if self.blocks else MULTIPLE
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Of the GPUs that have such products."""
+        return mxfp8.CAPABILITY if self.blocks else CAPABILITY
 
 
 RECIPES = {
@@ -52,12 +66,14 @@ RECIPES = {
         Recipe("rowwise", by_row=True, gradient=E4M3, power_of_two=True),
         Recipe("tensorwise", by_row=False, gradient=E5M2, power_of_two=False),
         Recipe("rowwise_with_gw_hp", by_row=True, gradient=E4M3, power_of_two=True, exact_weight_gradient=True),
+        Recipe("mxfp8", by_row=True, gradient=E4M3, power_of_two=True, blocks=True),
     )
 }
 
 
 class Operand(NamedTuple):
-    """float8 [M, K], contiguous, and what each row (float32 [M, 1]) or all of it ([]) is multiplied by to come back."""
+    """float8 [M, K], contiguous, and what each row (float32 [M, 1]), all of it ([]), or each block (`mxfp8`) is
+    multiplied by to come back."""
 
     values_MK: Tensor
     inverse: Tensor
@@ -65,8 +81,8 @@ class Operand(NamedTuple):
 
 @dataclass
 class Arithmetic:
-    """How a module multiplies. `emulate`: with the casts' values in float32, on any device. `cast`, `cast_to` and
-    `largest` are the functions below or what a fuser runs in their place."""
+    """How a module multiplies. `emulate`: with the casts' values in float32, on any device. `cast`, `cast_to`,
+    `largest` and `cast_blocks` are functions or what a fuser runs in their place."""
 
     recipe: Recipe
     emulate: bool
@@ -77,9 +93,13 @@ class Arithmetic:
         self.cast: Callable[..., Any] = _cast
         self.cast_to: Callable[..., Any] = _cast_to
         self.largest: Callable[..., Any] = _largest
+        self.cast_blocks: Callable[..., Any] = mxfp8.cast
 
     def fuse(self, fuser: Fuser) -> None:
         """Let the casts run as `fuser` says, each as one kernel."""
+        if self.recipe.blocks:
+            self.cast_blocks = fuser(mxfp8.GLUE) or mxfp8.cast
+            return
         self.cast, self.cast_to, self.largest = (fuser(glue) or glue.function for glue in _glue(self.recipe))
 
     def operand(
@@ -94,9 +114,12 @@ class Arithmetic:
         """`x_TF` as an operand that contracts F, or T where it is `turned`. Collective with a `group`, over whose ranks
         what a scale is shared by is cut."""
         by_row = self.recipe.by_row if by_row is None else by_row
-        if turned and x_TF.shape[-2] % MULTIPLE:
-            x_TF = torch.nn.functional.pad(x_TF, (0, 0, 0, -x_TF.shape[-2] % MULTIPLE))
+        multiple = self.recipe.multiple
+        if turned and x_TF.shape[-2] % multiple:
+            x_TF = torch.nn.functional.pad(x_TF, (0, 0, 0, -x_TF.shape[-2] % multiple))
         x_TF = x_TF.detach().contiguous()  # one graph for all that is cast
+        if self.recipe.blocks:  # whole on every rank
+            return Operand(*self.cast_blocks(x_TF, turned, not self.emulate))
         if group is None:
             return Operand(*self.cast(x_TF, dtype, self.recipe.power_of_two, by_row, turned))
         largest = self.largest(x_TF, by_row, turned)
@@ -110,6 +133,8 @@ class Arithmetic:
             wide = torch.promote_types(dtype, torch.float32)
             with _no_autocast(a.values_MK.device):
                 return (restored(a, wide) @ restored(b, wide).t()).to(dtype)
+        if self.recipe.blocks:
+            return mxfp8.product(a.values_MK, a.inverse, b.values_MK, b.inverse).to(dtype)
         inverse_a, inverse_b = a.inverse, b.inverse
         kind = ScalingType.RowWise if inverse_a.ndim or inverse_b.ndim else ScalingType.TensorWise
         if kind is ScalingType.RowWise:  # one scale for all rows of the other operand: torch wants both alike
@@ -128,23 +153,27 @@ class Arithmetic:
         return result_MN.to(dtype)
 
 
-def require(device: torch.device, where: str = "model.fp8") -> None:
+def require(device: torch.device, recipe: Recipe) -> None:
     """Raise ConfigError, naming the device and the way out, where float8 products do not run."""
-    fix = "model.fp8=null, or model.fp8.emulate=true for the same numbers without the speed"
+    where, fix = "model.fp8", "model.fp8=null, or model.fp8.emulate=true for the same numbers without the speed"
+    kinds = "L40S, H100, B200"
+    if recipe.blocks:
+        where, kinds = "model.fp8.recipe=mxfp8", "B200"
+        fix = "model.fp8.recipe=rowwise, or model.fp8.emulate=true for the same numbers without the speed"
     if device.type != "cuda":
         reason = f"this run is on {device.type}"
     elif torch.version.hip is not None:
         reason = f"{torch.cuda.get_device_name()} is an AMD GPU, whose formats differ"
-    elif torch.cuda.get_device_capability() < CAPABILITY:
+    elif torch.cuda.get_device_capability() < recipe.capability:
         has = ".".join(map(str, torch.cuda.get_device_capability()))
         reason = f"{torch.cuda.get_device_name()} has {has}"
     else:
         return
-    needed = ".".join(map(str, CAPABILITY))
+    needed = ".".join(map(str, recipe.capability))
     raise ConfigError(
-        f"{where}: products of 8-bit floats need an NVIDIA GPU of compute capability {needed} or higher (L40S, H100, "
-        f"B200), but {reason}",
-        keys=(where,),
+        f"{where}: products of 8-bit floats need an NVIDIA GPU of compute capability {needed} or higher ({kinds}), but "
+        f"{reason}",
+        keys=("model.fp8",),
         fix=fix,
     )
 
@@ -162,6 +191,8 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def restored(operand: Operand, dtype: torch.dtype) -> Tensor:
     """What an operand stands for."""
+    if operand.inverse.dtype == mxfp8.SCALE:
+        return mxfp8.restored(operand.values_MK, operand.inverse, dtype)
     return operand.values_MK.to(dtype) * operand.inverse
 
 

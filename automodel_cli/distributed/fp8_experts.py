@@ -31,7 +31,8 @@ GENERATIONS = (9, 10)
 
 def lacks(recipe: Recipe) -> str:
     """Why experts have no products in this recipe; empty where they do."""
-    return "" if recipe.by_row else f"whose products have a scale for each row, as {recipe.name} has not"
+    one_for_each_row = recipe.by_row and not recipe.blocks
+    return "" if one_for_each_row else f"whose products have a scale for each row, as {recipe.name} has not"
 
 
 def arithmetic_of(experts: nn.Module) -> Arithmetic | None:
@@ -39,9 +40,9 @@ def arithmetic_of(experts: nn.Module) -> Arithmetic | None:
     return getattr(experts, "fp8", None)
 
 
-def require_grouped(device: torch.device) -> None:
+def require_grouped(device: torch.device, recipe: Recipe) -> None:
     """Raise ConfigError where experts' products do not run."""
-    require(device)
+    require(device, recipe)
     capability = torch.cuda.get_device_capability()
     if capability[0] not in GENERATIONS:
         has = ".".join(map(str, capability))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from automodel_cli.distributed.fp8 import MULTIPLE, Arithmetic, autocast_dtype, require
+from automodel_cli.distributed.fp8 import Arithmetic, autocast_dtype, require
 from automodel_cli.distributed.fp8_experts import require_grouped
 from automodel_cli.distributed.fused import Fuser
 
@@ -63,10 +63,10 @@ def prepare(part: nn.Module, device: torch.device, fuser: Fuser | None) -> None:
     left: Counter[str] = Counter()
     for module in part.modules():
         if (fp8 := vars(module).get("fp8")) is not None and not fp8.emulate:
-            (require if isinstance(module, Fp8Linear) else require_grouped)(device)
+            (require if isinstance(module, Fp8Linear) else require_grouped)(device, fp8.recipe)
     for layer in layers:
         shape = layer.weight.to_local().shape if isinstance(layer.weight, DTensor) else layer.weight.shape
-        if any(size % MULTIPLE for size in shape):
+        if any(size % layer.fp8.recipe.multiple for size in shape):
             layer.__class__ = nn.Linear  # type: ignore[assignment]
             left[f"{shape[1]} x {shape[0]}"] += 1
     if fuser is not None:
@@ -77,7 +77,7 @@ def prepare(part: nn.Module, device: torch.device, fuser: Fuser | None) -> None:
         logger.warning(
             "fp8: not the linear layers whose share of this rank is no multiple of %d (%s): they compute otherwise "
             "than in one process",
-            MULTIPLE,
+            layers[0].fp8.recipe.multiple,
             sizes,
         )
 

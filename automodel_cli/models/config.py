@@ -127,13 +127,14 @@ class Fp8Config:
     """Products of linear layers and experts in 8-bit floats, cast with scales at every use; never run on a GPU yet.
 
     `recipe`: "rowwise" has a scale, a power of two, for each token and each output; "tensorwise" one for each tensor,
-    faster and less exact; "rowwise_with_gw_hp" is rowwise with gradients of weights in the precision of the run.
+    faster and less exact; "rowwise_with_gw_hp" is rowwise with gradients of weights in the precision of the run;
+    "mxfp8" has one, a power of two, for 32 numbers that are added up (B200; linear layers only).
     Parameters, optimizer, checkpoints and exports stay as they are; so do head, embeddings, routers and norms, and
-    layers whose sizes are no multiples of 16 (the log counts them). Needs an NVIDIA GPU of compute capability 8.9
-    (L40S, H100, B200), for experts 9 or 10 (H100, B200).
+    layers whose sizes are no multiples of 16, or 32 for mxfp8 (the log counts them). Needs an NVIDIA GPU of compute
+    capability 8.9 (L40S, H100, B200), for experts 9 or 10 (H100, B200), for mxfp8 10.
     """
 
-    recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
+    recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"] = "rowwise"
     skip: list[str] = field(default_factory=list)
     """Endings of names of linear layers to leave alone, as `[o_proj, mlp.down_proj]`."""
     experts: bool = True
@@ -142,16 +143,9 @@ class Fp8Config:
     """Cast alike but multiply in float32, slower: to see the numbers on a CPU or an older GPU."""
 
     def __post_init__(self) -> None:
-        if self.recipe == "mxfp8":
+        if self.recipe not in ("rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"):
             raise ConfigError(
-                "fp8.recipe=mxfp8: blocks of 32 with a scale each are in torchao's prototypes, whose names move; they "
-                "are here through Transformer Engine only, on Blackwell",
-                keys=("recipe",),
-                fix="model.fp8=null model.transformer_engine.fp8_recipe=mxfp8",
-            )
-        if self.recipe not in ("rowwise", "tensorwise", "rowwise_with_gw_hp"):
-            raise ConfigError(
-                f"recipe={self.recipe!r} is none of rowwise, tensorwise, rowwise_with_gw_hp",
+                f"recipe={self.recipe!r} is none of rowwise, tensorwise, rowwise_with_gw_hp, mxfp8",
                 keys=("recipe",),
                 fix="model.fp8.recipe=rowwise",
             )

@@ -108,8 +108,9 @@ def _why_not(model: nn.Module, name: str, module: nn.Module, config: Fp8Config) 
     counts = [child.num_experts for child in siblings if is_experts(child)]
     if module.out_features in counts:
         return "routers"
-    if any(size % MULTIPLE for size in (module.in_features, module.out_features)):
-        return f"of {module.in_features} x {module.out_features}, no multiples of {MULTIPLE}"
+    multiple = RECIPES[config.recipe].multiple
+    if any(size % multiple for size in (module.in_features, module.out_features)):
+        return f"of {module.in_features} x {module.out_features}, no multiples of {multiple}"
     return ""
 
 

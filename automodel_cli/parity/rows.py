@@ -30,8 +30,8 @@ class Row:
     """`mesh` says every size. `num_microbatches` is of the whole step, over all data-parallel ranks.
 
     With `lora` adapters are trained and nothing else. `compute_dtype`: what the parallelizer computes in, where that is
-    not float32. `fp8`: the linear layers multiply so. `own_layers`: on a copy with as many layers as the model has, for
-    the cut that the recipe describes.
+    not float32. `fp8`: linear layers and experts multiply so. `own_layers`: on a copy with as many layers as the model
+    has, for the cut that the recipe describes.
     """
 
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(dp_size=1))

@@ -34,6 +34,7 @@ from tests.dist.harness import launch
 NUM_MICROBATCHES = 2
 ONE = Row(num_microbatches=NUM_MICROBATCHES, fp8=Fp8Config(emulate=True))
 LORA = replace(ONE, lora=LoRAConfig(rank=4))
+BLOCKS = replace(ONE, fp8=Fp8Config("mxfp8", emulate=True))
 EXACT = replace(ONE, fp8=Fp8Config("rowwise_with_gw_hp", emulate=True))
 
 
@@ -77,6 +78,7 @@ ALONE = {
     "without": ("llama", replace(ONE, fp8=None)),
     "dense": ("llama", ONE),
     "adapted": ("llama", LORA),
+    "blocks": ("llama", BLOCKS),
     "experts": ("qwen3_moe", ONE),
     "experts, exact gradients": ("qwen3_moe", EXACT),
     "no experts": ("qwen3_moe", replace(ONE, fp8=Fp8Config(emulate=True, experts=False))),
@@ -88,6 +90,7 @@ SHARED = {
     "recomputed": ("dense", over(dp_size=2, recompute="selective")),
     "copies": ("dense", replace(over(dp_size=2), parallelizer=DDPConfig())),
     "adapted": ("adapted", over(LORA, dp_size=2)),
+    "blocks": ("blocks", over(BLOCKS, dp_size=2, recompute="selective")),
     "experts here": ("experts", over(dp_size=2)),
     "experts here, recomputed": ("experts", over(dp_size=2, recompute="selective")),
     "experts elsewhere, exact gradients": ("experts, exact gradients", over(EXACT, dp_size=2, ep_size=2)),
@@ -120,6 +123,7 @@ def found(originals):
 def test_it_is_another_arithmetic_for_linear_layers_and_for_experts(found):
     alone, _, _ = found
     assert 1e-3 < relative(alone["without"], alone["dense"]) < 0.2
+    assert 1e-3 < relative(alone["without"], alone["blocks"]) < 0.2
     assert 1e-3 < relative(alone["no experts"], alone["experts"]) < 0.2
     assert 1e-3 < relative(alone["experts, exact gradients"], alone["experts"]) < 0.2
 
@@ -154,7 +158,7 @@ def numbers(*shape, seed):
 
 
 def products(layer, mesh, style):
-    x, grad = numbers(2, 8, 64, seed=1), numbers(2, 8, 96, seed=2)
+    x, grad = numbers(2, 8, 64, seed=1), numbers(2, 8, 128, seed=2)
     if style is not None:
         layer = parallelize_module(layer, mesh, style, src_data_rank=None)
     x.requires_grad_()
@@ -172,9 +176,9 @@ def layers_over_tp(rank, world):
         split = RowwiseParallel(input_layouts=Replicate())
         for style in (None, gathered, split):
             torch.manual_seed(0)
-            layer = nn.Linear(64, 96, dtype=torch.float64)
+            layer = nn.Linear(64, 128, dtype=torch.float64)
             with torch.no_grad():
-                layer.weight *= torch.logspace(-4, 1, 96)[:, None] * torch.logspace(3, -2, 64)
+                layer.weight *= torch.logspace(-4, 1, 128)[:, None] * torch.logspace(3, -2, 64)
             fp8_linear.convert(layer, Arithmetic(RECIPES[recipe], emulate=True))
             found.append(products(layer, mesh, style))
         worst[recipe] = max(

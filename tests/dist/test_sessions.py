@@ -9,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from automodel_cli.distributed.expert_parallel import experts_modules
+from automodel_cli.distributed.fp8_experts import arithmetic_of
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests import tiny
 from tests.dist.harness import launch
@@ -51,6 +54,27 @@ def test_a_validation_that_a_notice_put_off_comes_first_in_the_continued_run(tmp
     assert best[0] == best[1] == "step-000004"
     meta = json.loads((tmp_path / f"runs/halves/checkpoints/step-{step:06d}/meta.json").read_text())
     assert meta["metrics"]["val_loss"] == next(r for r in whole if r["step"] == step and "val_loss" in r)["val_loss"]
+
+
+def test_a_run_with_8_bit_products_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    """Nothing is remembered of casts: not of linear layers', nor of experts'."""
+    want = launch(_mixture, 1, tmp_path, 0, None, "run_name=whole", process_group=False)
+    launch(_mixture, 1, tmp_path, 2, None, "run_name=halves", process_group=False)
+    got = launch(_mixture, 1, tmp_path, 0, "halves", process_group=False)
+    whole, halves = ([_timeless(row) for row in metrics(tmp_path / "runs" / run)] for run in ("whole", "halves"))
+    assert halves == whole and [row["step"] for row in halves if "loss" in row] == [1, 2, 3, 4]
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def _mixture(rank, world, folder, stop_at, run, *overrides):
+    """The same of a mixture of experts; what it has in the end."""
+    sizes = "model_type: qwen3_moe\n    num_experts: 4\n    num_experts_per_tok: 2\n    moe_intermediate_size: 32"
+    fp8 = ("model.fp8={emulate: true}", "validation.every=null")
+    with session(folder, SFT.replace("model_type: llama", sizes), *FEW, *fp8, *overrides, run=run) as opened:
+        train(opened, stop_at)
+        (part,) = opened.model.parts
+        assert all(arithmetic_of(experts) is not None for experts in experts_modules(part))
+        return {name: tiny.full(param.detach()).clone() for name, param in part.named_parameters()}
 
 
 def _timeless(row: dict) -> dict:

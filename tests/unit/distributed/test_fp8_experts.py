@@ -179,7 +179,7 @@ def test_gpus_without_grouped_products_are_refused_by_name(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L40S")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     with pytest.raises(ConfigError, match=r"9 and 10 \(H100, B200\), but NVIDIA L40S has 8\.9"):
-        fp8_experts.require_grouped(torch.device("cuda"))
+        fp8_experts.require_grouped(torch.device("cuda"), RECIPES["rowwise"])
     for generation in (9, 10):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, g=generation: (g, 0))
-        fp8_experts.require_grouped(torch.device("cuda"))
+        fp8_experts.require_grouped(torch.device("cuda"), RECIPES["rowwise"])
