@@ -36,7 +36,7 @@ class SamplerConfig:
     as many as have room in an eighth of the rank's memory, at most 256.
     `prefill_tokens` bounds the prompts of one forward, `refill_share` is the share of slots that must be free before
     new prompts start. `cuda_graphs` launches a decoding step as one graph (docs/rollout.md): auto does so on CUDA where
-    a rank has the whole weights to itself, and the header says where it does not. Never run on a GPU.
+    a rank has the whole weights to itself, true under FSDP2 too, and the header says where not. Never run on a GPU.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(

@@ -6,12 +6,15 @@ gathered, and must keep in step where experts are exchanged.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
@@ -25,6 +28,8 @@ from automodel_cli.models.part import ModelPart
 from automodel_cli.parity.rows import FP32
 from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.torch_runtime.compat import fsdp_roots
+from automodel_cli.rollout.sampler import graphs
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
 from automodel_cli.rollout.sampler.sampler import Sampler
@@ -79,6 +84,9 @@ def _generate(rank, world, family, mesh_config, pipeline, parallelizer):
         stages = build_stages(
             part, mesh, PipelineConfig(schedule=pipeline), config, num_microbatches=4
         )
+    said = graphs.obstacle(stages.parts, replace(mesh, device=torch.device("cuda")))
+    layout = mesh.layout
+    assert bool(said) == (layout.pp * layout.ep * layout.tp * layout.cp > 1 or family in HYBRIDS), said
     sampler = build_sampler(stages, mesh, stop_token_ids=STOP, num_slots=2)
     completions = []
     for _ in range(2):  # the second phase gathers again
@@ -92,8 +100,38 @@ def _generate(rank, world, family, mesh_config, pipeline, parallelizer):
     return mesh.dp_rank, [(c.tokens, c.logprobs, c.finish_reason) for c in completions]
 
 
+def _frozen(rank, world):
+    """As `_generate`, by traced steps, the second phase by one that fails on rank 1; and how often a stream waited in
+    the steps as they are and as they are frozen."""
+    mesh = build_mesh(MeshConfig(dp_size=world).resolve(world), "cpu")
+    stages = SingleStage(parallelize(whole_part("llama"), mesh, FSDP2Config(mp_policy=FP32)))
+    with pytest.raises(ConfigError, match="cuda_graphs=true, but the device is cpu"):
+        graphs.settled(True, stages.parts, mesh)
+    graphs._FEWEST_SLOTS, graphs._SHORTEST, graphs._EAGER = 2, 16, 0
+    waits, called = [], []
+    torch.cpu.Stream.wait_stream = lambda self, stream: waits.append(stream)
+
+    def capture(step, inputs_B3):
+        before = len(waits)
+        frozen = make_fx(step)(inputs_B3)
+        called.append((len(waits) - before, [str(n.target) for n in frozen.graph.nodes if "c10d" in str(n.target)]))
+        if rank == 1 and len(called) > 2:
+            raise RuntimeError("not this one")
+        return lambda: frozen(inputs_B3)
+
+    frozen = graphs.of_gathered(capture, [root for part in stages.parts for root in fsdp_roots(part)])
+    sampler = build_sampler(stages, mesh, stop_token_ids=STOP, num_slots=2, capture=frozen)
+    for _ in range(2):
+        completions = sampler.generate(prompts_of(mesh.dp_rank), PARAMS, seeds_of(mesh.dp_rank))
+        assert all(isinstance(p, DTensor) for module in stages.parts for p in module.parameters())
+    return mesh.dp_rank, [(c.tokens, c.logprobs, c.finish_reason) for c in completions], called, len(waits)
+
+
 def check(world, family, mesh_config, pipeline=None, parallelizer=None):
-    results = launch_all(_generate, world, family, mesh_config, pipeline, parallelizer)
+    return compare(launch_all(_generate, world, family, mesh_config, pipeline, parallelizer), family)
+
+
+def compare(results, family):
     seen = set()
     for dp_rank, completions in results:
         seen.add(dp_rank)
@@ -108,6 +146,14 @@ def check(world, family, mesh_config, pipeline=None, parallelizer=None):
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_fsdp2_with_an_idle_rank(family):
     assert check(4, family, MeshConfig(dp_size=4)) == {0, 1, 2, 3}
+
+
+def test_frozen_steps_on_gathered_weights_hold_no_gather_and_a_rank_may_go_on_without():
+    results = launch_all(_frozen, 2)
+    compare([result[:2] for result in results], "llama")
+    for _, _, called, waits in results:
+        assert called and all(inside == (0, []) for inside in called)
+        assert waits > 0, "steps as they are make streams wait"
 
 
 def test_hybrid_sharding_and_ddp():

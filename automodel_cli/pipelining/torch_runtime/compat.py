@@ -16,7 +16,8 @@ Supported: torch 2.11 to 2.13.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,6 +279,21 @@ def reshards_after_forward(module: FSDPModule) -> bool:
     """Whether this FSDP module frees its gathered parameters between forward and backward."""
     groups = _param_groups(fully_shard.state(module))  # type: ignore[attr-defined]
     return any(group.post_forward_mesh_info is not None for group in groups)
+
+
+@contextmanager
+def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
+    """Inside, a forward of what has all of its parameters gathered launches nothing but the model: the root does not
+    make the streams of gathers wait, as if it ran inside of another one's forward."""
+    contexts = [fully_shard.state(root)._state_ctx for root in roots]  # type: ignore[attr-defined]
+    before = [context.iter_forward_root for context in contexts]
+    for context in contexts:
+        context.iter_forward_root = context
+    try:
+        yield
+    finally:
+        for context, root in zip(contexts, before, strict=True):
+            context.iter_forward_root = root
 
 
 def _param_groups(state: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.state_layers import StateLayer
+from automodel_cli.pipelining.torch_runtime.compat import forwards_of_gathered, fsdp_roots
 from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.sampling import choose, shaping_of
 
@@ -139,9 +140,12 @@ class DecodeGraphs:
 def settled(asked: CudaGraphs, parts: Sequence[nn.Module], mesh: Mesh) -> tuple[Capture | None, str]:
     """What freezes the steps of a sampler on these parts, and what the run says of it. Raises ConfigError where graphs
     are asked for that cannot be."""
-    reason = _obstacle(parts, mesh) if asked else "rollout.engine.cuda_graphs=false"
+    reason = obstacle(parts, mesh) if asked else "rollout.engine.cuda_graphs=false"
+    roots = [root for part in parts for root in fsdp_roots(part)]
+    if not reason and roots and asked == "auto":
+        reason = "FSDP2 gathers the weights (rollout.engine.cuda_graphs=true captures what runs between two gathers)"
     if not reason:
-        return cuda_capture(), "CUDA graphs"
+        return of_gathered(cuda_capture(), roots), "CUDA graphs"
     if asked is True:
         raise ConfigError(
             f"cuda_graphs=true, but {reason}",
@@ -151,19 +155,29 @@ def settled(asked: CudaGraphs, parts: Sequence[nn.Module], mesh: Mesh) -> tuple[
     return None, f"no CUDA graphs: {reason}"
 
 
-def _obstacle(parts: Sequence[nn.Module], mesh: Mesh) -> str:
+def of_gathered(capture: Capture, roots: Sequence[FSDPModule]) -> Capture:
+    """Freezes steps of models whose weights FSDP2 has gathered for the phase, without what it does around a forward."""
+
+    def captured(step: Step, inputs_B3: Tensor) -> Callable[[], Tensor]:
+        def alone(inputs_B3: Tensor) -> Tensor:
+            with forwards_of_gathered(roots):
+                return step(inputs_B3)
+
+        return capture(alone, inputs_B3)
+
+    return captured
+
+
+def obstacle(parts: Sequence[nn.Module], mesh: Mesh) -> str:
     """Why a step on this rank is more than kernels that read the same memory each time; empty where it is not."""
     layout = mesh.layout
-    modules = [module for part in parts for module in part.modules()]
-    sharded = any(isinstance(module, FSDPModule) for module in modules)
-    stateful = any(isinstance(module, StateLayer) for module in modules)
+    stateful = any(isinstance(module, StateLayer) for part in parts for module in part.modules())
     found = (
         (mesh.device.type != "cuda", f"the device is {mesh.device.type}"),
         (layout.pp > 1, f"the model is cut into stages (mesh.pp_size={layout.pp})"),
         (layout.ep > 1, f"experts are on other ranks (mesh.ep_size={layout.ep})"),
         (layout.tp > 1, f"layers are shared between ranks (mesh.tp_size={layout.tp})"),
         (layout.cp > 1, f"ranks draw the same samples (mesh.cp_size={layout.cp})"),
-        (sharded, "FSDP2 gathers the weights (parallelizer=ddp has them whole)"),
         (stateful, "its layers carry a state from token to token"),
     )
     return next((reason for holds, reason in found if holds), "")

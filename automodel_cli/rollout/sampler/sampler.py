@@ -62,11 +62,6 @@ class _Sequence:
         """The number that decides the next token."""
         return float(self.uniform_T[len(self.tokens)]) if len(self.uniform_T) else 0.0
 
-    @property
-    def longest(self) -> int:
-        """Tokens whose keys may once be stored."""
-        return len(self.prompt) + self.limit - 1
-
 
 @dataclass(frozen=True)
 class _Waiting:
@@ -150,16 +145,44 @@ class Sampler:
         """
         seeds = resolve_seeds(prompts, params, seeds)
         limits = [params.max_new_tokens] * len(prompts) if limits is None else limits
+        slots = min(self.num_slots, max(1, len(prompts)))
+        self._cache.num_slots = self._states.num_slots = slots + (len(prompts) > self.num_slots)
+        self._cache.longest = max((len(p) + n - 1 for p, n in zip(prompts, limits, strict=True)), default=1)
+        self._cache.register()
         try:
-            return self._generate(prompts, params, seeds, limits)
+            with self.decoder.generating(self._states):
+                finished = self._finished(prompts, params, seeds, limits)
+        finally:
+            self._forget()
+        if params.routing:
+            finished = self._with_experts(finished)
+        return [finished[i] for i in range(len(prompts))]
+
+    def _finished(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], limits: Sequence[int]
+    ) -> dict[int, Completion]:
+        """By their places in the call. Where graphs fail all are drawn again without, by the weights that are gathered:
+        other ranks would not gather them again."""
+        if self._capture is not None and not params.routing:
+            self._graphs = DecodeGraphs(
+                self._capture,
+                partial(self._logits, params),
+                self._cache.reserve,
+                params,
+                largest=(min(self.num_slots, len(prompts)), self._cache.longest or 1),
+                device=self.decoder.device,
+            )
+        try:
+            return self._draw_all(prompts, params, seeds, limits)
         except GraphsFailed as failure:
             _logger.warning("the sampler decodes without CUDA graphs from now on: %s", failure)
-            self._capture = None
-            return self._generate(prompts, params, seeds, limits)
+        self._capture = None
+        self._forget()
+        return self._draw_all(prompts, params, seeds, limits)
 
-    def _generate(
+    def _draw_all(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], limits: Sequence[int]
-    ) -> list[Completion]:
+    ) -> dict[int, Completion]:
         waiting = deque(
             _Sequence(i, prompt, limit, uniforms(seed, 0 if params.greedy else limit).numpy())
             for i, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True))
@@ -167,38 +190,19 @@ class Sampler:
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
         must_gather = self.decoder.gathers
-        slots = min(self.num_slots, max(1, len(prompts)))
-        self._cache.num_slots = self._states.num_slots = slots + (len(prompts) > self.num_slots)
-        self._cache.longest = max((s.longest for s in waiting), default=1)
-        self._cache.register()
-        if self._capture is not None and not params.routing:
-            self._graphs = DecodeGraphs(
-                self._capture,
-                partial(self._logits, params),
-                self._cache.reserve,
-                params,
-                largest=(slots, self._cache.longest),
-                device=self.decoder.device,
-            )
-        try:
-            with self.decoder.generating(self._states):
-                while self.decoder.anyone(bool(waiting or active)) or must_gather:
-                    must_gather = False
-                    refills = bool(waiting) and (not active or self.num_slots - len(active) >= self._refill)
-                    while refills and self._start_shared(waiting, active, params):
-                        self._retire(active, finished)
-                    if refills and waiting and len(active) < self.num_slots:
-                        self._start(waiting, active, params)
-                    elif active:
-                        self._continue(active, params)
-                    else:
-                        self._dummy()
-                    self._retire(active, finished)
-        finally:
-            self._forget()
-        if params.routing:
-            finished = self._with_experts(finished)
-        return [finished[i] for i in range(len(prompts))]
+        while self.decoder.anyone(bool(waiting or active)) or must_gather:
+            must_gather = False
+            refills = bool(waiting) and (not active or self.num_slots - len(active) >= self._refill)
+            while refills and self._start_shared(waiting, active, params):
+                self._retire(active, finished)
+            if refills and waiting and len(active) < self.num_slots:
+                self._start(waiting, active, params)
+            elif active:
+                self._continue(active, params)
+            else:
+                self._dummy()
+            self._retire(active, finished)
+        return finished
 
     def _with_experts(self, finished: dict[int, Completion]) -> dict[int, Completion]:
         """The completions with the experts of all layers, not of this rank's alone. Collective over the pipeline."""
