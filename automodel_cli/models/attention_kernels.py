@@ -147,8 +147,14 @@ class _Picked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (index,), (num_tokens, dtype) = ctx.saved_tensors, ctx.of
-        total = torch.zeros(num_tokens, *grad.shape[1:], dtype=torch.float32, device=grad.device)
-        return total.index_add_(0, index, grad.float()).to(dtype), None
+        return _summed_at(index, grad, num_tokens, dtype), None
+
+
+def _summed_at(index: Tensor, grad: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """Gradients of picked tokens, summed by token in float32 at least."""
+    exact = torch.promote_types(grad.dtype, torch.float32)
+    total = torch.zeros(num_tokens, *grad.shape[1:], dtype=exact, device=grad.device)
+    return total.index_add_(0, index, grad.to(exact)).to(dtype)
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
@@ -283,10 +289,7 @@ def varlen_cuda(
     """All segments in one call: `[N, H, V]`. `pads`: the kernel wants one head width. Never run on a GPU (see the
     module's docstring)."""
     q, k, v = pad_to_one_width(query_NHD, key_MKD, value_MKV) if pads else (query_NHD, key_MKD, value_MKV)
-    if plan.key_index is not None:
-        k, v = picked(k, plan.key_index), picked(v, plan.key_index)
-    bounds = (plan.cu_q, plan.cu_k, plan.max_q, plan.max_k)
-    out_NHV: Tensor = _SinkVarlenCUDA.apply(q, k, v, sink_H, *bounds, scale, window)
+    out_NHV: Tensor = _SinkVarlenCUDA.apply(q, k, v, sink_H, *plan, scale, window)
     return out_NHV[..., : value_MKV.shape[-1]]
 
 
@@ -294,14 +297,17 @@ class _SinkVarlenCUDA(torch.autograd.Function):
     """aten's variable-length flash attention with optional sinks.
 
     q `[N, H, D]`, k and v `[M, K, D]`, cu int32 `[segments + 1]`, log-sum-exp fp32 `[H, N]`. Causal, aligned at the end
-    of each segment. A window of W keys is `window_size_left = W - 1, window_size_right = 0`.
+    of each segment. A window of W keys is `window_size_left = W - 1, window_size_right = 0`. Keys and values that are
+    picked by `key_index` are picked again in the backward: a long prompt that many responses share would be kept once
+    for each of them.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sink_H, cu_q, cu_k, max_q, max_k, scale, window):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, sink_H, cu_q, cu_k, max_q, max_k, key_index, scale, window):  # type: ignore[no-untyped-def]
         left, right = (None, None) if window is None else (window - 1, 0)
+        keys, values = (k, v) if key_index is None else (k.index_select(0, key_index), v.index_select(0, key_index))
         out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
-            *(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, window is None, False),
+            *(q, keys, values, cu_q, cu_k, max_q, max_k, 0.0, window is None, False),
             scale=scale,
             window_size_left=left,
             window_size_right=right,
@@ -310,24 +316,27 @@ class _SinkVarlenCUDA(torch.autograd.Function):
             with_sink = torch.logaddexp(lse, sink_H.float()[:, None])
             out = (out * torch.exp(lse - with_sink).t().unsqueeze(-1)).to(q.dtype)
             lse = with_sink
-        ctx.save_for_backward(q, k, v, out, lse, sink_H, cu_q, cu_k, rng_state)
+        ctx.save_for_backward(q, k, v, out, lse, sink_H, cu_q, cu_k, key_index, rng_state)
         ctx.args = (max_q, max_k, scale, left, right)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
-        q, k, v, out, lse, sink_H, cu_q, cu_k, rng_state = ctx.saved_tensors
+        q, k, v, out, lse, sink_H, cu_q, cu_k, key_index, rng_state = ctx.saved_tensors
         max_q, max_k, scale, left, right = ctx.args
         unused = torch.empty(0, device=q.device)
+        keys, values = (k, v) if key_index is None else (k.index_select(0, key_index), v.index_select(0, key_index))
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            *(grad_out.contiguous(), q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, left is None),
+            *(grad_out.contiguous(), q, keys, values, out, lse, cu_q, cu_k, max_q, max_k, 0.0, left is None),
             *(rng_state, unused),
             scale=scale,
             window_size_left=left,
             window_size_right=right,
         )
+        if key_index is not None:
+            dk, dv = (_summed_at(key_index, grad, len(k), k.dtype) for grad in (dk, dv))
         grad_sink = None
         if sink_H is not None:
             prob_HN = torch.exp(sink_H.float()[:, None] - lse)
             grad_sink = -(prob_HN * (grad_out.float() * out.float()).sum(-1).t()).sum(1).to(sink_H.dtype)
-        return dq, dk, dv, grad_sink, None, None, None, None, None, None
+        return dq, dk, dv, grad_sink, None, None, None, None, None, None, None

@@ -84,6 +84,61 @@ def test_one_variable_length_call_on_cuda_gets_the_keys_of_each_document_after_i
         assert plan.cu_q[document : document + 2].tolist() == [start, end]
 
 
+def operator() -> torch.library.Library:
+    """aten's variable-length flash attention for the CPU, by the definition."""
+
+    def segments_of(cu_q, cu_k, left, q, k, v):
+        for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+            rows = (q[a:b], *(x[c:d].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)))
+            ahead, window = (d - c) - (b - a), None if left is None else left + 1
+            mask = kernels.visible_mask(b - a, (d - c,), (ahead,), window, torch.float32, CPU)
+            yield slice(a, b), slice(c, d), [x.transpose(0, 1)[None] for x in rows], mask
+
+    def forward(q, k, v, cu_q, cu_k, *arguments, scale, window_size_left=None, window_size_right=None):
+        out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], q.shape[0])
+        for at, _, qkv, mask in segments_of(cu_q, cu_k, window_size_left, q, k, v):
+            one, one_lse = kernels.dense_forward(*qkv, mask, scale, None)
+            out[at], lse[:, at] = one[0].transpose(0, 1), one_lse[0]
+        nothing = torch.zeros(2, dtype=torch.uint64)
+        return out, lse, nothing, nothing[0].clone(), torch.empty(0)
+
+    def backward(grad, q, k, v, out, lse, cu_q, cu_k, *arguments, scale, window_size_left=None, window_size_right=None):
+        dq, dk, dv = grads = [torch.zeros_like(x) for x in (q, k, v)]
+        for at, of_keys, qkv, mask in segments_of(cu_q, cu_k, window_size_left, q, k, v):
+            rows = [x[at].transpose(0, 1)[None] for x in (grad, out)]
+            found = kernels.dense_backward(rows[0], *qkv, mask, rows[1], lse[None, :, at], scale, None)
+            for whole, tokens, of_heads in zip(grads, (at, of_keys, of_keys), found, strict=True):
+                whole[tokens] = of_heads[0].unflatten(0, (whole.shape[1], -1)).sum(1).transpose(0, 1)
+        return dq, dk, dv
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    return library
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_variable_length_call_gives_whole_documents_and_keeps_no_copy_of_a_prefix(window: int | None):
+    """On a stand-in for CUDA's operator, in float32."""
+    tensors, exact = leaves(torch.float32), leaves()
+    kept: list[tuple[int, ...]] = []
+    library = operator()
+    try:
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in tensors[:3]]
+        plan = segments.batch_varlen(CU, 20, ROWS, TOKENS, CPU, SEEN)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+            got = kernels.varlen_cuda(*flat, plan, tensors[3], 0.4, window, pads=False)
+        want = whole_documents(exact, exact[3], window, None)
+        weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        grads = torch.autograd.grad((got * weights).sum(), tensors)
+    finally:
+        library._destroy()
+    assert (ROWS * TOKENS, 2, 12) in kept and (len(SEEN.index_M), 2, 12) not in kept
+    wanted = torch.autograd.grad((want * weights).sum(), exact)
+    for ours, theirs in zip((got, *grads), (want, *wanted), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5)
+
+
 def test_gradients_of_a_key_that_many_see_are_summed_in_float32():
     """bfloat16 would stop at 256."""
     key = torch.zeros(3, 1, 1, dtype=torch.bfloat16, requires_grad=True)
