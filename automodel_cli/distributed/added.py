@@ -65,6 +65,19 @@ def convert(linear: nn.Linear, weight_sum: WeightSum | None) -> None:
     linear.weight_sum = weight_sum  # type: ignore[assignment]
 
 
+def take_sums(module: nn.Module, sums: dict[str, WeightSum]) -> None:
+    """Tell a module that adds gradients of its parameters by itself where, by their names."""
+    _sums[module] = sums
+
+
+def sums_of(module: nn.Module) -> dict[str, WeightSum]:
+    """What the module was told; nothing outside of a `whole_backward`."""
+    return _sums.get(module, {}) if _is_whole else {}
+
+
+_sums: weakref.WeakKeyDictionary[nn.Module, dict[str, WeightSum]] = weakref.WeakKeyDictionary()
+
+
 def weight_sum_of(linear: nn.Module) -> WeightSum | None:
     """For a function of its own that computes what this layer does, with a weight that no rank shares."""
     if not _is_whole or not isinstance(linear, AddingLinear) or isinstance(linear.weight, DTensor):

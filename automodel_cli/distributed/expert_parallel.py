@@ -25,7 +25,7 @@ from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
 from automodel_cli.distributed.fp8 import autocast_dtype
 from automodel_cli.distributed.fp8_experts import arithmetic_of
 from automodel_cli.distributed.fused import Fuser
-from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of
+from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of, sums_of
 from automodel_cli.distributed.kept import declare
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.shares import all_of, share_of
@@ -124,9 +124,15 @@ def _sorted_once(experts: nn.Module, num_local: int, mesh: Mesh, fuser: Fuser | 
     known = GatedExperts.of(experts, num_local, mesh.ep_group, fuser, arithmetic_of(experts))
     if known is None:
         return None
-    return lambda hidden_TD, index_TK, weight_TK: known(
-        hidden_TD, index_TK, weight_TK, [_computed(_local(param)) for param in parameters_of(experts)]
-    )
+
+    def compute(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        parameters = parameters_of(experts)
+        sums = sums_of(experts) if autocast_dtype(hidden_TD.device) is None else []
+        if not sums:
+            parameters = [_computed(_local(param)) for param in parameters]
+        return known(hidden_TD, index_TK, weight_TK, parameters, sums)
+
+    return compute
 
 
 def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:

@@ -22,9 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
-from automodel_cli.distributed import dispatch_kernels, fp8_experts
+from automodel_cli.distributed import added, added_groups, dispatch_kernels, fp8_experts
+from automodel_cli.distributed.added import WeightSum, of_local
 from automodel_cli.distributed.fp8 import Arithmetic
 from automodel_cli.distributed.fused import Fuser, Glue
 from automodel_cli.distributed.kept import Kept, is_keeping, keep
@@ -53,9 +55,11 @@ class GatedExperts:
         self._family = copy.copy(experts)  # what its gate reads
         self._family._parameters = {}
         # each as written, or as `fuser` runs it
-        self._gate, self._through_gate, self.sum_of_pairs = (
-            (None if fuser is None else fuser(glue)) or glue.function for glue in _glue(self._family)
+        biased = set(_BIASES) <= set(experts._parameters)
+        self._gate, self._through_gate, self.sum_of_pairs, *add_bias = (
+            (None if fuser is None else fuser(glue)) or glue.function for glue in _glue(self._family, biased)
         )
+        self.add_bias = add_bias[0] if biased else _biased
 
     @classmethod
     def of(
@@ -74,21 +78,32 @@ class GatedExperts:
             return None
         return cls(experts, num_local, group, fuser, fp8)
 
-    def gate(self, inner_NF: Tensor) -> Tensor:
-        """[N, F] -> [N, I]."""
-        result: Tensor = self._gate(self._family, inner_NF)
+    def gate(self, inner_NF: Tensor, *bias: Tensor) -> Tensor:
+        """[N, F] -> [N, I]. `bias`: first biases [L, F] and the expert of each row [N], where there are any."""
+        result: Tensor = self._gate(self._family, inner_NF, *bias)
         return result
 
-    def through_gate(self, inner_NF: Tensor, of_gated_NI: Tensor, weight_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the gate makes of `inner_NF`, times the weights; the gradients of the weights [N] and of `inner_NF`,
-        given that of an unweighted result, which is overwritten."""
-        result: tuple[Tensor, Tensor, Tensor] = self._through_gate(self._family, inner_NF, of_gated_NI, weight_N1)
+    def through_gate(
+        self, inner_NF: Tensor, of_gated_NI: Tensor, weight_N1: Tensor, *bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the gate makes of `inner_NF` and the bias, times the weights; the gradients of the weights [N] and of
+        `inner_NF`, given that of an unweighted result, which is overwritten."""
+        result: tuple[Tensor, Tensor, Tensor]
+        result = self._through_gate(self._family, inner_NF, of_gated_NI, weight_N1, *bias)
         return result
 
-    def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """[T, D]. `parameters`: first weight, second weight, and both biases where there are any; local ones."""
+    def __call__(
+        self,
+        hidden_TD: Tensor,
+        index_TK: Tensor,
+        weight_TK: Tensor,
+        parameters: Sequence[Tensor],
+        sums: Sequence[WeightSum] = (),
+    ) -> Tensor:
+        """[T, D]. `parameters`: first weight, second weight, and both biases where there are any, of local experts.
+        `sums` of the two weights, to which their gradients may be added instead."""
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            result: Tensor = _Experts.apply(self, index_TK, hidden_TD, weight_TK, *parameters)
+            result: Tensor = _Experts.apply(self, index_TK, sums, hidden_TD, weight_TK, *parameters)
         return result
 
     def product(self, rows_ND: Tensor, weight_LDF: Tensor, ends_L: Tensor, *, back: bool = False) -> Tensor:
@@ -104,6 +119,26 @@ class GatedExperts:
         if self._fp8 is not None and not self._fp8.paused:
             return fp8_experts.weight_gradient(self._fp8, first, second, ends_L)
         return grouped_mm(first.t(), second, offs=ends_L)
+
+    def add_weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, count_L: list[int], weight_sum: WeightSum) -> bool:
+        """Add it to the sum, where that takes it and a product for each expert is worth it; none of 8 bits is one."""
+        if self._fp8 is not None and not self._fp8.paused:
+            return False
+        weights = rows_NI.shape[1] * grad_NO.shape[1]
+        if not added_groups.is_worth_it(len(rows_NI), len(count_L), weights):
+            return False
+        place = weight_sum.place(rows_NI.dtype)
+        if place is not None:
+            first, second = (rows_NI, grad_NO) if self.transposed else (grad_NO, rows_NI)
+            added_groups.add_grouped_(place[0], first, second, count_L, place[1])
+        return place is not None
+
+
+def sums_of(experts: nn.Module) -> list[WeightSum]:
+    """Those of both weights, where the strategy has told the module (`added.take_sums`) and microbatches have one
+    backward each."""
+    known = added.sums_of(experts)
+    return [known[name] for name in _WEIGHTS] if all(name in known for name in _WEIGHTS) else []
 
 
 def parameters_of(experts: nn.Module) -> list[Tensor]:
@@ -133,6 +168,11 @@ class _Sorted:
             return cls(routes, None, None, expert_N, ends_L)
         return cls(routes, order_N, place_N, expert_N, ends_L)
 
+    @property
+    def count_L(self) -> list[int]:
+        """Rows of each local expert."""
+        return self.routes.arrivals_L if self.routes.num_arrivals else [1] + [0] * (len(self.routes.arrivals_L) - 1)
+
     def there(self, rows_P: Tensor) -> Tensor:
         """From sorted pairs to rows by expert. Collective."""
         rows_N = self.routes.there(rows_P)
@@ -146,6 +186,10 @@ class _Sorted:
             rows_N = rows_N.index_select(0, self.place_N)
         return self.routes.back(rows_N[: self.routes.num_arrivals])
 
+    def bias(self, biases: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The first, as the gate takes it."""
+        return (biases[0], self.expert_N) if biases else ()
+
     def is_of_expert_NL(self, dtype: torch.dtype) -> Tensor:
         """1 where a row is of an expert, else 0: a product with it sums rows by expert, always in the same order."""
         experts = torch.arange(len(self.ends_L), device=self.expert_N.device)
@@ -155,68 +199,85 @@ class _Sorted:
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, experts: GatedExperts, index_TK: Tensor, hidden_TD: Tensor, weight_TK: Tensor, *parameters: Tensor
+        ctx: Any,
+        experts: GatedExperts,
+        index_TK: Tensor,
+        sums: Sequence[WeightSum],
+        hidden_TD: Tensor,
+        weight_TK: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
-        first, second, *biases = parameters
+        local = [param.to_local() if isinstance(param, DTensor) else param for param in parameters]
+        first, second, *biases = local
 
         def arrive() -> Tensor:
             return rows.there(hidden_TD.to(first.dtype).index_select(0, rows.routes.token_P))
 
         def multiply() -> Tensor:
-            inner_NF = experts.product(rows_ND, first, rows.ends_L)
-            return inner_NF.add_(biases[0].index_select(0, rows.expert_N)) if biases else inner_NF
+            return experts.product(rows_ND, first, rows.ends_L)
 
         def finish() -> Tensor:
-            result_ND = experts.product(experts.gate(inner_NF), second, rows.ends_L)
+            result_ND = experts.product(experts.gate(inner_NF, *rows.bias(biases)), second, rows.ends_L)
             if biases:
-                result_ND.add_(biases[1].index_select(0, rows.expert_N))
+                result_ND = experts.add_bias(result_ND, biases[1], rows.expert_N)
             return experts.sum_of_pairs(rows.back(result_ND), rows.routes.place_P, weight_TK, hidden_TD.dtype)
 
         rows = keep(lambda: _Sorted.of(find_routes(index_TK, experts.num_local, experts.group)), Kept.ROUTES)
         rows_ND = keep(arrive)
         inner_NF = keep(multiply, Kept.PRODUCTS)
         result_TD = keep(finish)
-        ctx.save_for_backward(rows_ND, inner_NF, weight_TK, *parameters)
-        ctx.experts, ctx.rows = experts, rows
+        ctx.save_for_backward(rows_ND, inner_NF, weight_TK, *local)
+        ctx.experts, ctx.rows, ctx.sums, ctx.parameters = experts, rows, sums, parameters
         return result_TD.clone() if is_keeping() else result_TD  # families add to it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, inner_NF, weight_TK, first, second, *biases = ctx.saved_tensors
         experts, rows = ctx.experts, ctx.rows
-        _, _, _, wants_weight, *wants = ctx.needs_input_grad
+        _, _, _, _, wants_weight, *wants = ctx.needs_input_grad
         routes, ends_L = rows.routes, rows.ends_L
         with torch.autocast(rows_ND.device.type, enabled=False):
             grad_ND = rows.there(grads[0].to(first.dtype).index_select(0, routes.token_P))
             weight_N1 = rows.there(weight_TK.flatten().index_select(0, routes.order_P))[:, None]
             of_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
-            weighted_NI, grad_weight_N, of_inner_NF = experts.through_gate(inner_NF, of_gated_NI, weight_N1)
+            weighted_NI, grad_weight_N, of_inner_NF = experts.through_gate(
+                inner_NF, of_gated_NI, weight_N1, *rows.bias(biases)
+            )
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
             grad_weight_TK = None
             if wants_weight:
                 if biases:
                     grad_weight_N += ((grad_ND @ biases[1].t()) * is_of_NL).sum(-1, dtype=weight_TK.dtype)
                 grad_weight_TK = rows.back(grad_weight_N).index_select(0, routes.place_P).view_as(weight_TK)
-            found: list[Tensor | None] = [
-                experts.weight_gradient(rows_ND, of_inner_NF, ends_L) if wants[0] else None,
-                experts.weight_gradient(weighted_NI, grad_ND, ends_L) if wants[1] else None,
-            ]
+            found: list[Tensor | None] = []
+            for i, factors in enumerate(((rows_ND, of_inner_NF), (weighted_NI, grad_ND))):
+                is_added = wants[i] and ctx.sums and experts.add_weight_gradient(*factors, rows.count_L, ctx.sums[i])
+                found.append(experts.weight_gradient(*factors, ends_L) if wants[i] and not is_added else None)
             if is_of_NL is not None:
                 found.append(is_of_NL.t() @ of_inner_NF if wants[2] else None)
                 found.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
             of_rows_PD = rows.back(experts.product(of_inner_NF, first, ends_L, back=True))
             grad_TD = embedding_bag(routes.place_P.view_as(weight_TK), of_rows_PD, mode="sum")
-        return None, None, grad_TD, grad_weight_TK, *found
+        of_parameters = [
+            None if grad is None else of_local(grad, param) for grad, param in zip(found, ctx.parameters, strict=True)
+        ]
+        return None, None, None, grad_TD, grad_weight_TK, *of_parameters
 
 
-def _gate(family: Any, inner_NF: Tensor) -> Tensor:
-    gated_NI: Tensor = family._apply_gate(inner_NF)
+def _biased(rows_NF: Tensor, bias_LF: Tensor, expert_N: Tensor) -> Tensor:
+    return rows_NF + bias_LF.index_select(0, expert_N)
+
+
+def _gate(family: Any, inner_NF: Tensor, *bias: Tensor) -> Tensor:
+    gated_NI: Tensor = family._apply_gate(_biased(inner_NF, *bias) if bias else inner_NF)
     return gated_NI
 
 
 def _through_gate(
-    family: Any, inner_NF: Tensor, of_gated_NI: Tensor, weight_N1: Tensor
+    family: Any, inner_NF: Tensor, of_gated_NI: Tensor, weight_N1: Tensor, *bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if bias:
+        inner_NF = _biased(inner_NF, *bias)
     gated_NI, back = torch.func.vjp(family._apply_gate, inner_NF)  # type: ignore[misc]  # two, without `has_aux`
     grad_weight_N = (of_gated_NI * gated_NI).sum(-1, dtype=weight_N1.dtype)
     weighted_NI = torch.mul(gated_NI, weight_N1, out=torch.empty_like(gated_NI))
@@ -230,29 +291,35 @@ def _sum_of_pairs(result_PD: Tensor, place_P: Tensor, weight_TK: Tensor, dtype: 
     return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(dtype)
 
 
-def _glue(family: Any) -> list[Glue]:
-    """The three above, for experts of this family."""
+def _glue(family: Any, biased: bool) -> list[Glue]:
+    """The gate, its backward, the sum and the bias above, for experts of this family."""
     kind, width, generator = type(family).__name__, 16, torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
+    def bias(rows: int) -> tuple[Tensor, ...]:
+        return numbers(3, width), torch.arange(rows) % 3
+
     def gate_sample(rows: int) -> tuple[Any, ...]:
-        return family, numbers(rows, width)
+        return family, numbers(rows, width), *(bias(rows) if biased else ())
 
     def through_sample(rows: int) -> tuple[Any, ...]:
         inner_NF = numbers(rows, width)
-        return family, inner_NF, numbers(*family._apply_gate(inner_NF).shape), numbers(rows, 1).abs()
+        of_gated_NI = numbers(*family._apply_gate(inner_NF).shape)
+        return family, inner_NF, of_gated_NI, numbers(rows, 1).abs(), *(bias(rows) if biased else ())
 
     def sum_sample(rows: int) -> tuple[Any, ...]:
         place_P = torch.randperm(2 * rows, generator=generator)
         return numbers(2 * rows, width), place_P, numbers(rows, 2).abs(), torch.float32
 
-    return [
+    always = [
         Glue(f"gate {kind}", _gate, None, gate_sample),
         Glue(f"backward of gate {kind}", _through_gate, None, through_sample),
         Glue("sum over experts", _sum_of_pairs, None, sum_sample),
     ]
+    of_bias = Glue("bias of experts", _biased, None, lambda rows: (numbers(rows, width), *bias(rows)))
+    return [*always, of_bias] if biased else always
 
 
 def _is_standard(experts: nn.Module) -> bool:

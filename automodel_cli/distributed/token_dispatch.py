@@ -58,7 +58,7 @@ class Routes:
 
     Pairs leave in the order of their experts: `order_P`, with the token of each, and the inverse `place_P`. Rows arrive
     by rank of origin, then by expert. `send` and `receive` count rows by rank, `received_RL` (int64, R ranks, L local
-    experts) in all detail.
+    experts) in all detail, `arrivals_L` by expert, on the host.
     """
 
     order_P: Tensor
@@ -67,6 +67,7 @@ class Routes:
     received_RL: Tensor
     send: list[int]
     receive: list[int]
+    arrivals_L: list[int]
     group: dist.ProcessGroup | None
 
     @property
@@ -102,7 +103,9 @@ def find_routes(index_TK: Tensor, num_local_experts: int, group: dist.ProcessGro
         [sum(counts[first : first + num_local_experts]) for first in range(0, len(counts), num_local_experts)]
         for counts in of_experts
     )
-    return Routes(order_P, token_P, place_P, received.view(size, num_local_experts), send, receive, group)
+    arrivals_L = [sum(of_experts[1][expert::num_local_experts]) for expert in range(num_local_experts)]
+    received_RL = received.view(size, num_local_experts)
+    return Routes(order_P, token_P, place_P, received_RL, send, receive, arrivals_L, group)
 
 
 def at_least_one_row(experts: LocalExperts, hidden_ND: Tensor, expert_N: Tensor) -> Tensor:

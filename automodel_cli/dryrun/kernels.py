@@ -38,8 +38,10 @@ _SHAPED_LIKE = frozenset({"zeros_like", "ones_like", "full_like", "rand_like", "
 """Their argument is not read."""
 _OVERWRITES = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"})
 """Operators in place that do not read what they write."""
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm_v2"})
-_ENDS = 8  # where the last of them has the ends of its groups
+_PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm_v2", "add_grouped"}
+)
+_ENDS = 8  # where `_scaled_grouped_mm_v2` has the ends of its groups
 
 
 def is_view(func: Any) -> bool:
@@ -126,6 +128,11 @@ def _size(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
+def launches(func: Any, args: Sequence[Any]) -> int:
+    """Kernels of one call: of sums of experts' gradients one for each expert."""
+    return max(1, len(args[3])) if _name(func) == "add_grouped_" else 1
+
+
 def _name(func: Any) -> str:
     return str(func._schema.name.split("::")[1])
 
@@ -146,6 +153,8 @@ def _rate(gpu: Gpu, func: Any, args: Sequence[Any], real: Callable[[Tensor], Ten
     factor = args[1] if "add" in name else args[0]
     if factor.dtype == torch.float32:
         return gpu.peak_fp32 * gpus.FP32_PRODUCTS
+    if name == "add_grouped_":
+        return gpu.peak_bf16 * gpus.grouped(len(args[1]) / launches(func, args))
     if name == "_grouped_mm":
         return gpu.peak_bf16 * gpus.grouped(_rows_of_a_group(*args[:3]))
     if name == "_scaled_grouped_mm_v2":

@@ -226,7 +226,9 @@ class TracedRank(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         work = kernels.flops(func, args, self.twins.get)
         moved = kernels.num_bytes(func, args, kwargs, outs)
-        self._took(name, kernels.seconds(self.gpu, func, args, work, moved, self.twins.get), work, moved)
+        took, parts = kernels.seconds(self.gpu, func, args, work, moved, self.twins.get), kernels.launches(func, args)
+        for _ in range(parts):
+            self._took(name, took / parts, work / parts, moved // parts)
 
     def _took(self, name: str, took: float, work: float, moved: int) -> None:
         self.clock.kernel(took)

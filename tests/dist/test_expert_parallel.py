@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
-from automodel_cli.distributed import process_group
+from automodel_cli.distributed import added_groups, process_group
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
 from automodel_cli.distributed.expert_parallel import apply_expert_parallel, is_experts
 from automodel_cli.distributed.layout import MeshConfig
@@ -341,6 +342,24 @@ def _groups(rank, world):
 
 def test_tokens_have_a_communicator_of_their_own_and_all_groups_one_timeout():
     assert launch_all(_groups, 2, process_group=False) == [(True, {7.0}, 2)] * 2
+
+
+def each_expert_is_worth_a_product():
+    added_groups.WORTH_FLOPS = 0.0
+
+
+def test_gradients_of_experts_that_products_add():
+    """To sums in float64, so that they have another dtype than the products. Some ranks receive no token."""
+    adding = replace(FSDP2, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    on_stages = MeshConfig(pp_size=2, ep_size=2)
+    cases = [
+        Case("gpt_oss", EP4, config=adding, skewed=True),
+        Case("deepseek_v3", EP2, config=replace(adding, activation_checkpointing=True)),
+        Case("gpt_oss", on_stages, "1f1b", config=adding),
+        Case("deepseek_v3", on_stages, "zb_h1", config=adding),  # splits the backward: nothing is added in products
+    ]
+    for case, errors in zip(cases, launch(compare, 4, cases, each_expert_is_worth_a_product), strict=True):
+        assert errors.within(TOLERANCE), f"{case}: {errors}"
 
 
 def _in_bfloat16(rank, world, family, ep_size):

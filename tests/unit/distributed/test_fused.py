@@ -84,7 +84,7 @@ def test_the_glue_of_experts_computes_the_same_compiled() -> None:
     experts = next(m for m in tiny.build_hf("gpt_oss").modules() if hasattr(m, "is_transposed"))
     fuser = Compiled("aot_eager", CPU, torch.float32)
     plain, compiled = (GatedExperts.of(experts, experts.num_experts, None, f) for f in (None, fuser))
-    assert sum(fuser.found.values()) == 3 and not fuser.refused
+    assert sum(fuser.found.values()) == 4 and not fuser.refused
     generator = torch.Generator().manual_seed(0)
     for tokens in (7, 20):
         given = [torch.randn(tokens, experts.config.hidden_size, generator=generator), torch.rand(tokens, 2)]
@@ -177,8 +177,10 @@ def test_inductor_makes_no_more_kernels_than_are_counted() -> None:
     found: dict[str, Glue] = {}
     fuse_layers(tiny.build_hf("llama"), lambda glue: found.setdefault(glue.name, glue) and None)
     experts = next(m for m in tiny.build_hf("qwen3_moe").modules() if hasattr(m, "is_transposed"))
-    GatedExperts.of(experts, experts.num_experts, None, lambda glue: found.setdefault(glue.name, glue) and None)
-    assert len(found) == 6
+    biased = next(m for m in tiny.build_hf("gpt_oss").modules() if hasattr(m, "is_transposed"))
+    for some in (experts, biased):
+        GatedExperts.of(some, some.num_experts, None, lambda glue: found.setdefault(glue.name, glue) and None)
+    assert len(found) == 9
     for glue in found.values():
         counted: list[str] = []
         grad = glue.kept is not None

@@ -258,6 +258,12 @@ class FSDP2Config(ParallelizerConfig):
         return not self.defer_fsdp_grad_sync
 
     @property
+    def adds_in_products(self) -> bool:
+        """Not in graphs of whole layers, which cannot hold a sum outside of them, and not where autocast casts
+        weights."""
+        return self.enable_compile is not True and self.autocast_dtype is None
+
+    @property
     def assumes_unpacked(self) -> bool:
         return self.patch_is_packed_sequence
 

@@ -104,11 +104,18 @@ def sum_gradients(module: nn.Module) -> None:
 
 
 def add_in_products(module: nn.Module) -> None:
-    """Let linear layers add gradients of their weights to the sum over microbatches as they make them."""
+    """Let linear layers and experts add gradients of their weights to the sum over microbatches as they make them."""
+    from automodel_cli.distributed.expert_parallel import is_experts
+
+    of_owners: dict[nn.Module, dict[str, added.WeightSum]] = {}
     for unit in fsdp_modules(module):
         for owner, name, weight_sum in torch_compat.weight_sums(unit):
-            if type(owner) is nn.Linear and name == "weight":
-                added.convert(owner, weight_sum)
+            of_owners.setdefault(owner, {})[name] = weight_sum
+    for owner, sums in of_owners.items():
+        if type(owner) is nn.Linear:
+            added.convert(owner, sums.get("weight"))
+        elif is_experts(owner):
+            added.take_sums(owner, sums)
 
 
 def fsdp2_strategy_parallelize(
@@ -163,7 +170,7 @@ def fsdp2_strategy_parallelize(
     if mesh.size() == 1:
         _alone.update(unit for unit in (*layers, model) if isinstance(unit, FSDPModule))
     sum_gradients(model)
-    if config.enable_compile is not True and config.autocast_dtype is None:
+    if config.adds_in_products:
         add_in_products(model)
     register(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch, kept=kept), model)
     if config.enable_fsdp2_prefetch:
