@@ -81,7 +81,18 @@ def share_input(block: nn.Module, mesh: DeviceMesh) -> None:
 
 def scattering() -> RowwiseParallel:
     """The row-parallel layer that ends a uniform block: its sum over tp comes out sharded over tokens."""
-    return RowwiseParallel(output_layouts=Shard(_TOKENS))
+    return _Scattering(output_layouts=Shard(_TOKENS))
+
+
+class _Scattering(RowwiseParallel):
+    """A row alone is scattered along the first dim: no copy of its parts side by side."""
+
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, use_local: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
+        if outputs.ndim != _TOKENS + 2 or len(outputs) > 1 or not use_local:
+            return RowwiseParallel._prepare_output_fn(layouts, use_local, mod, outputs, mesh)
+        own_tD = outputs.squeeze(0).redistribute(placements=[Shard(0)], async_op=True).to_local()
+        return own_tD.unsqueeze(0)
 
 
 def blocks(layer: nn.Module) -> Iterator[nn.Module]:
@@ -127,7 +138,12 @@ def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
 
 def _gather_partial(own_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
     """All tokens as a DTensor, whose gradient may stay partial until it is scattered."""
-    whole = DTensor.from_local(own_BtD, mesh, [Shard(_TOKENS)], run_check=False).redistribute(placements=[Replicate()])
+    if len(own_BtD) == 1:  # gathered along the first dim, which needs no copy to put the parts in order
+        rows_tD = DTensor.from_local(own_BtD[0], mesh, [Shard(0)], run_check=False)
+        whole = rows_tD.redistribute(placements=[Replicate()]).unsqueeze(0)
+    else:
+        own = DTensor.from_local(own_BtD, mesh, [Shard(_TOKENS)], run_check=False)
+        whole = own.redistribute(placements=[Replicate()])
     return whole if whole.shape[_TOKENS] == num_tokens else whole.narrow(_TOKENS, 0, num_tokens)
 
 

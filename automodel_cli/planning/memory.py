@@ -33,11 +33,21 @@ class Memory:
     head: float = 0.0
     """What the head computes with (`head_memory.py`), above the layer that is recomputed at other times."""
     host: float = 0.0
+    early_gradients: float | None = None
+    """Those that are there while the head computes, where that is not all of `gradients`."""
+    reduced: float = 0.0
+    """Of the largest layer's, which are reduced beside activations, when the head is done."""
 
     @property
     def total(self) -> float:
-        """All kinds at once, which is more than any moment needs: gradients and activations peak at other times."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.head
+        """Parameters and optimizer beside the larger of two moments: the backward begins, with all activations; it
+        ends, with all gradients. Where gradients add up over microbatches these are there at both."""
+        if self.early_gradients is None:
+            at_most = self.gradients + self.activations + self.head
+        else:
+            begins = self.early_gradients + self.activations + max(self.head, self.reduced)
+            at_most = max(begins, self.gradients)
+        return self.parameters + self.optimizer + at_most
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,18 @@ class Accounting:
             unsharded = grads * (1 if self.layout.pp > 1 else storage.gradient_copies)
         if storage.offloaded:
             return Memory(packed + whole, unsharded, 0.0, host=stored + grads + states)
-        return Memory(packed + stored + whole, max(unsharded, grads), states)
+        memory = Memory(packed + stored + whole, max(unsharded, grads), states)
+        if "gradients" not in storage.shards or self._adds_up:
+            return memory
+        layers = units[num_outside:]
+        reduced = max((self._gathered([unit], storage.reduce_dtype, trained=True) for unit in layers), default=0.0)
+        early = grads if self.num_microbatches > 1 else 0.0
+        return replace(memory, early_gradients=early, reduced=reduced)
+
+    @property
+    def _adds_up(self) -> bool:
+        """Whether gradients of several microbatches are summed before they are reduced."""
+        return self.storage.defers and (self.layout.pp > 1 or self.num_microbatches > 1)
 
     def _kept(self, item: TrainableParam, kind: str) -> int:
         """Elements of a parameter, its gradient or its optimizer state that a rank keeps between steps."""
@@ -113,7 +134,7 @@ class Accounting:
     def _unsharded_gradients(self, units: Sequence[Unit]) -> float:
         """Gradients that are reduced once per step add up unsharded until then."""
         dtype = self.storage.reduce_dtype
-        if self.storage.defers and (self.layout.pp > 1 or self.num_microbatches > 1):
+        if self._adds_up:
             return self._gathered(units, dtype, trained=True)
         return max((self._gathered([unit], dtype, trained=True) for unit in units), default=0.0)
 
