@@ -8,14 +8,15 @@ that cannot run either, or on a CPU: never without a word. Never run on a GPU.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import logging
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import attention as torch_attention
 
 from automodel_cli.config.errors import ConfigError
@@ -61,6 +62,7 @@ class Choice:
         return f"{self.kernel} ({self.reason})"
 
 
+_ASKED = "asked_not_computed"
 _chosen = Choice()
 
 
@@ -238,3 +240,26 @@ def _disagreement(device: torch.device, window: int | None, width: int, value_wi
     wanted = torch.autograd.grad(want.square().sum(), rows)
     pairs = [(got.detach(), want.detach()), *zip(grads, wanted, strict=True)]
     return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
+
+
+def why_no_flash_on_cuda(model: Any, dtype: torch.dtype) -> str:
+    """What keeps CUDA's flash kernels from a model of the library that computes in `dtype`, for a sentence; empty where
+    they take all of its layers. Runs its forward on the meta device; the model is not touched."""
+    reasons: list[str] = []
+
+    def asked(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, softcap: float | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        reasons.append(kernels.why_not_flash_cuda(query, value, softcap))
+        rows, heads, tokens, _width = query.shape
+        return query.new_empty(rows, tokens, heads, value.shape[-1]), None
+
+    from transformers import AttentionInterface
+
+    asked_of = copy.deepcopy(model).to(device="meta", dtype=dtype)
+    AttentionInterface.register(_ASKED, asked)
+    asked_of.set_attn_implementation(_ASKED)
+    ids_BT = torch.zeros(1, 8, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        asked_of.base_model(input_ids=ids_BT, attention_mask=ids_BT.new_zeros(1, 1, 8, 8).to(dtype), use_cache=False)
+    return next((reason for reason in reasons if reason), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -104,8 +105,10 @@ def empty_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     if mesh.layout.cp > 1:
         probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
     recipe.check_model(hf_config(config))
+    part = build_part(config, request=request_of(recipe.trained_objective))
+    _check_one_graph(recipe, mesh.device, part)
     return build_stages(
-        build_part(config, request=request_of(recipe.trained_objective)),
+        part,
         mesh,
         recipe.pipeline,
         recipe.parallelizer,
@@ -125,17 +128,38 @@ def _rows(recipe: Recipe) -> Rows:
     return "whole" if recipe.train.microbatch_size == 1 and recipe.data.pad_to == "longest" else "padded"
 
 
-def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
-    """Packed attention on the CPU reads document boundaries on the host, where a checkpointed graph may not break."""
+_ONE_GRAPH = "enable_compile=true with activation_checkpointing=selective is one graph for each layer, and "
+_ONE_GRAPH_KEYS = ("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention")
+
+
+def _layers_are_one_graph(recipe: Recipe) -> bool:
+    """Each, with packed attention inside."""
     parallelizer = recipe.parallelizer
     one_graph = parallelizer.enable_compile is True and parallelizer.activation_checkpointing == "selective"
-    if not one_graph or recipe.model.attention != PACKED:
+    return one_graph and recipe.model.attention == PACKED
+
+
+def _check_one_graph(recipe: Recipe, device: torch.device, part: ModelPart) -> None:
+    """What no flash kernel takes goes to FlexAttention, which the graph of a layer cannot hold."""
+    if not _layers_are_one_graph(recipe) or device.type != "cuda" or recipe.model.attention_kernel == "dense":
         return
-    keys = ("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention")
+    dtype = recipe.parallelizer.compute_dtype() or next(part.parameters()).dtype
+    if reason := attention_choice.why_no_flash_on_cuda(part.model, dtype):
+        raise ConfigError(
+            f"{_ONE_GRAPH}no flash kernel takes {reason}, so that attention is a graph of its own (FlexAttention)",
+            keys=_ONE_GRAPH_KEYS,
+            fix="parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=glue",
+        )
+
+
+def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
+    """Packed attention on the CPU reads document boundaries on the host, where a checkpointed graph may not break."""
+    if not _layers_are_one_graph(recipe):
+        return
+    keys = _ONE_GRAPH_KEYS
     if recipe.model.attention_kernel == "flex":
         raise ConfigError(
-            "enable_compile=true with activation_checkpointing=selective is one graph for each layer, and "
-            "attention_kernel=flex is a graph of its own",
+            f"{_ONE_GRAPH}attention_kernel=flex is a graph of its own",
             keys=keys,
             fix="parallelizer.activation_checkpointing=full, or model.attention_kernel=auto",
         )

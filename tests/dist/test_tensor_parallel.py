@@ -22,7 +22,7 @@ from automodel_cli.models.load import load_weights
 from automodel_cli.models.lora import wrappers
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.batches import packed_batch, step_batches, token_row
 from automodel_cli.parity.compare import run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.parity.rows import FP32, Row
@@ -179,6 +179,24 @@ def test_flex_attention_of_half_of_the_heads_and_sinks():
 
 def _check_shards(fields, kernel):
     want, got = launch(_logprobs, 1, fields, "auto"), launch(_logprobs, 2, fields, kernel)
+    assert torch.allclose(got[0], want[0], rtol=0, atol=1e-5)
+    assert tiny.gradient_error(want[1], got[1]) < FP32_ON_BOTH_SIDES
+
+
+def _of_a_row_alone(rank, world, sp):
+    """(log-probs, gradients) of a batch of one row, whose tokens do not divide over two ranks."""
+    part = build_part(ModelConfig(config=tiny.tiny_fields("llama")))
+    mesh = build_mesh(MeshConfig(tp_size=world).resolve(world), "cpu")
+    parallelize(part, mesh, replace(TP, sequence_parallel=sp))
+    load_weights(part, ModelConfig(config=tiny.tiny_fields("llama")), device="cpu", seed=3)
+    batch = packed_batch([[token_row(6, seed=1), token_row(9, seed=2)]])
+    logprobs_BT = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
+    logprobs_BT.sum().backward()
+    return logprobs_BT.detach(), tiny.gradients(part)
+
+
+def test_a_row_alone_is_gathered_and_scattered_along_its_tokens():
+    want, got = launch(_of_a_row_alone, 1, False), launch(_of_a_row_alone, 2, True)
     assert torch.allclose(got[0], want[0], rtol=0, atol=1e-5)
     assert tiny.gradient_error(want[1], got[1]) < FP32_ON_BOTH_SIDES
 

@@ -25,6 +25,7 @@ from automodel_cli.dryrun.remedies import try_changes
 from automodel_cli.dryrun.request import RankResult, Request
 from automodel_cli.dryrun.worker import load
 from automodel_cli.planning.reserve import RESERVE_GIB
+from tests.dist.harness import RankFailure
 from tests.dryrun.traces import trace_in_fork
 from tests.e2e.command import automodel
 
@@ -241,6 +242,12 @@ def test_what_fake_tensors_do_not_reach_is_refused_with_what_does(conf: str, ove
     recipe = load(Request(conf, (override,), 8))
     with pytest.raises(ConfigError, match=f"{named} has kernels of its own"):
         check_covered(recipe)
+
+
+def test_layers_compiled_whole_are_refused_where_their_attention_is_a_graph_of_its_own() -> None:
+    one_graph = ("parallelizer.enable_compile=true", "parallelizer.activation_checkpointing=selective")
+    with pytest.raises(RankFailure, match="one graph for each layer, and no flash kernel takes float32"):
+        traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN[:-1], "parallelizer.mp_policy.param_dtype=float32", *one_graph)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from automodel_cli.data.batch import SeenKeys
 from automodel_cli.models import attention_choice, attention_flex
 from automodel_cli.models.attention import packed_attention
 from automodel_cli.models.context import Context, OneProcess
+from tests import tiny
 
 CPU = torch.device("cpu")
 ROWS, TOKENS = 2, 150
@@ -190,3 +191,16 @@ def test_the_sparse_kernel_of_torchs_compiler_reads_the_same_blocks():
         flat = [x[0].transpose(0, 1).double() for x in (query, key, value)]
         want = torch.cat([alone(*(x[a:b] for x in flat), None, window, None, 0.3) for a, b in pairwise(FIRST)])
         torch.testing.assert_close(got[0].transpose(0, 1).double(), want, rtol=0, atol=1e-5)
+
+
+def test_models_whose_layers_no_flash_kernel_takes_are_known_without_running_them() -> None:
+    """A whole layer in one graph cannot hold FlexAttention, so a run must know before its first step."""
+    wide, capped = {"head_dim": 64}, {"attn_logit_softcapping": 30.0}
+    found = {
+        (family, dtype): attention_choice.why_no_flash_on_cuda(tiny.build_hf(family, **fields), dtype)
+        for family, fields in (("llama", wide), ("gemma2", {**wide, **capped}))
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    assert found["llama", torch.bfloat16] == ""
+    assert found["llama", torch.float32].startswith("float32")
+    assert found["gemma2", torch.bfloat16] == found["gemma2", torch.float32] == "soft caps (here 30)"
