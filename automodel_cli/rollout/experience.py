@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class Sample:
     def truncated(self) -> bool:
         return self.finish_reason in ("length", "turns")
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt.tokens) + len(self.tokens)
@@ -90,6 +91,10 @@ class Sample:
     def generated_T(self) -> Tensor:
         """Which of `tokens` the model drew."""
         return torch.tensor([True] * len(self.tokens) if self.generated is None else self.generated)
+
+    def at_generated(self, value: float) -> Tensor:
+        """`value` at those of `tokens` that the model drew, 0 at the others; float32."""
+        return torch.full((len(self.tokens),), value) if self.generated is None else value * self.generated_T()
 
 
 @dataclass(frozen=True)
@@ -121,12 +126,12 @@ class Update:
 
     def with_values(self, name: str, values_N: Tensor, samples: Sequence[Sample]) -> Update:
         """A column that holds one value for each sample, at all its labels."""
-        columns = []
+        columns, values = [], values_N.tolist()
         for batch, spread in zip(self.batches, self.spread, strict=True):
             column_BT = torch.zeros(batch.shape)
             for row, first, number in spread:
                 sample = samples[number]
-                column_BT[row, first : first + len(sample.tokens)] = values_N[number] * sample.generated_T()
+                column_BT[row, first : first + len(sample.tokens)] = sample.at_generated(values[number])
             columns.append(column_BT)
         return self.with_column(name, columns)
 
@@ -290,10 +295,11 @@ class _Layout:
         first = start + len(sample.prompt.tokens) - 1 - skipped
         labelled = slice(first, first + len(sample.tokens))
         self._read(sample, skipped, sample.length)
-        generated_T = sample.generated_T()
-        self._labels_BT[row, labelled] = torch.tensor(sample.tokens).masked_fill(~generated_T, IGNORE_INDEX)
+        self._labels_BT[row, labelled] = torch.tensor(sample.tokens)
+        if sample.generated is not None:
+            self._labels_BT[row, labelled].masked_fill_(~sample.generated_T(), IGNORE_INDEX)
         self._extra["sampler_logprobs_BT"][row, labelled] = torch.tensor(sample.logprobs)
-        self._extra["rewards_BT"][row, labelled] = sample.score.total * generated_T
+        self._extra["rewards_BT"][row, labelled] = sample.at_generated(sample.score.total)
         self._document(torch.arange(skipped, sample.length), prefix)
         self.spread.append((row, first, number))
 
