@@ -6,8 +6,8 @@ that waits for it. Left out are the 3-5 CPU seconds of imports of each process. 
 starts: what it would start as `python -m automodel_cli` is forked from a copy of it that has run nothing yet, and
 handed to it as its own child. Whatever else it starts is started as ever.
 
-What a warm process cannot show, cold ones do: which modules a command imports (unit/cli), and a run of one process,
-of several ranks and under torchrun from nothing (tests/e2e/test_train.py).
+What a warm process cannot show, cold ones do: which modules a command imports (unit/cli), and a run of one process
+and of several ranks (tests/e2e/test_train.py) and under torchrun (tests/e2e/test_nodes.py) from nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import pkgutil
+import runpy
 import signal
 import socket
 import subprocess
@@ -37,6 +38,8 @@ import recipes
 from automodel_cli.launch import ranks
 
 _PR_SET_CHILD_SUBREAPER = 36
+_SCRIPTS = ("double.py", "vllm_stand_in.py")
+"""Servers of the tests that a run starts: they import what a command does."""
 _PATH = tuple(entry for entry in sys.path if entry)
 
 ranks.preload(
@@ -191,13 +194,15 @@ class _Forks:
         args, _, _, _, folder, environ = given[:6]
         streams, new_session = (given[6], given[9], given[11]), given[15]
         words = [os.fsdecode(arg) for arg in args]
-        if words[0] != sys.executable or "-m" not in words or words[words.index("-m") + 1] != "automodel_cli":
+        is_ours = "-m" in words and words[words.index("-m") + 1] == "automodel_cli"
+        is_script = len(words) > 1 and Path(words[1]).name in _SCRIPTS
+        if words[0] != sys.executable or not (is_ours or is_script):
             return self._exec(*given)
-        arguments = words[words.index("-m") + 2 :]
+        kind, arguments = ("command", words[words.index("-m") + 2 :]) if is_ours else ("script", words[1:])
         pairs = [os.fsdecode(pair).split("=", 1) for pair in environ] if environ is not None else os.environ.items()
         files = {target: fd if fd >= 0 else target for target, fd in enumerate(streams)}
         where = os.fsdecode(folder) if folder is not None else os.getcwd()
-        return self._request(files, new_session, ("command", arguments, where, dict(pairs)))
+        return self._request(files, new_session, (kind, arguments, where, dict(pairs)))
 
     def _spawnv_passfds(self, path: bytes, args: list[str], passfds: Sequence[int]) -> int:
         code = os.fsdecode(args[-1])
@@ -269,6 +274,11 @@ def _begin(files: dict[int, int], new_session: bool, task: tuple[str, Any, str, 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    if kind == "script":
+        gc.freeze()
+        sys.argv[:] = what
+        runpy.run_path(what[0], run_name="__main__")
+        _leave(0)
     try:
         exec(what, {})
     finally:

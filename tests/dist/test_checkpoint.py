@@ -295,8 +295,18 @@ def _real_run(rank: int, world: int, folder: str, parallelizer: str, lora: bool,
     return losses, sorted(FileSystemReader(latest).read_metadata().state_dict_metadata)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(("saved", "loaded"), [(("fsdp2", 2), ("ddp", 2)), (("ddp", 2), ("fsdp2", 1))], ids=str)
+_TO_DDP, _FROM_DDP = (("fsdp2", 2), ("ddp", 2)), (("ddp", 2), ("fsdp2", 1))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "lora"),
+    [
+        (*_TO_DDP, True),
+        (*_FROM_DDP, False),
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in ((*_TO_DDP, False), (*_FROM_DDP, True))),
+    ],
+    ids=str,
+)
 def test_our_own_parts_resume_under_another_parallelizer(tmp_path, saved, loaded, lora):
     want, keys = launch(_real_run, saved[1], str(tmp_path), saved[0], lora, False)
     rest, _ = launch(_real_run, loaded[1], str(tmp_path), loaded[0], lora, True)

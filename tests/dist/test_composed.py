@@ -133,7 +133,9 @@ def test_pairs_of_axes_on_four_ranks(originals: Originals):
 
 
 def test_experts_on_four_ranks(originals: Originals):
-    check(originals["gpt_oss"], [replace(r, packed=i % 2 == 0) for i, r in enumerate(MOE_ROWS[4])])
+    """Three of them. `test_expert_parallel` has experts over all ranks, recomputed, and those under tp; the matrix below
+    has all."""
+    check(originals["gpt_oss"], [replace(MOE_ROWS[4][i], packed=i != 2) for i in (0, 2, 4)])
 
 
 def test_four_axes_on_eight_ranks(originals: Originals):

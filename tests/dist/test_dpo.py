@@ -70,7 +70,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Original
     return write
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", "grpo", "gspo", *slow("ipo")])
+@pytest.mark.parametrize("name", ["dpo", "kto", "grpo", *slow("ipo", "gspo")])
 def test_same_numbers_as_one_process(original, name):
     rows = layouts(OBJECTIVES[name])
     for which, errors in zip(rows, launch(run_rows, 2, original("llama", name), rows), strict=True):
@@ -169,7 +169,7 @@ def reported(rank: int, world: int, original: Original, which: Row, cut: str) ->
     return numbers | {name: value.item() for name, value in result.metrics.items()}
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize("name", ["dpo", "grpo", *slow("kto")])
 def test_reports_do_not_depend_on_ranks_stages_or_microbatches(original, name):
     one = row(OBJECTIVES[name])
     (want,) = launch_all(reported, 1, original("llama", name), one, "as they are")

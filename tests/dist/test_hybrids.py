@@ -69,7 +69,7 @@ def _is_right(r: Row, outcome: Errors | Refused) -> bool:
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
-        ("qwen3_5_text", ("pp2", "cp2")),
+        pytest.param("qwen3_5_text", ("pp2", "cp2"), marks=pytest.mark.slow),
         ("qwen3_5_moe_text", ("cp2 recompute", "ep2")),
         ("olmo_hybrid", ("dp2",)),  # its convolution is three tensors of the checkpoint, sharded as one
         ("deepseek_v32", ("pp2", "ep2")),

@@ -34,6 +34,7 @@ from tests import tiny
 from tests.dist import cuda_stand_in
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Case, compare, step_batches, tiny_part
+from tests.marks import slow
 
 pytest.importorskip("megatron_fsdp", reason="pip install automodel-cli[megatron]")
 
@@ -47,11 +48,15 @@ def _compare(rank, world, cases, sabotage=None):
     return compare(rank, world, cases, sabotage)
 
 
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-def test_every_strategy_has_the_numbers_of_one_process(strategy):
-    cases = [Case("qwen3", config=replace(MEGATRON, zero_dp_strategy=strategy), num_microbatches=n) for n in (3, 1)]
-    for errors in launch(_compare, 2, cases):
-        assert errors.within(TOLERANCE), errors
+def _check(world, cases):
+    """All in one set of ranks."""
+    for case, errors in zip(cases, launch(_compare, world, cases), strict=True):
+        assert errors.within(TOLERANCE), f"{case}: {errors}"
+
+
+def test_every_strategy_has_the_numbers_of_one_process():
+    configs = [replace(MEGATRON, zero_dp_strategy=strategy) for strategy in (0, 1, 2, 3)]
+    _check(2, [Case("qwen3", config=config, num_microbatches=n) for config in configs for n in (3, 1)])
 
 
 OPTIONS = {
@@ -65,24 +70,26 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_options_do_not_change_the_numbers(option):
-    (errors,) = launch(_compare, 2, [Case(config=replace(MEGATRON, **OPTIONS[option]))])
-    assert errors.within(TOLERANCE), errors
+def test_options_do_not_change_the_numbers():
+    _check(2, [Case(config=replace(MEGATRON, **options)) for options in OPTIONS.values()])
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
-def test_tied_embeddings_and_experts(family):
-    (errors,) = launch(_compare, 2, [Case(family, config=MEGATRON)])
-    assert errors.within(TOLERANCE), errors
+def test_tied_embeddings_and_experts():
+    _check(2, [Case(family, config=MEGATRON) for family in ("gemma3_text", "qwen3_moe")])
 
 
-@pytest.mark.parametrize("sizes, strategies", [({"tp_size": 2}, (0, 1, 3)), ({"cp_size": 2}, (3,))], ids=str)
-def test_under_tensor_and_context_parallelism(sizes, strategies):
-    mesh = MeshConfig(**sizes)
+def _of_mesh(sizes, *strategies):
     configs = [replace(MEGATRON, zero_dp_strategy=strategy) for strategy in strategies]
-    for errors in launch(_compare, 4, [Case("qwen3", config=c, mesh=mesh, num_microbatches=2) for c in configs]):
-        assert errors.within(TOLERANCE), errors
+    return [Case("qwen3", config=c, mesh=MeshConfig(**sizes), num_microbatches=2) for c in configs]
+
+
+def test_under_tensor_and_context_parallelism():
+    _check(4, [*_of_mesh({"tp_size": 2}, 3), *_of_mesh({"cp_size": 2}, 3)])
+
+
+@pytest.mark.slow
+def test_other_strategies_under_tensor_parallelism():
+    _check(4, _of_mesh({"tp_size": 2}, 0, 1))
 
 
 def _trained(config, world, folder, *, resume=False, async_save=False):
@@ -131,7 +138,7 @@ def in_one_process(tmp_path_factory):
     return launch(_train, 1, FSDP2, tmp_path_factory.mktemp("one"), {})
 
 
-@pytest.mark.parametrize("strategy", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.parametrize("strategy", [*slow(0, 1, 2), 3])
 def test_a_run_trains_resumes_and_exports_like_one_process(in_one_process, tmp_path, strategy):
     want, want_weights = in_one_process
     config = replace(MEGATRON, zero_dp_strategy=strategy, init_fsdp_with_meta_device=strategy == 3)

@@ -23,6 +23,7 @@ from automodel_cli.training.optim import AdamW
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch
+from tests.marks import slow
 from tests.tiny import packed_batch, tiny_fields, token_row
 
 STEPS, ROWS = 4, 4
@@ -105,7 +106,7 @@ def test_plain_data_parallelism_needs_no_wrapper():
     _compare(4, 2, "zbv", kind="ddp")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["zbv", *slow("1f1b")])
 def test_adapters_on_a_frozen_base(schedule: str):
     _compare(2, 2, schedule, kind="lora")
 

@@ -198,7 +198,7 @@ def test_states_of_each_layout(family, layout, schedule):
     check(2, family, MeshConfig(**layout), schedule)
 
 
-@pytest.mark.parametrize(("family", "dp"), [("llama", 1), ("qwen3_moe", 2)])
+@pytest.mark.parametrize(("family", "dp"), [pytest.param("llama", 1, marks=pytest.mark.slow), ("qwen3_moe", 2)])
 def test_tensor_parallel_ranks_draw_the_same(family, dp):
     check(2 * dp, family, MeshConfig(dp_size=dp, tp_size=2))
 

@@ -176,8 +176,15 @@ def test_one_process(family):
     check(1, Case(family))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("config", [FSDP2, RECOMPUTE], ids=["", "recompute"])
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen3_moe", RECOMPUTE),
+        ("deepseek_v3", FSDP2),
+        pytest.param("qwen3_moe", FSDP2, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", RECOMPUTE, marks=pytest.mark.slow),
+    ],
+)
 def test_experts_over_ranks(family, config):
     check(2, Case(family, EP2, config=config, num_microbatches=3))
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import test_grpo
 from tests.e2e.command import TINY, automodel, curve, metrics
+from tests.marks import slow
 
 ROWS = TINY.replace("model:\n  config:", "model:\n  config:\n    vocab_size: 354")
 STEPS = ("train.max_steps=3", "logging.report=false", "optimizer.eps=1e-5")
@@ -44,7 +45,7 @@ def test_a_smaller_student_comes_nearer_to_its_teacher(folder, losses):
     assert 0 < last < first == losses[0]
 
 
-@pytest.mark.parametrize("layout", [("mesh.dp_size=2",), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")])
+@pytest.mark.parametrize("layout", [*slow(("mesh.dp_size=2",)), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")])
 def test_ranks_and_stages_ask_the_teacher_the_same(folder, losses, layout):
     assert distil(folder, layout[0].replace(".", "-").replace("=", "-"), *SMALLER, *layout) == pytest.approx(
         losses, rel=5e-6

@@ -39,6 +39,7 @@ def launchers(folder: Path, *arguments: str) -> Iterator[list[subprocess.Popen[s
             node.wait(60)
 
 
+@pytest.mark.slow
 def test_two_torchrun_launchers_give_the_numbers_of_one_process(tmp_path: Path) -> None:
     write_config(tmp_path)
     alone = automodel(tmp_path, *_RUN, "run_name=alone")

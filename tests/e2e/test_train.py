@@ -73,11 +73,9 @@ def test_export_is_the_trained_model(whole: Path) -> None:
     assert trained < untrained - 0.3
 
 
-LAYOUTS = {
-    "fsdp2": ["mesh.dp_size=2"],
-    "pp2-dp2": ["mesh.pp_size=2", "mesh.dp_size=2", "pipeline=zb_h1"],
-}
+LAYOUTS = {"pp2-dp2": ["mesh.pp_size=2", "mesh.dp_size=2", "pipeline=zb_h1"]}
 MORE_LAYOUTS = {
+    "fsdp2": ["mesh.dp_size=2"],
     "pp2": ["mesh.pp_size=2", "pipeline=1f1b"],
     "hsdp": ["mesh.dp_size=4", "mesh.dp_replicate_size=2"],
     "ddp": ["mesh.dp_size=2", "parallelizer=ddp", "~parallelizer.mp_policy", "train.microbatch_size=2"],
@@ -94,7 +92,7 @@ MORE_LAYOUTS = {
 )
 def test_ranks_do_not_change_the_numbers(whole: Path, tmp_path: Path, overrides: list[str]) -> None:
     write_config(tmp_path)
-    command = cold if overrides == LAYOUTS["fsdp2"] else automodel
+    command = cold if overrides == MORE_LAYOUTS["fsdp2"] else automodel
     done = command(tmp_path, "finetune", "llm", "-c", "tiny.yaml", *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     ours, reference = tmp_path / "runs" / "tiny", whole / "runs" / "tiny"
@@ -104,19 +102,10 @@ def test_ranks_do_not_change_the_numbers(whole: Path, tmp_path: Path, overrides:
     assert curve(ours, "val_loss") == pytest.approx(curve(reference, "val_loss"), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_torchrun_starts_the_same_run(whole: Path, tmp_path: Path) -> None:
-    write_config(tmp_path)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = cold(tmp_path, "finetune", "llm", "-c", "tiny.yaml", launcher=torchrun)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert curve(tmp_path / "runs" / "tiny") == pytest.approx(curve(whole / "runs" / "tiny"), rel=1e-5)
-
-
 def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
-    """40 steps == some + kill -9 + the rest: every recorded loss and norm, to the last bit."""
+    """28 steps == some + kill -9 + the rest: every recorded loss and norm, to the last bit."""
     write_config(tmp_path)
-    more = ["train.max_steps=40", "checkpoint.every=4", "logging.report=false"]
+    more = ["train.max_steps=28", "checkpoint.every=4", "logging.report=false"]
     done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "run_name=whole", *more)
     assert done.returncode == 0, done.stdout + done.stderr
     killed = start(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "run_name=killed", *more)
