@@ -10,6 +10,7 @@ import torch
 from automodel_cli.launch import startup
 from automodel_cli.models import attention, attention_choice, attention_kernels
 from automodel_cli.models.attention_ring import Setting
+from automodel_cli.models.attention_segments import Documents
 
 
 def test_the_allocator_grows_segments_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,7 @@ def test_the_warning_of_dense_attention_says_what_is_kept(caplog, dtype, with_si
         )
     attention_choice.choose("auto", torch.device("cpu"))
     setting = Setting(0.25, None, softcap, "dense")
-    said = attention._cost(query, setting, (0, 256, 512), None)
+    said = attention._cost(query, setting, Documents((0, 256, 512)), None)
     assert out.requires_grad and said == pytest.approx(sum(kept.values()), rel=0.01)
     assert [f"keeps {said / 2**20:.3g} MiB" in record.getMessage() for record in caplog.records] == [True] * (
         softcap is not None
