@@ -99,11 +99,13 @@ def _meta_in_cpp(cuda: torch.device) -> None:
             keywords.pop("device_for_backend_keys", None)
         return make(cls, elem, require_grad, **keywords)
 
-    normalise = FakeTensor._normalize_fake_device
+    def set_device(tensor: Any, device: torch.device) -> None:
+        tensor._fake_device = cuda if device.type in ("meta", "cuda") else device
+
     patched: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "_make_subclass", staticmethod(make_subclass)),
         # C++ makes gradients and buffers "like" such a tensor on meta: in Python that is cuda again.
-        (FakeTensor, "_normalize_fake_device", staticmethod(lambda d: cuda if d.type == "meta" else normalise(d))),
+        (FakeTensor, "fake_device", property(lambda t: t._fake_device, set_device)),  # 2.11 has a plain attribute
         (FakeTensorMode, "avoid_device_init", True),  # torch asks cuda.is_available(), which has been made true
         (FakeTensor, "is_meta", property(lambda t: False)),
         (FakeTensor, "is_cuda", property(lambda t: t.fake_device.type == "cuda")),
