@@ -129,7 +129,7 @@ def _sorted_once(experts: nn.Module, num_local: int, mesh: Mesh, fuser: Fuser | 
         parameters = parameters_of(experts)
         sums = sums_of(experts) if autocast_dtype(hidden_TD.device) is None else []
         if not sums:
-            parameters = [_computed(_local(param)) for param in parameters]
+            parameters = [_local(param) for param in parameters]
         return known(hidden_TD, index_TK, weight_TK, parameters, sums)
 
     return compute
@@ -156,12 +156,6 @@ def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:
 
 def _local(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
-
-
-def _computed(param: Tensor) -> Tensor:
-    """As autocast wants it."""
-    dtype = autocast_dtype(param.device)
-    return param if dtype is None else param.to(dtype)
 
 
 def _check(experts: nn.Module, mesh: Mesh) -> None:

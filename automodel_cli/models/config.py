@@ -137,8 +137,8 @@ class Fp8Config:
     recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"] = "rowwise"
     skip: list[str] = field(default_factory=list)
     """Endings of names of linear layers to leave alone, as `[o_proj, mlp.down_proj]`."""
-    experts: bool = True
-    """The experts of a mixture too, where the recipe has a scale for each row."""
+    experts: bool = False
+    """The experts of a mixture too, where the recipe has a scale for each row; it pays where experts are wide."""
     emulate: bool = False
     """Cast alike but multiply in float32, slower: to see the numbers on a CPU or an older GPU."""
 

@@ -76,7 +76,7 @@ def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arit
     """Empty for experts that are converted."""
     sizes = {size for param in experts.parameters() if param.ndim > 2 for size in param.shape[1:]}
     if not config.experts:
-        return "experts=false"
+        return "fp8.experts is false"
     if lacking := fp8_experts.lacks(arithmetic.recipe):
         return lacking
     if moe.experts != MoEConfig.experts:

@@ -32,10 +32,10 @@ from tests import tiny
 from tests.dist.harness import launch
 
 NUM_MICROBATCHES = 2
-ONE = Row(num_microbatches=NUM_MICROBATCHES, fp8=Fp8Config(emulate=True))
+ONE = Row(num_microbatches=NUM_MICROBATCHES, fp8=Fp8Config(emulate=True, experts=True))
 LORA = replace(ONE, lora=LoRAConfig(rank=4))
 BLOCKS = replace(ONE, fp8=Fp8Config("mxfp8", emulate=True))
-EXACT = replace(ONE, fp8=Fp8Config("rowwise_with_gw_hp", emulate=True))
+EXACT = replace(ONE, fp8=Fp8Config("rowwise_with_gw_hp", emulate=True, experts=True))
 
 
 def over(row=ONE, *, pipeline=None, sequence_parallel=False, recompute=False, **sizes):
@@ -81,7 +81,7 @@ ALONE = {
     "blocks": ("llama", BLOCKS),
     "experts": ("qwen3_moe", ONE),
     "experts, exact gradients": ("qwen3_moe", EXACT),
-    "no experts": ("qwen3_moe", replace(ONE, fp8=Fp8Config(emulate=True, experts=False))),
+    "no experts": ("qwen3_moe", replace(ONE, fp8=Fp8Config(emulate=True))),
 }
 """What one process runs."""
 SHARED = {

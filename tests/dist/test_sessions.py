@@ -69,7 +69,7 @@ def test_a_run_with_8_bit_products_goes_on_to_the_last_bit(tmp_path: Path) -> No
 def _mixture(rank, world, folder, stop_at, run, *overrides):
     """The same of a mixture of experts; what it has in the end."""
     sizes = "model_type: qwen3_moe\n    num_experts: 4\n    num_experts_per_tok: 2\n    moe_intermediate_size: 32"
-    fp8 = ("model.fp8={emulate: true}", "validation.every=null")
+    fp8 = ("model.fp8={emulate: true, experts: true}", "validation.every=null")
     with session(folder, SFT.replace("model_type: llama", sizes), *FEW, *fp8, *overrides, run=run) as opened:
         train(opened, stop_at)
         (part,) = opened.model.parts

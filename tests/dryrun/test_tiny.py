@@ -199,7 +199,7 @@ def test_products_of_8_bits_are_counted_at_twice_the_speed_and_keep_what_others_
 
 def test_experts_multiply_in_8_bits_without_waiting_for_sizes() -> None:
     """Six products a layer and microbatch; gradients of weights cast two operands each by expert."""
-    options = (*_BF16, "parallelizer.activation_checkpointing=false", "model.fp8={}")
+    options = (*_BF16, "parallelizer.activation_checkpointing=false", "model.fp8={experts: true}")
     found = traced("qwen3_moe_30b_ep8_tiny", 8, 0, *options, microbatches=1)
     counts, layers = {line.what: line.count for line in found.kernels}, 4
     assert counts["_scaled_grouped_mm_v2"] == 6 * layers and "_grouped_mm" not in counts

@@ -60,7 +60,6 @@ def _fp8(draft: Draft) -> None:
     said = "" if draft.get("fp8.recipe_name") else "their default"
     draft.put("model.fp8.recipe", draft.get("fp8.recipe_name", "tensorwise"), "fp8.recipe_name", note=said)
     draft.put("model.fp8.emulate", bool(draft.get("fp8.emulate", False)), "fp8.emulate", "fp8.enabled")
-    draft.put("model.fp8.experts", False, note="theirs is for linear layers")
     never = ("lm_head", "embed_tokens")
     skipped = [name for name in draft.get("fp8.filter_fqns", []) if str(name).strip(".") not in never]
     if skipped:

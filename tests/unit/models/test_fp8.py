@@ -49,7 +49,7 @@ def test_the_log_counts_what_is_left_alone_and_why(caplog):
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral"])
 def test_experts_are_converted_and_routers_stay_as_they_are(family, caplog):
     with caplog.at_level(logging.INFO):
-        part = part_of(family)
+        part = part_of(family, fp8=Fp8Config(emulate=True, experts=True))
     names = converted(part)
     assert names and not any(
         name.rpartition(".")[2] == "gate" or "router" in name or ".experts" in name for name in names
@@ -62,9 +62,12 @@ def test_experts_are_converted_and_routers_stay_as_they_are(family, caplog):
 
 
 LEFT = {
-    "told": ({"fp8": Fp8Config(experts=False)}, "experts=false"),
-    "no scale for each row": ({"fp8": Fp8Config(recipe="tensorwise")}, "a scale for each row, as tensorwise has not"),
-    "blocks": ({"fp8": Fp8Config("mxfp8")}, "a scale for each row, as mxfp8 has not"),
+    "not asked": ({"fp8": Fp8Config()}, r"fp8\.experts is false"),
+    "no scale for each row": (
+        {"fp8": Fp8Config(recipe="tensorwise", experts=True)},
+        "a scale for each row, as tensorwise has not",
+    ),
+    "blocks": ({"fp8": Fp8Config("mxfp8", experts=True)}, "a scale for each row, as mxfp8 has not"),
     "another kernel": ({"moe": MoEConfig(experts="eager")}, r"model\.moe\.experts=eager multiplies them"),
     "sizes": ({"fields": {"moe_intermediate_size": 24}}, "sizes of 24, 48, 64, not all multiples of 16"),
 }
@@ -73,6 +76,7 @@ LEFT = {
 @pytest.mark.parametrize("case", LEFT)
 def test_the_log_says_why_experts_are_left_alone(case, caplog):
     options, reason = LEFT[case]
+    options = {"fp8": Fp8Config(emulate=True, experts=True), **options}
     with caplog.at_level(logging.INFO):
         part = part_of("qwen3_moe", **options)
     assert converted(part) and all(arithmetic_of(module) is None for module in experts_modules(part))

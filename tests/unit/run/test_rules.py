@@ -165,7 +165,7 @@ FP8 = {
 @pytest.mark.parametrize("case", FP8)
 def test_products_of_8_bits_refuse(case):
     parallelizer, message = FP8[case]
-    model = _model(fp8=Fp8Config())
+    model = _model(fp8=Fp8Config(experts=True))
     with pytest.raises(ConfigError, match=message):
         check_fp8(parallelizer, model)
     check_fp8(parallelizer, _model())
