@@ -191,9 +191,8 @@ def test_products_of_8_bits_are_counted_at_twice_the_speed_and_keep_what_others_
     layers, linear = 4, 7
     assert counts["_scaled_mm_v2"] == 4 * layers * linear * in_fp8.measured_microbatches
     assert counts["fp8 cast rowwise"] == 8 * layers * linear * in_fp8.measured_microbatches
-    # Recomputation stops at a layer's last product, but a function of autograd has run before it says what it keeps.
-    last = 2 * in_fp8.tokens_per_microbatch * 192 * 64 * layers * in_fp8.measured_microbatches
-    assert in_fp8.flops - plain.flops == last and in_fp8.peak <= plain.peak * 1.02
+    # As torch's layers, which are functions of autograd too where they add gradients in their products.
+    assert in_fp8.flops == plain.flops and in_fp8.peak <= plain.peak * 1.02
     assert not in_fp8.syncs or len(in_fp8.syncs) == len(plain.syncs)
 
 
