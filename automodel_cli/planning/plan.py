@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
+from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.strategies.base import AUTO, GLUE, Strategy
 from automodel_cli.distributed.tensor_parallel import cut_parameters
@@ -130,8 +131,8 @@ def _make_plan(request: Request) -> Plan:
     if request.parallelizer.axis_options().sequence_parallel:
         activations = activations.sharded_over_tokens(request.layout.tp)
     over_tp = _cut_over_tp(request, part)
-    head = _head_bytes(request, part, over_tp, request.rows * tokens)
-    estimate = _Estimate(request, units, activations, over_tp, head)
+    heads = [_head_bytes(request, part, over_tp, request.rows * tokens, adds=adds) for adds in (False, True)]
+    estimate = _Estimate(request, units, activations, over_tp, *heads)
     whole = {id(p): p for p in part.parameters()}.values()
     plan = Plan(
         request,
@@ -184,14 +185,18 @@ def _has_kernels(request: HeadRequest) -> bool:
     return request.token_ids is None and kernels_allow(request, 1, filters=False)
 
 
-def _head_bytes(request: Request, part: ModelPart, over_tp: frozenset[nn.Parameter], tokens: int) -> float:
-    """What the head computes with on a GPU. A generic head holds as much of a chunk as one without kernels."""
+def _head_bytes(
+    request: Request, part: ModelPart, over_tp: frozenset[nn.Parameter], tokens: int, *, adds: bool
+) -> float:
+    """What the head computes with on a GPU. A generic head holds as much of a chunk as one without kernels. With `adds`
+    the gradient of its weight is in the sum over microbatches, where the strategy lets it be."""
     weight = part.model.get_output_embeddings().weight
     assert isinstance(weight, nn.Parameter)
     vocabulary, width = weight.shape
     if weight in over_tp:
         vocabulary //= request.layout.tp
     kernels = part.head.kind.name != "generic" and _has_kernels(request.head)
+    is_added = adds and part.head.kind.name != "generic" and _adds(request, weight, over_tp)
     if kernels:
         default = kernel_chunk_size(vocabulary, request.compute_dtype)
     else:
@@ -204,9 +209,18 @@ def _head_bytes(request: Request, part: ModelPart, over_tp: frozenset[nn.Paramet
         width=width,
         tokens=tokens,
         chunk=part.head.chunk_size or default,
-        trained=weight.requires_grad,
+        trained=weight.requires_grad and not is_added,
         kernels=kernels,
     )
+
+
+def _adds(request: Request, weight: nn.Parameter, over_tp: frozenset[nn.Parameter]) -> bool:
+    """Whether FSDP2 has a sum over microbatches, in a dtype of its own, to which the head adds in its products."""
+    parallelizer = request.parallelizer
+    if not isinstance(parallelizer, FSDP2Config) or not parallelizer.adds_in_products or weight in over_tp:
+        return False
+    storage, sums = parallelizer.storage(), request.layout.pp > 1 or request.num_microbatches > 1
+    return sums and storage.defers and storage.reduce_dtype != storage.compute_dtype
 
 
 @dataclass(frozen=True)
@@ -215,10 +229,14 @@ class _Estimate:
     units: Units
     activations: Activations
     over_tp: frozenset[nn.Parameter]
+    head_alone: float
     head: float
+    """Of a program whose backwards are whole, where it may add to the sum over microbatches."""
 
     def of_plan(self, plan: StagePlan, program: Program) -> tuple[tuple[StageRow, ...], tuple[Memory, ...]]:
         roles = [plan.role_of_depths(stage) for stage in range(plan.num_stages)]
+        if program.splits_backward and self.head != self.head_alone:
+            return replace(self, head=self.head_alone).of_plan(plan, program)
         return self.of_stages(plan.layers, plan.owner, lambda amounts: peak_activations(program, amounts), roles)
 
     def of_stages(

@@ -28,6 +28,9 @@ _ONCE_A_STEP = ("parallelizer.defer_fsdp_grad_sync=true",)
 """With two layers, what is outside of them is most of the model, and the plan adds its gradients to the head's."""
 
 
+_DDP = ("parallelizer=ddp", "parallelizer.activation_checkpointing=false")
+
+
 @dataclass(frozen=True)
 class Case:
     """A rank of a recipe. `waits` of the host and `kernels` are bounds for `microbatches` of them together."""
@@ -47,7 +50,8 @@ class Case:
 
 DEFAULT = [
     Case("qwen3_moe_30b_ep8", 8, 0, waits=5, kernels=670, layers=2, more=_ONCE_A_STEP),
-    Case("gpt_oss_pp2ep4", 8, 4, waits=9, kernels=1583, microbatches=4, layers=4),
+    Case("gpt_oss_pp2ep4", 8, 4, waits=9, kernels=1595, microbatches=4, layers=4),
+    Case("llama3_2_1b", 4, 0, waits=1, kernels=632, layers=2, more=_DDP),
 ]
 SLOW = [
     Case("llama3_2_1b", 1, 0, waits=1, kernels=2439),
