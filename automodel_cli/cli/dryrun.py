@@ -29,7 +29,7 @@ _gigabytes = click.FloatRange(min=0, min_open=True)
 )
 @click.option("--document", type=click.IntRange(min=1), metavar="TOKENS", help="Length of documents in packed rows.")
 @click.option("--data", is_flag=True, help="Take lengths of documents from the config's data; prepares it if need be.")
-@click.option("--microbatches", type=click.IntRange(min=1), metavar="N", help="To run; default: enough to tell.")
+@click.option("--microbatches", type=click.IntRange(min=3), metavar="N", help="To run; default: enough to tell.")
 @click.option("--node-gbs", type=_gigabytes, help="GB/s between GPUs of a machine, one way.  [default: the GPU's]")
 @click.option(
     "--network-gbs", default=50.0, show_default=True, type=_gigabytes, help="GB/s of a GPU to other machines."

@@ -65,8 +65,8 @@ class Estimate:
 
 
 def estimate(ranks: Sequence[RankResult], gpu: Gpu, num_gpus: int) -> Estimate:
-    """Without a pipeline: the first microbatch with everything that is done once, and the others at what one more
-    takes. With one: the simulator, and what a rank does outside of its stages' work."""
+    """Without a pipeline: one microbatch with everything that is done once, and the others at what one more takes.
+    With one: the simulator, and what a rank does outside of its stages' work."""
     first = ranks[0]
     count = first.num_microbatches
     timeline = None

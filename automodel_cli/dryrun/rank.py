@@ -39,6 +39,7 @@ from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.step import train_step
 
 _LARGEST = 14
+_UNLIKE = 2  # microbatches of a step: the first one begins the sums of gradients, the last one ends them
 
 
 class Traced:
@@ -155,9 +156,11 @@ def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Tim
         model = Model.filled(stages, recipe, mesh)
         run.optimizer = build_optimizer(recipe.optimizer, model.parts)
         _name_phase_of_optimizer(run)
-        warm = columns[: _smallest(recipe, mesh.layout, 1, len(columns))]
+        warm = columns[: _smallest(recipe, mesh.layout, min(_UNLIKE, max(len(columns) - 1, 1)), len(columns))]
+        if mesh.layout.pp == 1:  # what a first step makes (optimizer states) would stand against one microbatch
+            run.step(stages, mesh, columns[:1], model.step_hooks)
         run.mode.counts.warm = Work()  # not of what was built
-        first = run.step(stages, mesh, warm, model.step_hooks)  # makes the optimizer's states
+        first = run.step(stages, mesh, warm, model.step_hooks)
         run.mode.counts.on = True
         run.memory.forget_peak()
         second = run.step(stages, mesh, columns, model.step_hooks)
@@ -198,10 +201,10 @@ def _materialise(part: nn.Module, device: torch.device) -> None:
 
 
 def _enough(recipe: Any, layout: Layout, count: int) -> int:
-    """Microbatches that show what a step of `count` does: all microbatches are alike, and a pipeline keeps at most
-    some per stage alive."""
+    """Microbatches that show what a step of `count` does: all but the first and the last are alike, and a pipeline
+    keeps at most some per stage alive."""
     if layout.pp == 1:
-        return min(count, 2)
+        return min(count, _UNLIKE + 1)
     return _smallest(recipe, layout, min(count, 4 * layout.pp), count)
 
 
@@ -277,7 +280,7 @@ def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[row
         data_parallel=layout.dp,
         actions=_means(run),
         pipeline=program_to_json(plan.timeline.program, plan.timeline.costs.forward) if plan.timeline else None,
-        once_seconds=times.warm,
+        once_seconds=times.measured - step * (times.num_measured - 1),
         microbatch_seconds=step,
         outside_seconds=max(0.0, times.measured - in_actions),
         hop_seconds=_hop(recipe, request, layout, tokens),

@@ -103,9 +103,9 @@ class RankResult:
     pipeline: dict[str, Any] | None
     """The schedule's program, as `estimate.program_from_json` reads it."""
     once_seconds: float
-    """A step of one microbatch on this rank; without a pipeline."""
+    """A step on this rank without what its other microbatches add; without a pipeline."""
     microbatch_seconds: float
-    """What one more microbatch adds to it."""
+    """What one more microbatch adds to a step that has a first and a last one."""
     outside_seconds: float
     """Of a step, outside of the stages' forwards and backwards: reductions, clipping, the optimizer."""
     hop_seconds: float
