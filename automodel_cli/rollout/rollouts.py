@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,10 +19,10 @@ from automodel_cli.models.config import TeacherConfig
 from automodel_cli.models.routing import Selectors, selectors_of
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.weights import iter_hf_weights
-from automodel_cli.objectives.advantages import group_advantages
-from automodel_cli.objectives.base import PolicyObjective, selection_of
+from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.alarms import Alarms
+from automodel_cli.rollout.credit import Credit
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environments.conversation import Episode
@@ -36,7 +35,7 @@ from automodel_cli.rollout.episodes import (
     unscored_samples,
     what_plays,
 )
-from automodel_cli.rollout.experience import RowPlan, Sample, kl_sums, plan_updates
+from automodel_cli.rollout.experience import RowPlan, Sample, plan_updates
 from automodel_cli.rollout.held_out_samples import of_k_samples
 from automodel_cli.rollout.model_engines import RankZeroEngine
 from automodel_cli.rollout.phases import Idle, Phases
@@ -51,7 +50,6 @@ from automodel_cli.rollout.sample_queue import Generated, SampleQueue, SampleReq
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.scorer import Scorer
 from automodel_cli.rollout.shared_prompts import why_apart
-from automodel_cli.rollout.token_advantages import TokenAdvantages
 from automodel_cli.run.answers import Accuracy
 from automodel_cli.run.reference_update import ReferenceUpdate
 from automodel_cli.run.scoring import logprobs_of, shaped
@@ -111,6 +109,7 @@ class Rollouts(Callback):
             fits=session.model.stages.takes,
             share_prompts=not self._prompts_are_apart,
         )
+        self._credit = Credit(session, config, objective, self._plan, self._scorer, self._replay)
         self.accuracy: dict[str, Accuracy] = {}
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
@@ -205,11 +204,11 @@ class Rollouts(Callback):
         samples = self._sample(step, prompts)
         num_sampled, num_batches = len(samples), 1
         if dynamic is not None:
-            samples, equal = self._different(samples)
+            samples, equal = self._credit.different(samples)
             while len(samples) < self.config.samples_per_step and num_batches < dynamic.max_batches:
                 more = self._sample(step, self.session.loader.next_step())
                 num_sampled, num_batches = num_sampled + len(more), num_batches + 1
-                different, rest = self._different(more)
+                different, rest = self._credit.different(more)
                 samples, equal = samples + different, equal + rest
             if len(samples) < self.config.samples_per_step:
                 self._tell_once("dynamic_sampling", too_few(step, samples, equal, self.config))
@@ -220,7 +219,24 @@ class Rollouts(Callback):
         seconds += self._drawing_seconds - self._wait_seconds  # what was waited for is a part of the drawing
         self._draw_ahead(step)
         self._rest(weights_follow=True)
-        return self._learnt_from(step, samples, num_sampled, seconds)
+        learnt = self._credit.learn(samples, self._phases)
+        self._phases.begin("train")
+        waited = None if self._queue is None else self._wait_seconds
+        of_engine = {**getattr(self.engine, "metrics", {}), **learnt.gaps}
+        return Rollout(
+            version=step - 1,
+            samples=samples,
+            advantages_N=learnt.advantages_N,
+            differs_N=learnt.differs_N,
+            trained=learnt.trained,
+            updates=learnt.updates,
+            num_passes=self.config.passes,
+            num_sampled=num_sampled,
+            seconds=seconds,
+            reward_seconds=self._reward_seconds,
+            wait_seconds=waited,
+            of_engine=of_engine,
+        )
 
     def _rest(self, *, weights_follow: bool) -> None:
         """Nothing is generated until the next weights, or the next rollout: the GPUs are the trainer's. Collective."""
@@ -301,75 +317,10 @@ class Rollouts(Callback):
     def _routed(self, samples: list[Sample]) -> list[Sample]:
         return samples if self._replay is None else self._replay.of_layers(samples)
 
-    # -- what is learnt from it
-
-    def _valid(self, samples: Sequence[Sample]) -> Tensor:
-        cut = self.config.overlong.filter
-        return torch.tensor([s.score.valid and not (cut and s.truncated) for s in samples])
-
-    def _different(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-        """Those of groups with different rewards, and the others."""
-        differs_N = self._advantages(samples, _totals(samples)).differs_N.tolist()
-        pairs = list(zip(samples, differs_N, strict=True))
-        return [sample for sample, differs in pairs if differs], [sample for sample, differs in pairs if not differs]
-
     def _tell_once(self, subject: str, text: str) -> None:
         if subject not in self._told:
             self._told.add(subject)
             self.session.meter.print(text)
-
-    def _advantages(self, samples: Sequence[Sample], rewards_N: Tensor) -> Any:
-        return group_advantages(
-            rewards_N,
-            _groups(samples),
-            valid_N=self._valid(samples),
-            leave_one_out=self.config.leave_one_out,
-            normalise=self.config.normalise,
-            scale=self.config.scale,
-        )
-
-    def _learnt_from(self, step: int, samples: list[Sample], num_sampled: int, seconds: float) -> Rollout:
-        """Groups without a difference and samples that do not count are left out; log-probs are measured for the rest
-        before the first update, under the distribution that was sampled from."""
-        overlong, limit = self.config.overlong, self.config.max_new_tokens
-        differs_N = self._advantages(samples, _totals(samples)).differs_N
-        by_token = self._token_advantages()
-        by_group = by_token is None and "advantages_BT" in self.objective.columns
-        rewards = [overlong.shaped(s.score.total, s.num_generated, s.truncated, limit) for s in samples]
-        rewards_N = torch.tensor(rewards, dtype=torch.float64)
-        if (selecting := selection_of(self.objective)) is not None:
-            spoken_N = torch.tensor([sample.num_generated > 0 for sample in samples])
-            units = selecting.select(rewards_N, _groups(samples), self._valid(samples) & spoken_N)
-        else:
-            units = [(n,) for n in (self._valid(samples) & (differs_N | (not by_group))).nonzero()[:, 0].tolist()]
-        num_updates = self.config.samples_per_step // self.recipe.train.global_batch_size
-        mesh = self.mesh
-        updates = plan_updates(samples, units, num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
-        if "pairs_P2" in self.objective.columns:
-            updates = [update.with_pairs(units) for update in updates]
-        with self._phases("score"):
-            updates = self._scorer.scored(updates, samples)
-            gaps = {} if self._replay is None else self._replay.gaps(updates, self._scorer)
-        if by_token is not None:
-            updates, advantages_N = by_token.into(updates, samples, rewards_N, mesh)
-        else:
-            if (kl := self.objective.reward_kl) is not None:
-                rewards_N -= kl.coef * mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl.kl_type)).cpu()
-            advantages_N = self._advantages(samples, rewards_N).advantages_N
-            updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
-        passes, trained = self.config.passes, [number for numbers in units for number in numbers]
-        self._phases.begin("train")
-        waited = None if self._queue is None else self._wait_seconds
-        told = (seconds, self._reward_seconds, waited, {**getattr(self.engine, "metrics", {}), **gaps})
-        return Rollout(step - 1, samples, advantages_N, differs_N, trained, updates, passes, num_sampled, *told)
-
-    def _token_advantages(self) -> TokenAdvantages | None:
-        """None where a sample is compared with its group."""
-        config, critic = self.config, self.config.baseline == "critic"
-        if config.baseline == "group":
-            return None
-        lam = config.gae_lambda if critic else 1.0
-        return TokenAdvantages(config.gamma, lam, critic, config.normalise, self.objective.reward_kl)
 
     def _selectors(self) -> Selectors | None:
         if not self.config.replay_routing:
@@ -473,14 +424,6 @@ class Rollouts(Callback):
             elif warning is not None:  # stale samples always differ by what the weights have moved
                 reason = "the samples are drawn by older weights, as rollout.max_staleness allows; not said again"
                 self._tell_once("staleness", f"step {step}: {warning} ({reason})")
-
-
-def _groups(samples: Sequence[Sample]) -> Tensor:
-    return torch.tensor([sample.place for sample in samples])
-
-
-def _totals(samples: Sequence[Sample]) -> Tensor:
-    return torch.tensor([sample.score.total for sample in samples], dtype=torch.float64)
 
 
 def _rows(session: Session) -> Iterator[tuple[str, dict[str, Any]]]:
