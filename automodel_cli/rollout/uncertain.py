@@ -11,13 +11,16 @@ from torch import Tensor
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.rollout.experience import Sample, Update
 
+_TIE = 1e-5
+"""Nats. First tokens of a group have the same prompt, and so one entropy but for rounding, which layouts do apart."""
+
 
 def with_uncertain(
     update: Update, entropies: Sequence[Tensor], samples: Sequence[Sample], share: float, mesh: Mesh
 ) -> Update:
     """`uncertain_BT`: 1 at the drawn tokens whose entropy (`[B, T]` for each microbatch) reaches the (1 - share)
-    quantile of the update's tokens on all ranks, else 0. Quantiles between two tokens are interpolated, as TRL's are.
-    Collective.
+    quantile of the update's tokens on all ranks, or falls short of it by rounding, else 0. Quantiles between two tokens
+    are interpolated, as TRL's are. Collective.
     """
     entropies = [entropy_BT.cpu().double() for entropy_BT in entropies]
     # every token has a place of its own, whichever rank holds it, so the sum over ranks copies and does not round
@@ -31,7 +34,7 @@ def with_uncertain(
     threshold = float(np.quantile(entropy_M[held_M > 0], 1 - share))
     masks = [torch.zeros(batch.shape) for batch in update.batches]
     for batch, row, drawn_T, _ in _drawn(update, samples):
-        masks[batch][row, drawn_T] = (entropies[batch][row, drawn_T] >= threshold).float()
+        masks[batch][row, drawn_T] = (entropies[batch][row, drawn_T] >= threshold - _TIE).float()
     return update.with_column("uncertain_BT", masks)
 
 
