@@ -16,6 +16,8 @@ IGNORE_INDEX = -100
 ROUTED_EXPERTS = "routed_experts_BTC"
 """Column of `Batch.extra` with the experts that each token shall go to: int16, C = layers with experts x experts of a
 token, -1 where the router chooses by itself. No objective reads it, the model does."""
+ON_HOST = "on_host"
+"""Keyword of `Batch.model_inputs` with `OnHost`."""
 KEY_INDEX = "key_index"
 """Keyword of `Batch.model_inputs` with `SeenKeys.index_M`, there where documents share a prefix."""
 
@@ -68,6 +70,15 @@ def seen_index(bounds: Sequence[int], prefixes: Sequence[Run]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class OnHost:
+    """What the host remembers of a batch that it sent to a device, for ranks that share its rows: bounds of documents,
+    and `Batch.label_positions_S` in host memory."""
+
+    cu_seqlens: tuple[int, ...]
+    label_positions_S: Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """One microbatch: B rows of T tokens. Packing is the normal case; a padded row is one document and one of padding.
 
@@ -91,6 +102,8 @@ class Batch:
     label_positions_S: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     """Where labels are among the B*T tokens, int64: found on the host by `to` and `pinned`, so that nobody waits for
     the device to say. None before that, and in copies with other tensors (`dataclasses.replace`)."""
+    on_host: OnHost | None = field(default=None, init=False, repr=False, compare=False)
+    """There where `label_positions_S` is."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -123,9 +136,10 @@ class Batch:
         return self._with_tensors(lambda t: t.pin_memory())
 
     def _with_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        positions_S, seen = self.label_positions_S, self.seen
+        positions_S, on_host, seen = self.label_positions_S, self.on_host, self.seen
         if positions_S is None and self.labels_BT.device.type == "cpu":
             positions_S = (self.labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+            on_host = OnHost(tuple(self.cu_seqlens.tolist()), positions_S)
         moved = replace(
             self,
             input_ids_BT=move(self.input_ids_BT),
@@ -136,19 +150,20 @@ class Batch:
             extra={k: move(v) for k, v in self.extra.items()},
             seen=None if seen is None else SeenKeys(move(seen.index_M), move(seen.cu_seqlens), seen.max_seqlen),
         )
-        return moved._at(None if positions_S is None else move(positions_S))
+        return moved._at(None if positions_S is None else move(positions_S), on_host)
 
     def with_columns(self, **columns: Tensor) -> Batch:
         """The same tokens with more columns in `extra`."""
-        return replace(self, extra={**self.extra, **columns})._at(self.label_positions_S)
+        return replace(self, extra={**self.extra, **columns})._at(self.label_positions_S, self.on_host)
 
     def without_column(self, name: str) -> Batch:
         """The same tokens without a column of `extra`, if it is there."""
         extra = {key: column for key, column in self.extra.items() if key != name}
-        return replace(self, extra=extra)._at(self.label_positions_S)
+        return replace(self, extra=extra)._at(self.label_positions_S, self.on_host)
 
-    def _at(self, label_positions_S: Tensor | None) -> Batch:
+    def _at(self, label_positions_S: Tensor | None, on_host: OnHost | None) -> Batch:
         object.__setattr__(self, "label_positions_S", label_positions_S)
+        object.__setattr__(self, "on_host", on_host)
         return self
 
     def further_labels(self, by: int) -> Tensor:
@@ -166,12 +181,13 @@ class Batch:
             "token_ids": token_ids_BTN,
         }
 
-    def model_inputs(self) -> dict[str, Tensor | int]:
+    def model_inputs(self) -> dict[str, Tensor | int | OnHost]:
         """The keywords that every pipeline stage of the model receives (the labels reach only the head)."""
         routed_BTC, seen = self.extra.get(ROUTED_EXPERTS), self.seen
         return {
             **({} if routed_BTC is None else {"routed_experts": routed_BTC}),
             **({} if seen is None else {KEY_INDEX: seen.index_M}),
+            **({} if self.on_host is None else {ON_HOST: self.on_host}),
             "input_ids": self.input_ids_BT,
             "position_ids": self.position_ids_BT,
             "cu_seq_lens_q": self.cu_seqlens,

@@ -188,14 +188,15 @@ class TracedRank(TorchDispatchMode):
         return tree_map_only(Tensor, wrap, real)
 
     def _positions(self, index: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
-        """Boolean masks of an indexing become the positions that they select, as on a device: after a wait."""
+        """Boolean masks of an indexing become the positions that they select, on a device after a wait."""
         found: list[Tensor | None] = []
         for i in index:
             real = self.twins.get(i) if i is not None and i.dtype in _BOOLEAN else None
             if real is None:
                 found.append(i)
                 continue
-            self.synchronised("index by mask")
+            if i is not None and i.device.type == "cuda":
+                self.synchronised("index by mask")
             with unset_fake_temporarily():
                 positions = real.nonzero(as_tuple=True)
             found += [self._wrapped(x, like) for x in positions]

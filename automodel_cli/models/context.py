@@ -12,7 +12,7 @@ Shapes: B rows of T tokens as given, P tokens padded; t = P / ranks local tokens
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -72,12 +72,12 @@ class Context:
         self,
         group: ContextGroup,
         shape: tuple[int, int],
-        cu_seqlens: Tensor | None,
+        cu_seqlens: Sequence[int] | Tensor | None,
         device: torch.device,
         owners: tuple[tuple[int, ...], ...] | None = None,
     ):
-        """`shape` (B, T) and `cu_seqlens` are those of the whole batch, None for one document a row. One host
-        synchronisation on a CUDA device. `owners`: the chunks of each rank, `dual_chunks(group.size)` unless told."""
+        """`shape` (B, T) and `cu_seqlens` are those of the whole batch, None for one document a row; a tensor on a CUDA
+        device is waited for. `owners`: the chunks of each rank, `dual_chunks(group.size)` unless told."""
         self.group = group
         self.owners = owners or dual_chunks(group.size)
         num_chunks = sum(len(chunks) for chunks in self.owners)
@@ -86,7 +86,8 @@ class Context:
         self.chunk = self.tokens // num_chunks
         self.bounds = self._padded_bounds(cu_seqlens)
         order_P = torch.cat([torch.arange(self.chunk) + j * self.chunk for chunks in self.owners for j in chunks])
-        self._where_P = order_P.argsort().to(device)
+        self._host_where_P = order_P.argsort()
+        self._where_P = self._host_where_P.to(device)
         self._local_t = order_P.view(group.size, -1)[group.rank].to(device)
 
     @property
@@ -94,10 +95,12 @@ class Context:
         """Which chunks of each row this rank holds, in the order of its local tokens."""
         return self.owners[self.group.rank]
 
-    def _padded_bounds(self, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    def _padded_bounds(self, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int, ...]:
         """Documents over the B*P padded tokens."""
         length, padding = self._length, self.tokens - self._length
-        given = range(0, self.rows * length + 1, length) if cu_seqlens is None else cu_seqlens.tolist()
+        given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        if given is None:
+            given = range(0, self.rows * length + 1, length)
         bounds = [0]
         for start, end in itertools.pairwise(given):
             if end > start:
@@ -110,6 +113,16 @@ class Context:
         """This rank's tokens of a whole column `[B, T, ...]`; `fill` in the padding."""
         after = (0, 0) * (x_BT.ndim - 2)
         return F.pad(x_BT, (*after, 0, self.tokens - self._length), value=fill).index_select(1, self._local_t)
+
+    def local_label_positions(self, label_positions_S: Tensor) -> Tensor:
+        """Places among the B*T tokens, in host memory, -> those of them that this rank has, among its B*t tokens and in
+        their order."""
+        row_S, token_S = label_positions_S // self._length, label_positions_S % self._length
+        size = self.tokens // self.group.size
+        place_S = self._host_where_P[token_S] - self.group.rank * size
+        mine_S = (place_S >= 0) & (place_S < size)
+        local = (row_S * size + place_S)[mine_S].sort().values
+        return local.to(self._local_t.device, non_blocking=True)
 
     def local_positions(self, position_ids_BT: Tensor) -> Tensor:
         """The same for positions, which start again in the padding, as in any document."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import IGNORE_INDEX, KEY_INDEX, further
+from automodel_cli.data.batch import IGNORE_INDEX, KEY_INDEX, ON_HOST, OnHost, further
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.chosen_experts import choosing
 from automodel_cli.models import state_layers
@@ -125,7 +125,8 @@ class ModelPart(nn.Module):
         if context is not None:
             labels = context.local(labels, IGNORE_INDEX)
             token_ids = None if token_ids is None else context.local(token_ids, IGNORE_INDEX)
-            label_positions = None  # of this rank's tokens, which the batch knows nothing of
+            on_host: OnHost | None = model_inputs.get(ON_HOST)
+            label_positions = None if on_host is None else context.local_label_positions(on_host.label_positions_S)
         output = self.head(hidden_BTD, labels, request, token_ids, label_positions)
         if request.values:
             assert self.value_head is not None, "who asks for values builds the part with a value head"
@@ -221,10 +222,12 @@ class ModelPart(nn.Module):
         """Under context parallelism this rank's share of `Batch.model_inputs()`, with a `context` for attention in
         place of the document boundaries; else as they are."""
         if self._context_group is None:
-            return model_inputs
+            return {name: value for name, value in model_inputs.items() if name != ON_HOST}
         ids_BT: Tensor = model_inputs["input_ids"]
         rows, tokens = ids_BT.shape
-        context = Context(self._context_group, (rows, tokens), model_inputs["cu_seq_lens_q"], ids_BT.device)
+        on_host: OnHost | None = model_inputs.get(ON_HOST)
+        bounds = model_inputs["cu_seq_lens_q"] if on_host is None else on_host.cu_seqlens
+        context = Context(self._context_group, (rows, tokens), bounds, ids_BT.device)
         inputs = context.local_inputs(ids_BT, model_inputs["position_ids"])
         if _ROUTED in model_inputs:
             inputs[_ROUTED] = context.local(model_inputs[_ROUTED], -1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import dual_chunks
+from automodel_cli.data.batch import IGNORE_INDEX, dual_chunks
 from automodel_cli.models import attention_choice
 from automodel_cli.models import attention_kernels as kernels
 from automodel_cli.models import attention_ring as ring
@@ -246,3 +246,15 @@ def test_a_part_gives_whole_rows_of_log_probs():
     assert part.boundary_shape(2, 11) == (2, 12)
     got = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
     assert got.shape == (2, 11) and torch.allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_host_tells_where_labels_are_among_the_tokens_of_each_rank(size: int):
+    """As the rank's own share of the labels says."""
+    labels_BT = torch.randint(0, 9, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    labels_BT[labels_BT < 5] = IGNORE_INDEX
+    positions_S = (labels_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+    for rank in range(size):
+        context = context_of(rank, size)
+        wanted_S = (context.local(labels_BT, IGNORE_INDEX).flatten() != IGNORE_INDEX).nonzero()[:, 0]
+        assert torch.equal(context.local_label_positions(positions_S), wanted_S)
