@@ -13,13 +13,18 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.launch import stop, worker
 from automodel_cli.launch.killed import MemoryWatch
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _FAILED, _OUT_OF_MEMORY = 1, 4
 _STOPPED_SECONDS = 5.0
@@ -36,21 +41,44 @@ def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_
     reach every worker once; the launcher then waits as long as the step and its checkpoint take. A second signal kills
     the workers.
 
-    Where a rank fails or is killed, torch's agent starts all of them again, up to `max_restarts` times; they find the
-    run that they were in (`worker.restarted_run`). Errors of config, data and memory are not tried again.
+    Where a rank fails or is killed, all are started again once the last of them has ended, up to `max_restarts` times;
+    they find the run that they were in (`worker.restarted_run`). Errors of config, data and memory are not tried again.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    status = Path(tempfile.mkdtemp(prefix="automodel-"))
-    logs = log_dir or Path(os.environ.get(worker.LOG_DIR, status / "logs"))
-    os.environ.update({worker.STATUS_DIR: str(status), worker.LOG_DIR: str(logs)})
+    base = Path(tempfile.mkdtemp(prefix="automodel-"))
+    os.environ[worker.LOG_DIR] = str(log_dir or os.environ.get(worker.LOG_DIR, base / "logs"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores; elastic itself would leave it unset
     os.environ.setdefault(
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3"
     )  # peers of a crashed rank cannot go on: s until SIGKILL
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank's own text says more
+    with _Relay(num_ranks) as relay:
+        attempt = _start(arguments, num_ranks, relay, worker.make_status(base / "attempt-0", None))
+        for restart in range(1, max_restarts + 1):
+            if relay.received is not None or not attempt.may_be_tried_again():
+                break
+            run_folder = worker.run_folder_in(attempt.status)
+            _report_restart(attempt, f"{restart} of {max_restarts}", run_folder)
+            status = worker.make_status(base / f"attempt-{restart}", run_folder)
+            attempt = _start(arguments, num_ranks, relay, status)
+    try:
+        return _outcome(relay, attempt)
+    finally:
+        kept = any(str(base) in pointer.read_text() for pointer in base.rglob("rank-*.log"))
+        if not (attempt.failures and kept):
+            shutil.rmtree(base, ignore_errors=True)
+
+
+def _start(arguments: Sequence[str], num_ranks: int, relay: _Relay, status: Path) -> _Attempt:
+    """Start every rank and wait until all have ended.
+
+    Each attempt has an agent of torch's and a store of its own. The agent could start the ranks again itself, but it
+    would do so while the relay still waits for the words of the peers: of two failures in a row one went unseen.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ[worker.STATUS_DIR] = str(status)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -58,39 +86,63 @@ def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # port 0: the store binds a free one
-        max_restarts=max_restarts,
+        max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(status / "elastic")),
         signals_to_handle="SIGQUIT",  # not the three that `_Relay` handles
     )
-    exit_codes: dict[int, int] = {}
+    failures: Mapping[int, ProcessFailure] = {}
     memory = MemoryWatch()
-    with _Relay(status, num_ranks, max_restarts, memory) as relay:
+    with relay.watching(status):
         try:
             elastic_launch(config, sys.executable)("-u", *safe_path(), "-m", "automodel_cli", *arguments)
         except ChildFailedError as error:
-            exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            failures = error.failures
         except SignalException:
             relay.killed = True
-    try:
-        return _outcome(relay, exit_codes, memory)
-    finally:
-        kept = any(str(status) in pointer.read_text() for pointer in status.rglob("rank-*.log"))
-        if not (exit_codes and kept):
-            shutil.rmtree(status, ignore_errors=True)
+    return _Attempt(status, failures, relay.first_failed, memory)
 
 
-def _outcome(relay: _Relay, exit_codes: Mapping[int, int], memory: MemoryWatch) -> int:
+@dataclass(frozen=True)
+class _Attempt:
+    """All ranks, from their start to their end.
+
+    `failures` are torch's records of those that did not end well, in the order of their discovery; `first_seen` is the
+    one that the relay saw fail first.
+    """
+
+    status: Path
+    failures: Mapping[int, ProcessFailure]
+    first_seen: int | None
+    memory: MemoryWatch
+
+    def first(self) -> int:
+        """The rank that is the cause. Only where one has failed."""
+        return self.first_seen if self.first_seen is not None else _first_failure(self.status, self.exit_codes())
+
+    def exit_codes(self) -> dict[int, int]:
+        return {rank: failure.exitcode for rank, failure in self.failures.items()}
+
+    def killed_process(self) -> int | None:
+        """The process of the first rank, where SIGKILL has ended it."""
+        failure = self.failures.get(self.first())
+        if failure is None or failure.exitcode != -signal.SIGKILL or _left_by(self.status, self.first()) is not None:
+            return None
+        return failure.pid
+
+    def may_be_tried_again(self) -> bool:
+        return bool(self.failures) and not worker.is_final(_left_by(self.status, self.first()))
+
+
+def _outcome(relay: _Relay, attempt: _Attempt) -> int:
     """The exit code of the run: rank 0's own, or that of the rank that failed first, which is reported."""
     if relay.killed:
         return stop.EXIT_CODES[signal.SIGINT] if relay.received == signal.SIGINT else _FAILED
-    status = relay.status
-    if not exit_codes:
-        return _left_by(status, 0) or 0
-    first = relay.first_failed if relay.first_failed is not None else _first_failure(status, exit_codes)
-    code = _left_by(status, first)
-    if code is None and exit_codes.get(first) == -signal.SIGKILL:
-        code = _report_killed(status, first, memory)
-    _report(status, first, exit_codes.get(first))
+    if not attempt.failures:
+        return _left_by(attempt.status, 0) or 0
+    code = _left_by(attempt.status, attempt.first())
+    if (pid := attempt.killed_process()) is not None:
+        code = _report_killed(attempt, pid)
+    _report(attempt)
     return code or _FAILED
 
 
@@ -109,76 +161,70 @@ class _Relay:
     a collective, where no Python handler runs: elastic would wait 30 s for them.
     """
 
-    def __init__(self, base: Path, num_ranks: int, max_restarts: int, memory: MemoryWatch):
-        self.status = self._base = base
-        self._num_ranks, self._max_restarts, self._restarts, self._memory = num_ranks, max_restarts, 0, memory
-        self._done = threading.Event()
+    def __init__(self, num_ranks: int):
+        self._num_ranks = num_ranks
         self._before: dict[signal.Signals, object] = {}
+        self._status: Path | None = None
         self.received: signal.Signals | None = None
         self.first_failed: int | None = None
         self.killed = False
 
     def __enter__(self) -> _Relay:
         self._before = {s: signal.signal(s, self._on_signal) for s in stop.EXIT_CODES}
-        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._done.set()
         for signum, handler in self._before.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def watching(self, status: Path) -> Iterator[None]:
+        """While the ranks run that leave their pids and exit codes in `status`. Signals are held for the next ones."""
+        self._status, self.first_failed = status, None
+        done = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(status, done), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None:
             self.killed = True
-            worker.give_up(self._base)
-            self._kill()
-            os.write(sys.stderr.fileno(), f"\n{stop.last_words(worker.run_folder_in(self.status))}\n".encode())
+            run_folder = None
+            if self._status is not None:
+                self._kill(self._status)
+                run_folder = worker.run_folder_in(self._status)
+            os.write(sys.stderr.fileno(), f"\n{stop.last_words(run_folder)}\n".encode())
             return
         self.received = signal.Signals(signum)
         os.write(sys.stderr.fileno(), f"\n{stop.message(signum)}\n".encode())
 
-    def _watch(self) -> None:
+    def _watch(self, status: Path, done: threading.Event) -> None:
         told: set[int] = set()
         stopped: dict[int, float] = {}
-        while not self._done.wait(0.1):
+        last_moment = math.inf
+        while not done.wait(0.1):
+            if self.killed or time.monotonic() > last_moment:
+                self._kill(status)  # again and again: one may have been too young to have a pid
+                continue
+            pids = self._pids(status)
             if self.received is not None:
-                for rank, pid in self._pids().items():
-                    if rank not in told:
-                        told.add(rank)
-                        _send(pid, self.received)
-            self._watch_for_stopped(stopped)
-            if failed := [rank for rank, pid in self._pids().items() if self._failed(rank, pid)]:
+                for rank in pids.keys() - told:
+                    told.add(rank)
+                    _send(pids[rank], self.received)
+            self._watch_for_stopped(pids, stopped)
+            failed = [rank for rank, pid in pids.items() if self._failed(status, rank, pid)]
+            if failed and self.first_failed is None:
                 # one that died without a word is the cause of what the others say
-                self.first_failed = min(failed, key=lambda rank: _left_by(self.status, rank) is not None)
-                self._done.wait(_PEER_SECONDS)
-                self._kill()
-                if not self._starts_again(self.first_failed):
-                    return
-                told.clear()
-                stopped.clear()
+                self.first_failed = min(failed, key=lambda rank: _left_by(status, rank) is not None)
+                last_moment = time.monotonic() + _PEER_SECONDS
 
-    def _starts_again(self, failed: int) -> bool:
-        """Whether torch's agent starts the ranks once more; then say why, and look at those from here on."""
-        code = _left_by(self.status, failed)
-        if self._restarts == self._max_restarts or self.received or (code is not None and worker.is_final(code)):
-            worker.give_up(self._base)
-            return False
-        self._restarts += 1
-        folder = worker.latest_run_folder(self._base, self._restarts)
-        begin = stop.begins_at(folder) if folder is not None else "starts over: nothing was trained yet"
-        if code is None:
-            why = f"process {_pid(self.status, failed)} {self._memory.why(_pid(self.status, failed) or 0).by}"
-            print(f"\nrank {failed} was killed: {why}", file=sys.stderr)
-        else:
-            _report(self.status, failed, code)
-        print(f"restart {self._restarts} of {self._max_restarts} (train.max_restarts): {begin}", file=sys.stderr)
-        self.status, self.first_failed = worker.attempt_folder(self._base, self._restarts), None
-        return True
-
-    def _watch_for_stopped(self, since: dict[int, float]) -> None:
+    def _watch_for_stopped(self, pids: Mapping[int, int], since: dict[int, float]) -> None:
         """A rank that does not run (SIGSTOP, a debugger) holds up all others without a word: say so, once."""
-        for rank, pid in self._pids().items():
+        for rank, pid in pids.items():
             if not _is_stopped(pid):
                 since.pop(rank, None)
             elif time.monotonic() - since.setdefault(rank, time.monotonic()) > _STOPPED_SECONDS:
@@ -188,19 +234,19 @@ class _Relay:
                 )
                 os.write(sys.stderr.fileno(), f"\n{said}\n".encode())
 
-    def _failed(self, rank: int, pid: int) -> bool:
+    def _failed(self, status: Path, rank: int, pid: int) -> bool:
         """Whether a rank has left a bad exit code, or is gone without leaving any."""
         alive = _alive(pid)
-        code = _left_by(self.status, rank)
+        code = _left_by(status, rank)
         return not alive if code is None else code not in (0, *stop.EXIT_CODES.values())
 
-    def _kill(self) -> None:
-        for rank, pid in self._pids().items():
-            if _left_by(self.status, rank) is None:  # one that has ended keeps its own words
+    def _kill(self, status: Path) -> None:
+        for rank, pid in self._pids(status).items():
+            if _left_by(status, rank) is None:  # one that has ended keeps its own words
                 _send(pid, signal.SIGKILL)
 
-    def _pids(self) -> dict[int, int]:
-        pids = {rank: _pid(self.status, rank) for rank in range(self._num_ranks)}
+    def _pids(self, status: Path) -> dict[int, int]:
+        pids = {rank: _pid(status, rank) for rank in range(self._num_ranks)}
         return {rank: pid for rank, pid in pids.items() if pid is not None}
 
 
@@ -210,8 +256,9 @@ def _pid(status: Path, rank: int) -> int | None:
 
 
 def _send(pid: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signum)
+    if _alive(pid):  # the number of one that elastic has reaped may be another process's by now
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -253,27 +300,37 @@ def _left_by(status: Path, rank: int) -> int | None:
     return int(path.read_text()) if path.exists() else None
 
 
-def _report_killed(status: Path, rank: int, memory: MemoryWatch) -> int:
+def _report_restart(attempt: _Attempt, which: str, run_folder: Path | None) -> None:
+    """Say why the ranks are started again, and from where they go on."""
+    pid = attempt.killed_process()
+    if pid is not None:
+        print(f"\nrank {attempt.first()} was killed: process {pid} {attempt.memory.why(pid).by}", file=sys.stderr)
+    else:
+        _report(attempt)
+    begin = stop.begins_at(run_folder) if run_folder is not None else "starts over: nothing was trained yet"
+    print(f"restart {which} (train.max_restarts): {begin}", file=sys.stderr)
+
+
+def _report_killed(attempt: _Attempt, pid: int) -> int:
     """Say that a rank was killed from outside, by whom, and how to go on; returns the exit code."""
-    pid = _pid(status, rank)
-    assert pid is not None, "a rank that never told its pid cannot be the first that failed"
-    evidence = memory.why(pid)
+    rank, evidence = attempt.first(), attempt.memory.why(pid)
     less = "model.dtype=bfloat16, a smaller train.microbatch_size or data.seq_len, or more ranks; then "
     error = RunError(
         f"rank {rank} (process {pid}) was killed by SIGKILL, {evidence.by}",
         origin=evidence.source,
-        fix=f"{less if evidence.out_of_memory else ''}{stop.how_to_go_on(worker.run_folder_in(status))}",
+        fix=f"{less if evidence.out_of_memory else ''}{stop.how_to_go_on(worker.run_folder_in(attempt.status))}",
     )
     print(f"RunError: {error}", file=sys.stderr)
     return _OUT_OF_MEMORY if evidence.out_of_memory else _FAILED
 
 
-def _report(status: Path, failed: int, exit_code: int | None, num_lines: int = 20) -> None:
+def _report(attempt: _Attempt, num_lines: int = 20) -> None:
     """Say which rank failed and show the end of its log. Rank 0 has written to the terminal itself."""
-    pointer = status / f"rank-{failed}.log"
-    how = "failed" if _left_by(status, failed) else f"died without a word ({_ending(exit_code)})"
+    failed, left = attempt.first(), _left_by(attempt.status, attempt.first())
+    pointer = attempt.status / f"rank-{failed}.log"
+    how = "failed" if left else f"died without a word ({_ending(attempt.exit_codes().get(failed))})"
     if not pointer.exists():
-        if _left_by(status, failed) is None:
+        if left is None:
             print(f"rank {failed} {how}", file=sys.stderr)
         return
     start, _, path = pointer.read_text().partition(" ")

@@ -24,12 +24,10 @@ LOG_DIR = "AUTOMODEL_LOG_DIR"
 
 _CLEAN_STOPS = frozenset(stop.EXIT_CODES.values())
 _PR_SET_PDEATHSIG = 1
-_RUN = "run-folder"
+_RUN, _EARLIER_RUN = "run-folder", "earlier-run-folder"
 _FINAL = frozenset({2, 3, 4})
 """Usage or config, data, memory: what the same command would meet again."""
 _status: Path | None = None
-_earlier: tuple[Path, ...] = ()
-"""The status folders of the attempts before this one, newest first."""
 
 
 def begin() -> None:
@@ -37,16 +35,10 @@ def begin() -> None:
 
     The pid is written last: whoever can see it may send a signal and will be heard.
     """
-    global _status, _earlier
+    global _status
     if STATUS_DIR not in os.environ:
         return
-    base = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
-    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    _status = attempt_folder(base, count)
-    _status.mkdir(exist_ok=True)
-    _earlier = tuple(attempt_folder(base, n) for n in reversed(range(count)))
-    if count and (given_up(base) or any(is_final(code) for code in _codes(_earlier[0]))):
-        os._exit(1)  # the agent does not know that another attempt is of no use
+    _status = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
     if placement.detect().kind != "srun":  # Slurm ends what belongs to a step by itself
         _die_with_parent()
     redirect_output()
@@ -54,32 +46,25 @@ def begin() -> None:
     _write(_status / f"rank-{_rank()}.pid", str(os.getpid()))
 
 
-def attempt_folder(base: Path, restarts: int) -> Path:
-    """Where the ranks of one attempt leave their pids and exit codes."""
-    return base / f"restart-{restarts}" if restarts else base
+def make_status(status: Path, run_folder: Path | None) -> Path:
+    """A new folder where the ranks of one attempt leave their pids and exit codes.
+
+    `run_folder` is that of the run which an earlier attempt was in.
+    """
+    status.mkdir()
+    if run_folder is not None:
+        _write(status / _EARLIER_RUN, str(run_folder))
+    return status
 
 
-def is_final(code: int) -> bool:
+def is_final(code: int | None) -> bool:
     """Whether a rank that left `code` would leave it again."""
     return code in _FINAL
 
 
-def give_up(base: Path) -> None:
-    """Let no further attempt begin."""
-    _write(base / "give-up", "")
-
-
-def given_up(base: Path) -> bool:
-    return (base / "give-up").exists()
-
-
 def restarted_run() -> Path | None:
     """The run that an earlier attempt of this rank was in the middle of; None for a first one."""
-    return next((folder for status in _earlier if (folder := run_folder_in(status)) is not None), None)
-
-
-def _codes(status: Path) -> list[int]:
-    return [int(path.read_text()) for path in status.glob("rank-*.exit")]
+    return _noted(_status / _EARLIER_RUN) if _status is not None else None
 
 
 def is_ours() -> bool:
@@ -117,15 +102,8 @@ def note_run_folder(folder: Path) -> None:
 
 
 def run_folder_in(status: Path) -> Path | None:
-    """The run folder that rank 0 has noted, for the launcher."""
-    path = status / _RUN
-    return Path(path.read_text()) if path.exists() else None
-
-
-def latest_run_folder(base: Path, restarts: int) -> Path | None:
-    """The run folder that rank 0 of the newest of so many attempts has noted."""
-    folders = (run_folder_in(attempt_folder(base, n)) for n in reversed(range(restarts)))
-    return next((folder for folder in folders if folder is not None), None)
+    """The run folder that rank 0 has noted, or that the attempt before was in, for the launcher."""
+    return _noted(status / _RUN) or _noted(status / _EARLIER_RUN)
 
 
 def finish(code: int) -> int:
@@ -159,6 +137,10 @@ def _die_with_parent() -> None:
     """A launcher that is killed (-9) must not leave ranks behind that go on writing into the run. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _noted(path: Path) -> Path | None:
+    return Path(path.read_text()) if path.exists() else None
 
 
 def _write(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def test_a_second_signal_kills_and_nothing_stays_behind(toy: Path) -> None:
 def test_a_rank_that_was_killed_is_named_and_its_peer_is_not_blamed(toy: Path, rank: int) -> None:
     process = start(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", "train.max_steps=1000", "train.step_seconds=0.2")
     wait_for_start(process, toy, 2)
-    (status,) = toy.glob("automodel-*")
+    (status,) = toy.glob("automodel-*/attempt-0")
     pid = int((status / f"rank-{rank}.pid").read_text())
     os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=120)
@@ -158,10 +159,68 @@ def test_a_rank_that_was_killed_is_named_and_its_peer_is_not_blamed(toy: Path, r
         assert "rank 1 of 2" in log and "has lost another rank" in log
 
 
+RESTARTS = ("fail=crash", "failures=1", "train.max_restarts=2")
+
+
+def test_every_failure_is_told_and_counted_however_soon_it_follows(toy: Path) -> None:
+    process = start(toy, "toy.yaml", *TRUST, *RESTARTS, "failures=2")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    restarts = [f"restart {n} of 2 (train.max_restarts): starts over: no checkpoint was written yet" for n in (1, 2)]
+    died = "rank 0 died without a word (SIGSEGV)"
+    assert err.splitlines() == [died, restarts[0], died, restarts[1]]
+    assert out.splitlines() == ["rank 0 omp 1"] * 3 + [f"step {n} total 1" for n in (1, 2, 3)]
+    assert not list(toy.glob("automodel-*"))
+
+
+@pytest.mark.parametrize(("fail", "code", "starts"), [("crash", 1, 3), ("raise", 1, 3), ("data", 3, 1)])
+def test_the_last_attempt_is_the_outcome_and_what_would_fail_again_is_not_tried_again(
+    toy: Path, fail: str, code: int, starts: int
+) -> None:
+    process = start(toy, "toy.yaml", *TRUST, *RESTARTS, f"fail={fail}", "failures=1000")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert out.splitlines() == ["rank 0 omp 1"] * starts and err.count("restart ") == starts - 1
+    said = {
+        "crash": "rank 0 died without a word (SIGSEGV)",
+        "raise": "ValueError: rank 0 is broken",
+        "data": "DataError:",
+    }
+    assert err.count(said[fail]) == starts and not re.search("restart .*", err.splitlines()[-1])
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_while_ranks_start_again_is_for_those(toy: Path, signals: int) -> None:
+    """The first one reaches a rank once it listens; the second one ends it, even where it is too young to be known."""
+    process = start(toy, "toy.yaml", *TRUST, *RESTARTS, f"train.step_seconds={60 if signals == 2 else 0.1}")
+    deadline = time.monotonic() + 60
+    while not list(toy.glob("automodel-*/attempt-1")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.001)
+    for _ in range(signals):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.05)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert err.count("restart 1 of 2") == 1 and "restart 2" not in err and stop.message(signal.SIGINT) in err
+    assert ("stopped at once" in err) == (signals == 2) and ("step 1 total 1" in out) == (signals == 1)
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again(toy: Path) -> None:
+    process = start(toy, "toy.yaml", *TRUST, "train.max_restarts=2", "train.step_seconds=60")
+    wait_for_start(process, toy, 1)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    (pid,) = (int(path.read_text()) for path in toy.glob("automodel-*/attempt-0/rank-0.pid"))
+    os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and f"rank 0 (process {pid}) was killed by SIGKILL" in err and "restart" not in err
+
+
 def test_ranks_die_with_a_killed_launcher(toy: Path) -> None:
     process = start(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", "train.max_steps=1000", "train.step_seconds=0.2")
     wait_for_start(process, toy, 2)
-    (status,) = toy.glob("automodel-*")
+    (status,) = toy.glob("automodel-*/attempt-0")
     pids = [int((status / f"rank-{rank}.pid").read_text()) for rank in range(2)]
     process.kill()
     process.communicate()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,7 @@ class Train:
     global_batch_size: int = 8
     microbatch_size: int = 1
     max_steps: int = 3
+    max_restarts: int = 0
     step_seconds: float = 0.0
     deterministic: bool = False
     betas: tuple[float, float] = (0.9, 0.95)
@@ -94,7 +96,7 @@ def not_a_class() -> int:
 
 @dataclass(frozen=True)
 class Recipe(ConfigRoot):
-    """Counts steps; each step sums ones over the ranks. `fail` makes one rank end badly."""
+    """Counts steps; each step sums ones over the ranks. `fail` ends one rank badly, on its first `failures` starts."""
 
     data: Data
     optimizer: Any
@@ -104,8 +106,9 @@ class Recipe(ConfigRoot):
     parallelizer: Fsdp | Ddp = field(default_factory=Fsdp)
     run_name: str | None = None
     output_dir: str = "runs"
-    fail: Literal["no", "raise", "memory", "data", "hard"] = "no"
+    fail: Literal["no", "raise", "memory", "data", "hard", "crash"] = "no"
     fail_rank: int = 0
+    failures: int = 1000
 
     def __post_init__(self) -> None:
         self.train.require(self.mesh.tp_size)
@@ -119,6 +122,10 @@ class Recipe(ConfigRoot):
 
     def num_ranks(self, num_gpus: int) -> int:
         return self.mesh.dp_size * self.mesh.tp_size
+
+    @property
+    def max_restarts(self) -> int:
+        return self.train.max_restarts
 
     def check_ranks(self, num_ranks: int) -> None:
         if num_ranks != self.num_ranks(0):
@@ -134,13 +141,17 @@ class Recipe(ConfigRoot):
             worker.note_run_folder(folder)
         if rank == 0 and composed.run_dir is None:
             (folder / "config.yaml").write_text(composed.to_yaml())
-        if self.fail != "no" and rank == self.fail_rank:
+        before = len(list(folder.glob("failed-*")))
+        if self.fail != "no" and rank == self.fail_rank and before < self.failures:
+            (folder / f"failed-{before + 1}").touch()
             self._fail(rank)
         return self._steps(folder, rank)
 
     def _fail(self, rank: int) -> None:
         if self.fail == "hard":
             os._exit(9)
+        if self.fail == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if self.fail == "memory":
             raise type("OutOfMemoryError", (RuntimeError,), {})("wanted 2.3 GiB")
         if self.fail == "data":
