@@ -239,6 +239,11 @@ def chosen(mode: bool | str, backend: str, device: torch.device, dtype: torch.dt
     _last = ""
     if mode != GLUE and not (mode == AUTO and device.type == "cuda"):
         return None
+    return by_compiler(backend, device, dtype)
+
+
+def by_compiler(backend: str, device: torch.device, dtype: torch.dtype) -> Fuser:
+    """torch's compiler, or what stands for it in a process that has tensors without values."""
     return Compiled(backend, device, dtype) if _stand_in is None else _stand_in
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from automodel_cli.distributed.fused import Compiled, Glue
+from automodel_cli.distributed.fused import Glue, by_compiler
 from automodel_cli.training.torch_compat import refuses_by_found_inf
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -86,7 +86,7 @@ def _run(device: torch.device) -> Callable[..., Any]:
     """One kernel a parameter where the compiler makes it, else as written."""
     if device.type != "cuda":
         return update
-    run = Compiled("inductor", device, torch.float32)(Glue("AdamW", update, None, _sample, by_element=True))
+    run = by_compiler("inductor", device, torch.float32)(Glue("AdamW", update, None, _sample, by_element=True))
     return run or update
 
 

@@ -40,6 +40,7 @@ _PLAIN = (
 """llama3_8b_tp2cp2_tiny on data-parallel ranks only."""
 
 MIB = 2**20
+_HALF_MOMENTS = ("optimizer.state_dtype=bfloat16",)
 _BF16 = ("parallelizer.mp_policy.param_dtype=bfloat16",)
 
 
@@ -57,6 +58,15 @@ def test_parameters_optimizer_states_and_gradients_of_one_gpu_are_those_of_the_c
     for kind, factor in (("parameters", 4), ("optimizer", 8)):
         exact = factor * parameters
         assert exact <= found.peak_by_kind[kind] <= exact + 512 * 3 * tensors, kind
+
+
+def test_moments_in_bfloat16_take_half_the_room_and_one_kernel_a_parameter() -> None:
+    whole, half = (traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, *more) for more in ((), _HALF_MOMENTS))
+    tensors = 4 * 9 + 3
+    assert half.peak_by_kind["optimizer"] == pytest.approx(whole.peak_by_kind["optimizer"] / 2, abs=512 * 3 * tensors)
+    assert [kernel.count for kernel in half.kernels if kernel.what == "AdamW"] == [tensors]
+    others = whole.num_kernels - sum(k.count for k in whole.kernels if "adamw" in k.what)
+    assert half.num_kernels - tensors - others <= 4 * tensors, "a step size, a count and a flag beside each"
 
 
 def test_a_whole_step_has_the_same_work_however_many_of_its_microbatches_were_run() -> None:
