@@ -32,12 +32,12 @@ LIMIT = 60
 
 
 class Letters:
-    """Draws letters from the seed and the prompt alone; counts its updates from 40 on. The `held`-th call and those
-    after it wait for `go`."""
+    """Draws letters from the seed and the prompt alone; counts its updates from 40 on. Calls with more than `held`
+    tokens of prompt count themselves in `waiting`, and wait for `go`."""
 
     def __init__(self, tokenizer: Any, *, in_flight: bool = False, held: int | None = None):
-        self.tokenizer, self.held, self.go, self.calls = tokenizer, held, threading.Event(), 0
-        self.reached = threading.Event()
+        self.tokenizer, self.held, self.go = tokenizer, held, threading.Event()
+        self.waiting = threading.Semaphore(0)
         self.weight_version = 40
         self.capabilities = Capabilities(
             logprobs=True, weight_updates=True, in_flight_updates=in_flight, at_once=8 if in_flight else 1
@@ -47,9 +47,8 @@ class Letters:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
     ) -> list[Completion]:
         assert seeds is not None and threading.current_thread() is not threading.main_thread()
-        self.calls += 1
-        if self.held is not None and self.calls > self.held:
-            self.reached.set()
+        if self.held is not None and len(prompts[0]) > self.held:
+            self.waiting.release()
             assert self.go.wait(LIMIT)
         found = []
         for prompt, seed in zip(prompts, seeds, strict=True):
@@ -105,15 +104,17 @@ def content(episode: Any) -> tuple[Any, ...]:
 
 def weights_change_between_turns(rank: int, world: int) -> list[Any]:
     tokenizer = ByteTokenizer().build()
-    mine = Letters(tokenizer, in_flight=True, held=4) if rank == 0 else None  # four first messages, two of each rank
+    everybodys = requests_of(tokenizer, [None] * 4)
+    first_turn = len(everybodys[0][2].tokens)
+    mine = Letters(tokenizer, in_flight=True, held=first_turn) if rank == 0 else None
     engine = RankZeroEngine(mine)  # type: ignore[arg-type]
     engine.weight_version = 7
     with EnvironmentPool({"environment": Moody()}) as pool:
         queue = queue_of(engine, pool, tokenizer)
-        requests = requests_of(tokenizer, [None] * 4)[rank::world]
+        requests = everybodys[rank::world]
         queue.begin(requests, PARAMS, seeds_of(requests))
-        if mine is not None:
-            assert mine.reached.wait(LIMIT)
+        if mine is not None:  # all first messages are drawn once each conversation asks for its second
+            assert all(mine.waiting.acquire(timeout=LIMIT) for _ in everybodys)
         queue.update([], 8)
         if mine is not None:
             mine.go.set()
