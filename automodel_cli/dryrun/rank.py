@@ -26,14 +26,15 @@ from automodel_cli.dryrun.mode import Counts, TracedRank, Work
 from automodel_cli.dryrun.request import GIB, Line, RankResult, Request
 from automodel_cli.dryrun.strategies import Strategies
 from automodel_cli.models import attention_flex, head_kernels, shipped
+from automodel_cli.models.part import ModelPart
 from automodel_cli.models.source import hf_config
 from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
+from automodel_cli.pipelining.timeline.simulator import peak_activations
 from automodel_cli.pipelining.torch_runtime.compat import Runtime
 from automodel_cli.planning.plan import Plan, make_plan
-from automodel_cli.run.model import Model, empty_stages
+from automodel_cli.run.model import Model, empty_stages, flops_per_token
 from automodel_cli.run.plan import plan_request
 from automodel_cli.run.recomputation import decided
-from automodel_cli.training.flops import training_flops_per_token
 from automodel_cli.training.memory import peak_memory_gib
 from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.step import train_step
@@ -116,12 +117,11 @@ def trace(recipe: Any, request: Request) -> RankResult:
     began = time.process_time()
     layout = recipe.mesh.resolve(request.num_gpus)
     check_covered(recipe)
-    count = recipe.train.num_microbatches(layout.dp)
     with shipped.preferred():
         recipe, recomputed = decided(recipe, layout, request.device.memory_gib * GIB)
         documents = rows.document_lengths(recipe, request.document, read=request.data)
-        columns = rows.microbatches(recipe, documents, request.microbatches or _enough(recipe, layout, count))
         plan = make_plan(plan_request(recipe, layout))
+        columns = rows.microbatches(recipe, documents, number_to_run(recipe, plan, request.microbatches))
         run = Traced(recipe, request)
         fake_cuda.pretend(request.device, run.clock, run.mode.synchronised)
         fake = torch_compat.install(CUDA)
@@ -130,7 +130,7 @@ def trace(recipe: Any, request: Request) -> RankResult:
         torch_compat.without_shape_inference(run.mode.aside)
         fused.use_instead(fused.as_one(run.mode.aside, run.mode.ran_as_one))
         mesh = build_mesh(layout, "cuda")
-        times = _run(run, mesh, fake, columns)
+        times = _run(run, plan, mesh, fake, columns)
         result = _result(run, mesh, plan, times, columns)
     chosen = [] if recomputed is None else [f"recompute: {recomputed}"]
     notes = [*chosen, *result.notes, f"documents: {documents.source}"]
@@ -138,7 +138,7 @@ def trace(recipe: Any, request: Request) -> RankResult:
     return replace(result, notes=notes, cpu_seconds=time.process_time() - began, rss_gib=resident)
 
 
-def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Times:
+def _run(run: Traced, plan: Plan, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Times:
     recipe = run.recipe
     if mesh.layout.pp > 1:
         run.watch_stages()
@@ -156,7 +156,7 @@ def _run(run: Traced, mesh: Mesh, fake: Any, columns: list[rows.Columns]) -> Tim
         model = Model.filled(stages, recipe, mesh)
         run.optimizer = build_optimizer(recipe.optimizer, model.parts)
         _name_phase_of_optimizer(run)
-        warm = columns[: _smallest(recipe, mesh.layout, min(_UNLIKE, max(len(columns) - 1, 1)), len(columns))]
+        warm = columns[: _smallest(plan, len(columns))]
         if mesh.layout.pp == 1:  # what a first step makes (optimizer states) would stand against one microbatch
             run.step(stages, mesh, columns[:1], model.step_hooks)
         run.mode.counts.warm = Work()  # not of what was built
@@ -200,27 +200,45 @@ def _materialise(part: nn.Module, device: torch.device) -> None:
                 store[name] = done[id(old)]
 
 
-def _enough(recipe: Any, layout: Layout, count: int) -> int:
-    """Microbatches that show what a step of `count` does: all but the first and the last are alike, and a pipeline
-    keeps at most some per stage alive."""
-    if layout.pp == 1:
-        return min(count, _UNLIKE + 1)
-    return _smallest(recipe, layout, min(count, 4 * layout.pp), count)
+def number_to_run(recipe: Any, plan: Plan, asked: int | None) -> int:
+    """Microbatches of the measured step: `asked`, or those that show what the config's step does. All but the first and
+    the last are alike; a pipeline's must keep as many alive at once. Raises ConfigError for what a schedule cannot run.
+    """
+    count, pp = plan.request.num_microbatches, plan.request.layout.pp
+    if pp == 1:
+        return asked or min(count, _UNLIKE + 1)
+    if asked is None:
+        enough = (n for n in range(4 * pp, count) if _can_run(plan, n) and _alive(plan, n) == _alive(plan, count))
+        return next(enough, count)
+    if not _can_run(plan, asked):
+        near = next((n for n in range(asked, count) if _can_run(plan, n)), count)
+        raise ConfigError(
+            f"--microbatches {asked}: {recipe.pipeline.schedule or recipe.pipeline.csv} cannot run so many",
+            fix=f"--microbatches {near}",
+        )
+    return asked
 
 
-def _smallest(recipe: Any, layout: Layout, least: int, most: int) -> int:
-    """The smallest number of microbatches from `least` on that the schedule can run; `most` is known to be one."""
-    if recipe.pipeline is None:
-        return least
-    if recipe.pipeline.named_schedule is None:  # a file that says when each of them runs
-        return most
-    for number in range(least, most):
-        try:
-            recipe.pipeline.check(layout.pp, number)
-            return number
-        except ConfigError:
-            continue
-    return most
+def _smallest(plan: Plan, most: int) -> int:
+    """Of microbatches that a step can have which is not measured; it can have `most`."""
+    if plan.cut is None:
+        return min(_UNLIKE, max(most - 1, 1))
+    return next((number for number in range(_UNLIKE, most) if _can_run(plan, number)), most)
+
+
+def _can_run(plan: Plan, number: int) -> bool:
+    assert plan.cut is not None, "only a schedule refuses a number of microbatches"
+    try:
+        plan.cut.check(number)
+    except ConfigError:
+        return False
+    return True
+
+
+def _alive(plan: Plan, number: int) -> tuple[float, ...]:
+    """Microbatches on each pipeline rank at the worst moment of a step of so many."""
+    assert plan.cut is not None, "without a schedule it is one"
+    return peak_activations(plan.cut.program(number))
 
 
 def check_covered(recipe: Any) -> None:
@@ -237,11 +255,12 @@ def check_covered(recipe: Any) -> None:
             raise ConfigError(f"{what} has kernels of its own, which fake tensors do not reach", keys=(key,), fix=fix)
 
 
-def _model_flops(recipe: Any, columns: list[rows.Columns]) -> float | None:
+def _model_flops(run: Traced, plan: Plan, columns: list[rows.Columns]) -> float | None:
     """Of one token, training, in documents as long as those of the step."""
     lengths = torch.cat([one.cu_seqlens.diff() for one in columns]).double()
     context = float(lengths.square().sum() / lengths.sum())
-    return training_flops_per_token(hf_config(recipe.model), context, frozen_base=recipe.model.lora is not None)
+    part = next(part for part in run.parts if isinstance(part, ModelPart))
+    return flops_per_token(run.recipe.model, part, context, plan.num_trained)
 
 
 def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[rows.Columns]) -> RankResult:
@@ -284,10 +303,10 @@ def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[row
         microbatch_seconds=step,
         outside_seconds=max(0.0, times.measured - in_actions),
         hop_seconds=_hop(recipe, request, layout, tokens),
-        model_flops_per_token=_model_flops(recipe, columns),
+        model_flops_per_token=_model_flops(run, plan, columns),
         cpu_seconds=0.0,
         rss_gib=0.0,
-        notes=_notes(recipe, request),
+        notes=[*_notes(recipe, request), *_of_fewer(plan, times.num_measured)],
     )
 
 
@@ -315,6 +334,15 @@ def _hop(recipe: Any, request: Request, layout: Layout, tokens: int) -> float:
     size = tokens / layout.cp * hf_config(recipe.model).get_text_config().hidden_size * dtype.itemsize
     neighbour = (request.rank + request.num_gpus // layout.pp) % request.num_gpus
     return request.links.seconds("send", size, (request.rank, neighbour))
+
+
+def _of_fewer(plan: Plan, number: int) -> list[str]:
+    """A note where the config's step keeps more microbatches alive than one of so many, which somebody asked for."""
+    count = plan.request.num_microbatches
+    if plan.cut is None or number >= count or _alive(plan, number) == _alive(plan, count):
+        return []
+    most = max(_alive(plan, count))
+    return [f"--microbatches {number}: the peak is that of so few; in a step of {count} up to {most:g} are alive"]
 
 
 def _notes(recipe: Any, request: Request) -> list[str]:

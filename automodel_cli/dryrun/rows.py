@@ -13,16 +13,12 @@ from torch import Tensor
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.dryrun.request import DEFAULT_DOCUMENT
 from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
-
-_TOKEN_COLUMNS = frozenset(
-    {"ref_logprobs_BT", "old_logprobs_BT", "sampler_logprobs_BT", "advantages_BT", "rewards_BT", "uncertain_BT"}
-    | {"old_values_BT", "returns_BT", "sharpened_logprobs_BT"}
-)
+from automodel_cli.models.source import hf_config
 
 
 @dataclass(frozen=True)
 class Columns:
-    """One microbatch on the host: integers with values, and the shapes of fp32 columns."""
+    """One microbatch on the host: integers with values, and columns without (meta tensors)."""
 
     input_ids: Tensor
     labels: Tensor
@@ -30,7 +26,7 @@ class Columns:
     cu_seqlens: Tensor
     row_ids: Tensor
     integers: dict[str, Tensor] = field(default_factory=dict)
-    floats: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unknown: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,11 +69,20 @@ def microbatches(recipe: Any, documents: Documents, number: int) -> list[Columns
     `mask=all`: nothing needs more memory."""
     rows, tokens = recipe.train.microbatch_size, recipe.data.seq_len
     lengths = cycle(documents.lengths)
-    columns = frozenset(getattr(recipe.objective, "columns", ()))
-    return [_microbatch(index, rows, tokens, lengths, columns) for index in range(number)]
+    names = frozenset(getattr(recipe.objective, "columns", ()))
+    compared = _tokens_of_a_teacher(recipe) if any(name.endswith("_BTN") for name in names) else 0
+    return [_microbatch(index, rows, tokens, lengths, names, compared) for index in range(number)]
 
 
-def _microbatch(index: int, rows: int, tokens: int, lengths: Iterator[int], columns: frozenset[str]) -> Columns:
+def _tokens_of_a_teacher(recipe: Any) -> int:
+    """N of columns `[B, T, N]`: the likeliest, or the whole vocabulary, which is the student's."""
+    whole: int = hf_config(recipe.model).get_text_config().vocab_size
+    return recipe.objective.top_k or whole
+
+
+def _microbatch(
+    index: int, rows: int, tokens: int, lengths: Iterator[int], names: frozenset[str], compared: int
+) -> Columns:
     bounds = [0]
     for row in range(rows):
         end = (row + 1) * tokens
@@ -89,17 +94,27 @@ def _microbatch(index: int, rows: int, tokens: int, lengths: Iterator[int], colu
     labels = ids.clone()
     labels.view(-1)[cu_seqlens[1:].long() - 1] = IGNORE_INDEX
     positions = torch.cat([torch.arange(n) for n in sizes]).view(rows, tokens)
-    integers = {}
-    if "pairs_P2" in columns:
-        integers["pairs_P2"] = torch.arange(max(2, len(sizes) // 2 * 2))[: len(sizes) // 2 * 2].view(-1, 2)
-    if "desirable_S" in columns:
-        integers["desirable_S"] = torch.arange(len(sizes)) % 2
-    floats: dict[str, tuple[int, ...]] = dict.fromkeys(columns & _TOKEN_COLUMNS, (rows, tokens))
-    if "partners_P2" in columns:
-        floats["partners_P2"] = tuple(integers["pairs_P2"].shape)
-    if "kl_baseline_1" in columns:
-        floats["kl_baseline_1"] = (1,)
-    return Columns(ids, labels, positions, cu_seqlens, torch.full((rows,), index), integers, floats)
+    pairs = max(1, len(sizes) // 2)
+    known = {
+        "pairs_P2": torch.arange(2 * pairs).view(-1, 2) % len(sizes),
+        "desirable_S": torch.arange(len(sizes)) % 2,
+    }
+    letters = {"B": rows, "T": tokens, "S": len(sizes), "P": pairs, "N": compared}
+    return Columns(
+        ids,
+        labels,
+        positions,
+        cu_seqlens,
+        torch.full((rows,), index),
+        {name: column for name, column in known.items() if name in names},
+        {name: _column(name, letters) for name in names - known.keys()},
+    )
+
+
+def _column(name: str, letters: dict[str, int]) -> Tensor:
+    """One without values, of the shape that the end of its name says: `teacher_ids_BTN` is rows x tokens x N ids."""
+    shape = [letters[x] if x in letters else int(x) for x in name.rpartition("_")[2]]
+    return torch.empty(shape, dtype=torch.int64 if "_ids_" in name else torch.float32, device="meta")
 
 
 def as_batches(columns: Sequence[Columns], keep: Any) -> list[Batch]:
@@ -123,7 +138,7 @@ def as_batches(columns: Sequence[Columns], keep: Any) -> list[Batch]:
             longest(one.cu_seqlens),
             fake(one.row_ids),
             {name: fake(real) for name, real in one.integers.items()}
-            | {name: torch.empty(shape) for name, shape in one.floats.items()},
+            | {name: torch.empty(like.shape, dtype=like.dtype) for name, like in one.unknown.items()},
         )
         for one in columns
     ]

@@ -78,8 +78,8 @@ class StageRow:
 class Plan:
     """`memory[r]` is one GPU of pipeline rank r, `live[r]` the microbatches it keeps at once at the worst moment.
 
-    `timeline`, `comparison` and `layout_table` exist for pipelines only (the last for a layout); `balanced` is the
-    timeline that `pipeline.balance=cost` would have, where the layers are spread evenly now.
+    `cut`, `timeline`, `comparison` and `layout_table` exist for pipelines only (the last for a layout); `balanced` is
+    the timeline that `pipeline.balance=cost` would have, where the layers are spread evenly now.
     """
 
     request: Request
@@ -88,6 +88,7 @@ class Plan:
     stages: tuple[StageRow, ...]
     memory: tuple[Memory, ...]
     live: tuple[float, ...]
+    cut: StagePlan | None = None
     timeline: Timeline | None = None
     comparison: tuple[tuple[Comparison, float | None], ...] = ()
     layout_table: str | None = None
@@ -166,6 +167,7 @@ def _with_pipeline(plan: Plan, estimate: _Estimate, cutter: Cutter) -> Plan:
         stages=stages,
         memory=memory,
         live=timeline.peak_activations,
+        cut=cut,
         timeline=timeline,
         comparison=tuple(compared),
         layout_table=table,

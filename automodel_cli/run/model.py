@@ -18,6 +18,7 @@ from automodel_cli.distributed.sharded import weights_changed
 from automodel_cli.models import attention_choice, compat
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.build import build_part
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.part import ModelPart
@@ -28,6 +29,7 @@ from automodel_cli.objectives.base import request_of
 from automodel_cli.objectives.documents import at_last_token
 from automodel_cli.pipelining.build import build_stages
 from automodel_cli.training.compile_watch import CompileWatch
+from automodel_cli.training.flops import training_flops_per_token
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepHook
 
@@ -85,6 +87,18 @@ class Model:
 def _values(output: HeadOutput) -> Tensor:
     assert output.values_BT is not None, "this model has no value head"
     return output.values_BT
+
+
+def flops_per_token(config: ModelConfig, part: ModelPart, context_length: float, num_trained: int) -> float | None:
+    """What training a token takes, recomputation not counted: `training_flops_per_token` of the model that `part` is or
+    is cut from, which trains so many parameters."""
+    return training_flops_per_token(
+        part.source_config,
+        context_length,
+        frozen_base=config.lora is not None,
+        num_adapter_params=0 if config.lora is None else num_trained,
+        num_depths=0 if part.depth_names is None else len(part.depth_names.depths),
+    )
 
 
 def empty_stages(recipe: Recipe, mesh: Mesh) -> Stages:

@@ -30,7 +30,7 @@ from automodel_cli.objectives.base import metrics_of
 from automodel_cli.run import out_of_memory
 from automodel_cli.run.header import describe, header_rows
 from automodel_cli.run.mirror import mirrored
-from automodel_cli.run.model import Model
+from automodel_cli.run.model import Model, flops_per_token
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.recomputation import decided_together
 from automodel_cli.run.run_folder import copy_of, restored, run_folder
@@ -41,7 +41,7 @@ from automodel_cli.training.callback import Callbacks
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.checkpoint_dir import CheckpointDir
 from automodel_cli.training.config import CheckpointConfig
-from automodel_cli.training.flops import device_peak_flops, further_flops_per_token, training_flops_per_token
+from automodel_cli.training.flops import device_peak_flops
 from automodel_cli.training.hang_watch import HangWatch
 from automodel_cli.training.lr_scheduler import build_lr_scheduler
 from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
@@ -299,14 +299,8 @@ class Session:
         return max_over_ranks(peak_memory_gib(self.mesh.device), self.mesh.device)
 
     def _machine(self) -> Machine:
-        lora = self.recipe.model.lora is not None
-        adapters = self.model.num_trained if lora else 0
-        length = self.data.train.mean_context()
-        part = self.model.parts[0]
-        config = part.source_config
-        flops = training_flops_per_token(config, length, frozen_base=lora, num_adapter_params=adapters)
-        if part.depth_names is not None and flops is not None:
-            flops += further_flops_per_token(config, length, len(part.depth_names.depths)) or 0.0
+        model, length = self.model, self.data.train.mean_context()
+        flops = flops_per_token(self.recipe.model, model.parts[0], length, model.num_trained)
         on_gpu = self.mesh.device.type == "cuda"
         peak = device_peak_flops(torch.cuda.get_device_name(self.mesh.device)) if on_gpu else None
         return Machine(dist.get_world_size(), flops, peak)

@@ -87,37 +87,33 @@ class _Layer:
 
 
 def training_flops_per_token(
-    hf_config: Any, context_length: float, *, frozen_base: bool = False, num_adapter_params: int = 0
+    hf_config: Any,
+    context_length: float,
+    *,
+    frozen_base: bool = False,
+    num_adapter_params: int = 0,
+    num_depths: int = 0,
 ) -> float | None:
     """FLOPs to train on one token; see the module's text. None for layers of unknown cost (state space, linear).
 
     `context_length` is the mean length of the documents that tokens sit in, weighted by tokens; for unpacked text the
     length of a row. With `frozen_base` (LoRA) the backward of frozen matrices has one product per weight instead of
     two, so 4 N, and the adapter's own parameters count 6 each. Attention has no weights: its backward is the same.
+    Each of `num_depths` layers for multi-token prediction is a layer like the last, a projection of two hidden states,
+    and the head once more.
     """
     counted = _layers(hf_config)
     if counted is None:
         return None
     config = hf_config.get_text_config()
-    matrices = sum(layer.matrices for layer in counted) + config.hidden_size * config.vocab_size
+    counted += num_depths * counted[-1:]
+    head = config.hidden_size * config.vocab_size
+    matrices = sum(layer.matrices for layer in counted) + head + num_depths * (2 * config.hidden_size**2 + head)
     attention = 0.0
     for layer in counted:
         context = min(context_length, layer.window) if layer.window else context_length
         attention += layer.heads * layer.qk_and_v * context
     return (4 if frozen_base else 6) * matrices + 6 * num_adapter_params + 6 * attention
-
-
-def further_flops_per_token(hf_config: Any, context_length: float, depths: int) -> float | None:
-    """What layers for multi-token prediction add: each a layer like the last, a projection of two hidden states, and
-    the head."""
-    config = hf_config.get_text_config()
-    counted = _layers(hf_config)
-    if counted is None:
-        return None
-    last = counted[-1]
-    context = min(context_length, last.window) if last.window else context_length
-    matrices = last.matrices + 2 * config.hidden_size**2 + config.hidden_size * config.vocab_size
-    return depths * (6.0 * matrices + 6 * last.heads * last.qk_and_v * context)
 
 
 def _layers(hf_config: Any) -> list[_Layer] | None:

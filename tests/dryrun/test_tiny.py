@@ -20,11 +20,15 @@ from automodel_cli.dryrun.command import distinct_ranks, measure
 from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.gpus import GPUS
-from automodel_cli.dryrun.rank import check_covered
+from automodel_cli.dryrun.rank import check_covered, number_to_run
 from automodel_cli.dryrun.remedies import try_changes
 from automodel_cli.dryrun.request import RankResult, Request
+from automodel_cli.dryrun.rows import Documents, microbatches
 from automodel_cli.dryrun.worker import load
+from automodel_cli.pipelining.timeline.simulator import peak_activations
+from automodel_cli.planning.plan import make_plan
 from automodel_cli.planning.reserve import RESERVE_GIB
+from automodel_cli.run.plan import plan_request
 from tests.dist.harness import RankFailure
 from tests.dryrun.traces import trace_in_fork
 from tests.e2e.command import automodel
@@ -257,6 +261,63 @@ def test_layers_compiled_whole_are_refused_where_their_attention_is_a_graph_of_i
     one_graph = ("parallelizer.enable_compile=true", "parallelizer.activation_checkpointing=selective")
     with pytest.raises(RankFailure, match="one graph for each layer, and no flash kernel takes float32"):
         traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN[:-1], "parallelizer.mp_policy.param_dtype=float32", *one_graph)
+
+
+_PP2 = ("mesh.pp_size=2", "parallelizer.activation_checkpointing=false", "train.microbatch_size=1", *_PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("1f1b", 8), ("interleaved_1f1b", 8), ("zbv", 8), ("gpipe", 48), ("looped_bfs", 48)]
+)
+def test_as_many_microbatches_are_run_as_show_what_is_alive_at_once(schedule: str, expected: int) -> None:
+    """GPipe and LoopedBFS keep all 48 of a step; 4 for each stage are enough for the others."""
+    recipe = load(Request("llama3_8b_tp2cp2_tiny", (*_PP2, f"pipeline={schedule}", "train.global_batch_size=48"), 2))
+    plan = make_plan(plan_request(recipe, Layout(pp=2)))
+    found = number_to_run(recipe, plan, None)
+    assert found == expected
+    assert peak_activations(plan.cut.program(found)) == plan.live
+
+
+def test_microbatches_that_the_schedule_cannot_run_are_refused_with_some_that_it_can() -> None:
+    recipe = load(Request("llama3_8b_tp2cp2_tiny", (*_PP2, "pipeline=interleaved_1f1b"), 2))
+    plan = make_plan(plan_request(recipe, Layout(pp=2)))
+    assert number_to_run(recipe, plan, 6) == 6
+    with pytest.raises(ConfigError, match="--microbatches 5: interleaved_1f1b cannot run so many") as refused:
+        number_to_run(recipe, plan, 5)
+    assert refused.value.fix == "--microbatches 6"
+
+
+_TEACHER = "teacher.pretrained=Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    ("conf", "overrides", "tokens"),
+    [
+        ("quickstart_kd", (_TEACHER,), 64),
+        pytest.param("quickstart_kd", (_TEACHER, "objective.top_k=null"), 354, marks=pytest.mark.slow),
+        pytest.param("quickstart_rm", ("objective.margin=true",), None, marks=pytest.mark.slow),
+    ],
+)
+def test_objectives_are_given_the_columns_that_they_read(
+    conf: str, overrides: tuple[str, ...], tokens: int | None
+) -> None:
+    found = traced(conf, 1, 0, *overrides, *_BF16)
+    assert found.num_kernels > 0
+    if tokens is not None:
+        columns = microbatches(load(Request(conf, overrides, 1)), Documents((700,), ""), 1)[0]
+        assert {name: tuple(one.shape) for name, one in columns.unknown.items()} == {
+            "teacher_ids_BTN": (8, 128, tokens),
+            "teacher_logprobs_BTN": (8, 128, tokens),
+        }
+
+
+def test_mfu_counts_adapters_as_a_run_does() -> None:
+    """Rank 4 on all linear layers of the four; a frozen matrix has no gradient."""
+    found = traced("llama3_8b_tp2cp2_tiny", 1, 0, "model.lora={rank: 4}", *_PLAIN, document=32)
+    matrices = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192
+    adapters = 4 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 192))
+    attention = 6 * 4 * (4 * 32) * 32
+    assert found.model_flops_per_token == 4 * (4 * matrices + 64 * 354) + 6 * adapters + attention
 
 
 @pytest.mark.slow

@@ -144,6 +144,13 @@ def test_lora_leaves_out_the_weight_gradients_of_the_base():
     assert training_flops_per_token(hf, 64, frozen_base=True, num_adapter_params=500) == 4 * n + 3000 + attention
 
 
+def test_a_depth_of_multi_token_prediction_is_a_layer_a_projection_and_a_head() -> None:
+    hf = config("llama", **COMMON)
+    layer = 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 48
+    depth = 6 * (layer + 2 * 32 * 32 + 32 * 96) + 6 * (4 * 32) * 64
+    assert training_flops_per_token(hf, 64, num_depths=2) == training_flops_per_token(hf, 64) + 2 * depth
+
+
 def test_layers_of_unknown_cost_have_no_figure():
     hf = config("qwen3_next", **COMMON, layer_types=["linear_attention", "full_attention"] * 2)
     assert training_flops_per_token(hf, 64) is None
