@@ -7,6 +7,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import ReferenceSource
 from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
 from recipes.preferences import PreferenceRecipe
@@ -35,8 +36,8 @@ class DPORecipe(PreferenceRecipe):
         return self.reference == "frozen_copy" or self.reference_update is not None
 
     @property
-    def held_besides(self) -> str | None:
-        return "the frozen copy of the model" if self._copies else None
+    def frozen_model(self) -> ModelConfig | None:
+        return self.model if self._copies else None
 
     def __post_init__(self) -> None:
         super().__post_init__()

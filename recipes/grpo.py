@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation.validation import check_tasks
-from automodel_cli.models.config import TeacherConfig
+from automodel_cli.models.config import ModelConfig, TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
 from automodel_cli.rollout.rollout_config import RolloutConfig
@@ -50,6 +50,21 @@ class GRPORecipe(Recipe):
     row_name: ClassVar[str] = "prompts"
 
     @property
+    def frozen_model(self) -> ModelConfig | None:
+        """The teacher, or the policy as it was; of a model with adapters that is the same without them."""
+        asks = "teacher_ids_BTN" in self.objective.columns
+        if not (asks or self._compares):
+            return None
+        if self.teacher is not None:
+            return self.teacher.as_model()
+        return self.model if self.model.lora is None or self.reference_update is not None else None
+
+    @property
+    def _compares(self) -> bool:
+        """Whether log-probs of a reference are read."""
+        return "ref_logprobs_BT" in self.objective.columns or self.objective.reward_kl is not None
+
+    @property
     def held_besides(self) -> str | None:
         return "rollouts"
 
@@ -90,8 +105,7 @@ class GRPORecipe(Recipe):
                 keys=("teacher", "objective"),
                 fix="teacher={pretrained: <a model of the same tokens>}, or objective=grpo",
             )
-        uses = asks or "ref_logprobs_BT" in self.objective.columns or self.objective.reward_kl is not None
-        if self.teacher is not None and not uses:
+        if self.teacher is not None and not (asks or self._compares):
             raise ConfigError(
                 "this objective compares the samples with no other model, so the teacher would say nothing",
                 keys=("teacher", "objective"),
@@ -106,8 +120,7 @@ class GRPORecipe(Recipe):
             )
 
     def _check_reference_update(self) -> None:
-        compares = "ref_logprobs_BT" in self.objective.columns or self.objective.reward_kl is not None
-        check_reference_update(self, self.reference_update, has_reference=compares)
+        check_reference_update(self, self.reference_update, has_reference=self._compares)
         if self.reference_update is not None and self.teacher is not None:
             raise ConfigError(
                 "the teacher is another model, which does not follow the policy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from automodel_cli.models.config import TeacherConfig
+from automodel_cli.models.config import ModelConfig, TeacherConfig
 from automodel_cli.objectives.distillation import Distillation
 from recipes.sft import SFTRecipe
 
@@ -25,6 +25,10 @@ class KDRecipe(SFTRecipe):
     is in no memory while the student trains, and a further run does not need it."""
 
     kind: ClassVar[str] = "kd"
+
+    @property
+    def frozen_model(self) -> ModelConfig | None:
+        return None if self.cache_teacher else self.teacher.as_model()
 
     def columns(self, session: Session) -> Columns:
         """The teacher's likeliest tokens in place of each label. Collective."""

@@ -50,6 +50,7 @@ class Traced:
         self.recipe, self.request = recipe, request
         self.phase = "build"
         self.parts: list[nn.Module] = []
+        self.frozen: list[nn.Module] = []
         self.optimizer: torch.optim.Optimizer | None = None
         self.actions: dict[tuple[str, int], list[float]] = defaultdict(list)
         self._action_began = 0.0
@@ -66,7 +67,8 @@ class Traced:
 
     def _owned(self) -> list[tuple[str, torch.Tensor]]:
         held = self.strategies.held() if self.strategies is not None else ()
-        return [*held, *owned_tensors(self.parts, self.optimizer)]
+        beside = [("frozen model", tensor) for _, tensor in owned_tensors(self.frozen, None)]
+        return [*held, *owned_tensors(self.parts, self.optimizer), *beside]
 
     @contextmanager
     def faking(self, fake: Any) -> Iterator[None]:
@@ -149,9 +151,11 @@ def _run(run: Traced, plan: Plan, mesh: Mesh, fake: Any, columns: list[rows.Colu
     run.strategies = Strategies(run.clock, lambda part: _materialise(part, CUDA), lambda: run.faking(fake))
     stages = empty_stages(recipe, mesh)
     run.phase, run.parts = "buffers", list(stages.parts)
+    if recipe.frozen_model is not None:
+        run.frozen = list(empty_stages(replace(recipe, model=recipe.frozen_model), mesh).parts)
     with run.faking(fake):
         device = recipe.parallelizer.parameter_device(mesh.device)
-        for part in run.parts:
+        for part in (*run.frozen, *run.parts):
             _materialise(part, device)
         model = Model.filled(stages, recipe, mesh)
         run.optimizer = build_optimizer(recipe.optimizer, model.parts)
@@ -355,6 +359,6 @@ def _notes(recipe: Any, request: Request) -> list[str]:
         notes.append("autocast_dtype: counted in the dtype that parameters have, torch does not cast fakes")
     if request.route == "worst":
         notes.append("routers: every token chooses the experts of the first rank")
-    if getattr(recipe, "reference", None) == "frozen_copy":
-        notes.append("the frozen copy of the model is not counted: its parameters come on top")
+    if recipe.frozen_model is not None:
+        notes.append("the frozen model is held, its own passes are not run")
     return notes

@@ -30,6 +30,8 @@ class Memory:
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+    frozen: float = 0.0
+    """Another model beside the one that trains: a teacher, or a copy that the policy is compared with."""
     head: float = 0.0
     """What the head computes with (`head_memory.py`), above the layer that is recomputed at other times."""
     host: float = 0.0
@@ -37,6 +39,10 @@ class Memory:
     """Those that are there while the head computes, where that is not all of `gradients`."""
     reduced: float = 0.0
     """Of the largest layer's, which are reduced beside activations, when the head is done."""
+
+    def beside(self, frozen: float, *, offloaded: bool) -> Memory:
+        """With the parameters of another model, there where these are."""
+        return replace(self, host=self.host + frozen) if offloaded else replace(self, frozen=frozen)
 
     @property
     def total(self) -> float:
@@ -47,7 +53,7 @@ class Memory:
         else:
             begins = self.early_gradients + self.activations + max(self.head, self.reduced)
             at_most = max(begins, self.gradients)
-        return self.parameters + self.optimizer + at_most
+        return self.parameters + self.frozen + self.optimizer + at_most
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,7 @@ class Accounting:
         units, storage = [unit for stage in stages for unit in stage], self.storage
         items = [item for unit in units for item in unit.params]
         trained = [item for item in items if item.param.requires_grad]
-        packed = sum(unit.num_packed for unit in units) * BYTES_PER_WEIGHT  # whole on every rank
-        stored = sum(self._kept(item, "parameters") * item.param.dtype.itemsize for item in items)
+        packed, stored = self.resident(units)
         grads = sum(self._kept(item, "gradients") * item.param.dtype.itemsize for item in trained)
         state_bytes = state_rule(self.optimizer)
         states = sum(state_bytes(item, self._kept(item, "optimizer")) for item in items)
@@ -103,6 +108,11 @@ class Accounting:
         reduced = max((self._gathered([unit], storage.reduce_dtype, trained=True) for unit in layers), default=0.0)
         early = grads if self.num_microbatches > 1 else 0.0
         return replace(memory, early_gradients=early, reduced=reduced)
+
+    def resident(self, units: Sequence[Unit]) -> tuple[float, float]:
+        """Bytes of parameters between steps: of those in 4 bits, which are whole on every rank, and of all others."""
+        kept = (self._kept(item, "parameters") * item.param.dtype.itemsize for unit in units for item in unit.params)
+        return sum(unit.num_packed for unit in units) * BYTES_PER_WEIGHT, sum(kept)
 
     @property
     def _adds_up(self) -> bool:

@@ -22,7 +22,7 @@ from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.placement import place_layout, render_table
 from automodel_cli.pipelining.cut.probe import check_split
-from automodel_cli.pipelining.cut.stage_plan import StagePlan
+from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
 from automodel_cli.pipelining.schedule.program import Program
 from automodel_cli.pipelining.spelling import as_yaml
 from automodel_cli.pipelining.timeline.simulator import Timeline, peak_activations
@@ -46,6 +46,8 @@ class Request:
     num_microbatches: int
     seq_len: int
     head: HeadRequest = LOGPROBS
+    frozen: ModelConfig | None = None
+    """A model beside the trained one, cut and sharded like it."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -133,7 +135,7 @@ def _make_plan(request: Request) -> Plan:
         activations = activations.sharded_over_tokens(request.layout.tp)
     over_tp = _cut_over_tp(request, part)
     heads = [_head_bytes(request, part, over_tp, request.rows * tokens, adds=adds) for adds in (False, True)]
-    estimate = _Estimate(request, units, activations, over_tp, *heads)
+    estimate = _Estimate(request, units, activations, over_tp, _frozen_bytes(request), *heads)
     whole = {id(p): p for p in part.parameters()}.values()
     plan = Plan(
         request,
@@ -180,6 +182,28 @@ def _cut_over_tp(request: Request, part: ModelPart) -> frozenset[nn.Parameter]:
     if layout.tp == 1:
         return frozenset()
     return frozenset(cut_parameters(part.model, parallelizer.axis_options(), layout.tp, shard_experts=layout.ep == 1))
+
+
+def _frozen_bytes(request: Request) -> tuple[float, ...]:
+    """Bytes of the frozen model that each pipeline rank keeps. Its own passes are over when a step begins, and what
+    they gathered is sharded again."""
+    layout = request.layout
+    if request.frozen is None:
+        return (0.0,) * layout.pp
+    part = build_part(request.frozen)
+    accounting = Accounting(
+        request.parallelizer.storage(), layout, request.optimizer, request.num_microbatches, _cut_over_tp(request, part)
+    )
+    if request.pipeline is None:
+        units = read_units(part, None)
+        return (sum(accounting.resident(units.of_stage(range(len(units.layers)), is_first=True, is_last=True))),)
+    anatomy = check_split(part.model)
+    units, cut = read_units(part, anatomy), plan_stages(request.stages, part, anatomy, layout.pp)
+    sizes = [0.0] * layout.pp
+    for stage, layers in enumerate(cut.layers):
+        ends = {"is_first": stage == 0, "is_last": stage == cut.num_stages - 1}
+        sizes[cut.owner[stage]] += sum(accounting.resident(units.of_stage(layers, **ends)))
+    return tuple(sizes)
 
 
 def _has_kernels(request: HeadRequest) -> bool:
@@ -231,6 +255,7 @@ class _Estimate:
     units: Units
     activations: Activations
     over_tp: frozenset[nn.Parameter]
+    frozen: tuple[float, ...]
     head_alone: float
     head: float
     """Of a program whose backwards are whole, where it may add to the sum over microbatches."""
@@ -276,5 +301,6 @@ class _Estimate:
             own = [units for units, owned_by in zip(held, owner, strict=True) if owned_by == rank]
             recomputed = self.activations.recomputed
             head = max(0.0, self.head - recomputed) if owner[last] == rank else 0.0
-            memory.append(replace(accounting.rank_memory(own), activations=peak + recomputed, head=head))
+            of_rank = replace(accounting.rank_memory(own), activations=peak + recomputed, head=head)
+            memory.append(of_rank.beside(self.frozen[rank], offloaded=accounting.storage.offloaded))
         return rows, tuple(memory)

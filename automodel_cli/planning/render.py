@@ -106,10 +106,12 @@ def _holds(row: StageRow) -> str:
 def _memory(plan: Plan, memory_gib: float) -> str:
     unit, name = _unit(plan)
     kinds = ["parameters", "gradients", "optimizer", "activations", "head", "total"]
+    if any(memory.frozen for memory in plan.memory):
+        kinds.insert(1, "frozen")
     offloaded = any(memory.host for memory in plan.memory)
     rows = [["rank", *kinds, f"of {memory_gib:g} GiB", "live microbatches", *(["in host memory"] if offloaded else [])]]
     for rank, memory in enumerate(plan.memory):
-        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.head, memory.total)
+        parts = [getattr(memory, kind) for kind in kinds]
         share = f"{memory.total / (memory_gib * _GIB):.0%}"
         host = [f"{memory.host / unit:,.2f}"] if offloaded else []
         rows.append([str(rank), *(f"{part / unit:,.2f}" for part in parts), share, f"{plan.live[rank]:g}", *host])

@@ -68,7 +68,7 @@ def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | 
     servers = recipe.generation_servers()
     if servers is None or not servers.colocated or servers.memory_share is None:
         return None
-    stays = max(memory.parameters + memory.optimizer for memory in plan.memory) / 2**30
+    stays = max(memory.parameters + memory.frozen + memory.optimizer for memory in plan.memory) / 2**30
     taken = servers.memory_share * memory_gib
     verdict = "fits" if stays + taken <= memory_gib else "DOES NOT FIT (a smaller rollout.engine.servers.memory_share)"
     return (
@@ -92,6 +92,7 @@ def plan_request(recipe: Recipe, layout: Layout) -> Request:
         num_microbatches=recipe.train.num_microbatches(layout.dp),
         seq_len=recipe.data.seq_len,
         head=request_of(recipe.trained_objective),
+        frozen=recipe.frozen_model,
     )
 
 

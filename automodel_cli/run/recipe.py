@@ -87,6 +87,11 @@ class Recipe(ConfigRoot):
     """Whether what is trained, exported and compared is the score of a row (`models/classifier.py`)."""
 
     @property
+    def frozen_model(self) -> ModelConfig | None:
+        """Another model that is in memory while this one trains, cut and sharded like it."""
+        return None
+
+    @property
     def held_besides(self) -> str | None:
         """What is in a GPU's memory beside the training step that a plan counts, if anything is."""
         return None

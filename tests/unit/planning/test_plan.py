@@ -143,6 +143,28 @@ class Own:
         return torch.optim.RMSprop([p for part in parts for p in part.parameters()], momentum=0.5, centered=True)
 
 
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(pp=2, dp_shard=2)], ids=str)
+def test_a_frozen_model_is_counted_where_its_shards_are(layout: Layout) -> None:
+    """Another model than the trained one, of half its layers, in another dtype, cut and sharded like it."""
+    frozen = ModelConfig(config=tiny_fields("llama", num_hidden_layers=2), dtype="bfloat16")
+    pipeline = PipelineConfig() if layout.pp > 1 else None
+    asked = request(layout=layout, pipeline=pipeline)
+    before, plan, offloaded = (
+        make_plan(replace(asked, **changes))
+        for changes in (
+            {},
+            {"frozen": frozen},
+            {"frozen": frozen, "parallelizer": FSDP2Config(mp_policy=FLOAT32, offload_policy=CPUOffload())},
+        )
+    )
+    whole = sum(p.numel() for p in build_part(frozen).parameters())
+    assert sum(memory.frozen for memory in plan.memory) == 2 * whole / 2
+    for old, new in zip(before.memory, plan.memory, strict=True):
+        assert new.total == old.total + new.frozen and new.frozen > 0
+    assert " frozen " in render(plan, memory_gib=80) and " frozen " not in render(before, memory_gib=80)
+    assert not any(memory.frozen for memory in offloaded.memory)
+
+
 @pytest.mark.parametrize(
     "node",
     [
