@@ -21,6 +21,15 @@ def every_fix_works_when_pasted(request: pytest.FixtureRequest) -> Iterator[None
     assert not found.complaints, "\n".join(found.complaints)
 
 
+_LONG = ("test_tutorials.py", "test_quickstarts.py", "test_composed_recipes.py")
+"""Files of which a single test takes a minute or more."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files begin first: begun last, one keeps a core busy while the other one has nothing left to do."""
+    items.sort(key=lambda item: item.path.name not in _LONG)
+
+
 def pytest_collection_finish() -> None:
     """What is imported and collected by now stays: no later collection of garbage walks it."""
     gc.freeze()

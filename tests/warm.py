@@ -3,8 +3,8 @@
 `Command(arguments, folder, environ)` is what `python -m automodel_cli ARGUMENTS` would be: `main()` with these
 arguments, in this folder, with this environment, its own file descriptors, signal handlers and exit code, and a parent
 that waits for it. Left out are the 3-5 CPU seconds of imports of each process. So are they in the ranks that a command
-starts: what it would start as `python -m automodel_cli` is forked from a copy of it that has run nothing yet, and
-handed to it as its own child. Whatever else it starts is started as ever.
+starts, and in those that trace one for a dry run: what it would start as `python -m automodel_cli` is forked from a
+copy of it that has run nothing yet, and handed to it as its own child. Whatever else it starts is started as ever.
 
 What a warm process cannot show, cold ones do: which modules a command imports (unit/cli), and a run of one process
 and of several ranks (tests/e2e/test_train.py) and under torchrun (tests/e2e/test_nodes.py) from nothing.
@@ -40,6 +40,7 @@ from automodel_cli.launch import ranks
 _PR_SET_CHILD_SUBREAPER = 36
 _SCRIPTS = ("double.py", "vllm_stand_in.py")
 """Servers of the tests that a run starts: they import what a command does."""
+_MODULES = {"automodel_cli": "command", "automodel_cli.dryrun.worker": "trace"}
 _PATH = tuple(entry for entry in sys.path if entry)
 
 ranks.preload(
@@ -194,11 +195,11 @@ class _Forks:
         args, _, _, _, folder, environ = given[:6]
         streams, new_session = (given[6], given[9], given[11]), given[15]
         words = [os.fsdecode(arg) for arg in args]
-        is_ours = "-m" in words and words[words.index("-m") + 1] == "automodel_cli"
+        module = words[words.index("-m") + 1] if "-m" in words else ""
         is_script = len(words) > 1 and Path(words[1]).name in _SCRIPTS
-        if words[0] != sys.executable or not (is_ours or is_script):
+        if words[0] != sys.executable or not (module in _MODULES or is_script):
             return self._exec(*given)
-        kind, arguments = ("command", words[words.index("-m") + 2 :]) if is_ours else ("script", words[1:])
+        kind, arguments = (_MODULES[module], words[words.index("-m") + 2 :]) if module else ("script", words[1:])
         pairs = [os.fsdecode(pair).split("=", 1) for pair in environ] if environ is not None else os.environ.items()
         files = {target: fd if fd >= 0 else target for target, fd in enumerate(streams)}
         where = os.fsdecode(folder) if folder is not None else os.getcwd()
@@ -274,6 +275,12 @@ def _begin(files: dict[int, int], new_session: bool, task: tuple[str, Any, str, 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    if kind == "trace":
+        gc.freeze()
+        from automodel_cli.dryrun.worker import main
+
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", 1), open(2, "w", 1)  # noqa: SIM115
+        _leave(main())
     if kind == "script":
         gc.freeze()
         sys.argv[:] = what

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from automodel_cli.dryrun.request import RankResult, Request
-from tests.dryrun.test_tiny import _PLAIN
+from tests.dryrun.test_tiny import _LAYERS, _PLAIN
 from tests.dryrun.traces import trace_in_fork
 
-TOKENS, HEADS, WIDTH, LAYERS = 1024, 4, 16, 4
+TOKENS, HEADS, WIDTH, LAYERS = 1024, 4, 16, _LAYERS
 GEMMA = (
     *_PLAIN,
     "model.config.model_type=gemma2",

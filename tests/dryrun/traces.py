@@ -1,5 +1,5 @@
 """A rank's trace in a process forked from the warm server of ranks: `trace_rank` without its imports, which take
-longer than the trace of a tiny model. Commands (`plan --traced`) start theirs as ever."""
+longer than the trace of a tiny model. So is what a command traces (tests/warm.py); `measure` starts new processes."""
 
 from __future__ import annotations
 

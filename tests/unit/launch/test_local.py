@@ -173,7 +173,9 @@ def test_every_failure_is_told_and_counted_however_soon_it_follows(toy: Path) ->
     assert not list(toy.glob("automodel-*"))
 
 
-@pytest.mark.parametrize(("fail", "code", "starts"), [("crash", 1, 3), ("raise", 1, 3), ("data", 3, 1)])
+@pytest.mark.parametrize(
+    ("fail", "code", "starts"), [("crash", 1, 3), pytest.param("raise", 1, 3, marks=pytest.mark.slow), ("data", 3, 1)]
+)
 def test_the_last_attempt_is_the_outcome_and_what_would_fail_again_is_not_tried_again(
     toy: Path, fail: str, code: int, starts: int
 ) -> None:
