@@ -40,6 +40,11 @@ class RankGroup:
         self._group, self.ring = group, ring
         self.rank, self.size = group.rank(), group.size()
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of all processes, in their order here."""
+        return tuple(dist.get_process_group_ranks(self._group))
+
     def gather(self, x: Tensor) -> Tensor:
         """`[n, ...]` of every rank, one rank after another: `[size * n, ...]`. The backward sums over ranks and
         scatters. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from automodel_cli.distributed.context_parallel import RankGroup
 from automodel_cli.dryrun import integers, torch_compat
 from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.gpus import Links
 from automodel_cli.dryrun.integers import Twins
 from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
 
+PassOn = Callable[[RankGroup, Tensor], Callable[[], Tensor]]
 Key = tuple[str, str, int]
 """Operator, group, ranks."""
 
@@ -52,7 +55,7 @@ class Collectives:
         functional = name == kind and not kind.endswith("_")
         point_to_point = kind in ("send", "recv_", "recv")
         label = group.group_name if group is not None else "?"
-        if not point_to_point:  # the simulator of schedules times those
+        if not point_to_point:  # `passed_on` times a ring's, the simulator of schedules those between stages
             asynchronous = functional or _is_asynchronous(name, args)
             end = self.clock.collective(label, seconds, asynchronous=asynchronous)
             for t in tree_flatten(out)[0] if functional else ():
@@ -63,6 +66,23 @@ class Collectives:
             self.count[key] += 1
             self.bytes[key] += size
             self.seconds[key] += seconds
+
+    def passed_on(self, pass_on: PassOn) -> PassOn:
+        """`RankGroup.pass_on` that takes its time: a message to the next rank while one comes from the previous one,
+        beside what is computed until somebody asks for it."""
+
+        def timed(group: RankGroup, x: Tensor) -> Callable[[], Tensor]:
+            arrived = pass_on(group, x)
+            seconds = self.links.seconds("send", x.numel() * x.element_size(), group.ranks)
+            end = self.clock.collective(f"ring of {group.ranks}", seconds, asynchronous=True)
+
+            def waited() -> Tensor:
+                self.clock.wait(self.clock.stream, end)
+                return arrived()
+
+            return waited
+
+        return timed
 
     def rows(self) -> list[dict[str, Any]]:
         """By group, largest first. `bytes` of the largest tensor of each call."""

@@ -7,6 +7,7 @@ or H200, granted to every GPU; this project has measured none of them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -100,7 +101,10 @@ COLLECTIVE_SECONDS = 15e-6
 
 @dataclass(frozen=True)
 class Links:
-    """How ranks reach each other: `gpus_per_node` neighbours over `node` bytes/s, all others over `network`."""
+    """How ranks reach each other: `gpus_per_node` neighbours over `node` bytes/s, all others over `network`, each GPU
+    by a card of its own. Rings between machines run side by side, one over each card of a machine whose GPU is in the
+    group (as NCCL lays them), so that together they are as fast as these are; of an exchange of all with all each rank
+    sends its own part over its own card."""
 
     node: float
     network: float = 50e9
@@ -111,10 +115,14 @@ class Links:
         size = len(ranks)
         if size <= 1:
             return 0.0
-        crosses = len({rank // self.gpus_per_node for rank in ranks}) > 1
-        bandwidth = (self.network if crosses else self.node) * LINK
-        if kind in ("send", "recv"):
-            volume = num_bytes
+        of_machine = Counter(rank // self.gpus_per_node for rank in ranks)
+        crosses, beside = len(of_machine) > 1, min(of_machine.values())
+        if kind.startswith(("send", "recv")):
+            took = num_bytes / (self.network if crosses else self.node)
+        elif kind.startswith("alltoall"):
+            part = num_bytes / size
+            took = max(part * (beside - 1) / self.node, part * (size - beside) / self.network)
         else:
             volume = num_bytes * (size - 1) / size * (2 if "reduce" in kind and "scatter" not in kind else 1)
-        return COLLECTIVE_SECONDS + volume / bandwidth
+            took = volume / (min(self.node, self.network * beside) if crosses else self.node)
+        return COLLECTIVE_SECONDS + took / LINK

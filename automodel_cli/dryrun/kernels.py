@@ -70,16 +70,18 @@ def flops(func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None
 
 
 def _pairs(name: str, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> tuple[float, float]:
-    """Of queries and keys that meet, and keys that the segment of a query has on average. Causal, aligned at the end of
-    each segment: query i of a segment meets keys 1..(keys - queries + i)."""
+    """Of queries and keys that meet, and keys that the segment of a query has on average. Causal is aligned at the end
+    of each segment: query i of a segment meets keys 1..(keys - queries + i). Without it, as where a ring brings keys
+    that all come before, every query of a segment meets all of its keys."""
     backward = name.endswith("backward")
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     bounds = [real(bound) if bound is not None else None for bound in ((args[6], args[7]) if backward else args[3:5])]
+    behind = 0.5 if args[11 if backward else 8] else 0.0
     with unset_fake_temporarily():
         if bounds[0] is None or bounds[1] is None:
-            return query.shape[0] * key.shape[0] / 2, key.shape[0]
+            return query.shape[0] * (key.shape[0] - behind * query.shape[0]), key.shape[0]
         queries, keys = (bound.diff().double() for bound in bounds if bound is not None)
-        pairs = float((queries * (keys - queries / 2)).sum())
+        pairs = float((queries * (keys - behind * queries)).sum())
         return pairs, float((queries * keys).sum() / queries.sum().clamp(min=1))
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import dispatch_kernels, fused, route_kernels
+from automodel_cli.distributed.context_parallel import RankGroup
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.dryrun import fake_cuda, flex, rows, torch_compat
@@ -147,6 +148,8 @@ def _run(run: Traced, plan: Plan, mesh: Mesh, fake: Any, columns: list[rows.Colu
     kernels: Any
     for kernels in (head_kernels, dispatch_kernels, route_kernels):
         kernels.usable = lambda device_type: device_type == "cuda"  # nothing could be compared, nor be compiled
+    ring: Any = RankGroup
+    ring.pass_on = run.collectives.passed_on(RankGroup.pass_on)
     attention_flex.use_instead(flex.modelled(run.mode.twins.get, run.mode.ran_as_one))
     run.strategies = Strategies(run.clock, lambda part: _materialise(part, CUDA), lambda: run.faking(fake))
     stages = empty_stages(recipe, mesh)
@@ -357,6 +360,10 @@ def _notes(recipe: Any, request: Request) -> list[str]:
         notes.append(f"enable_compile={recipe.parallelizer.enable_compile}: glue counted as compiled")
     if recipe.parallelizer.autocast_dtype is not None:
         notes.append("autocast_dtype: counted in the dtype that parameters have, torch does not cast fakes")
+    if recipe.kind == "grpo" and recipe.data.packing != "none":
+        shared = "" if recipe.why_prompts_are_apart else ", and may read the prompt of a group once (share_prompts)"
+        size = recipe.train.global_batch_size
+        notes.append(f"an update is counted as {size} full rows; a run packs its {size} samples into fewer{shared}")
     if request.route == "worst":
         notes.append("routers: every token chooses the experts of the first rank")
     if recipe.frozen_model is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from automodel_cli.dryrun import gpus, kernels, torch_compat
+from automodel_cli.dryrun.clock import Clock
+from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.fake_cuda import CUDA
 from automodel_cli.dryrun.gpus import GPUS
 from tests.dist.harness import launch
@@ -155,3 +158,48 @@ def test_a_grouped_product_of_8_bits_takes_as_long_as_it_was_measured_to_take(co
     """0.885 ms for the 1.31 of bfloat16, by the same hand."""
     work, _, took = costs["grouped of 8 bits"]
     assert work == 2 * 8192 * 8192 * 5120 and took == pytest.approx(0.885e-3, rel=0.03)
+
+
+@pytest.mark.parametrize(("causal", "pairs"), [(True, 6 * 10 - 6 * 6 / 2 + 4 * 4 / 2), (False, 6 * 10 + 4 * 4)])
+def test_attention_counts_the_pairs_that_meet(causal: bool, pairs: float) -> None:
+    """Two segments of 6 and 4 queries that see 10 and 4 keys: 4 pairs of products of 64 numbers and 8 heads forward,
+    and two and a half times as many backward."""
+    q, k = (torch.empty(n, 8, 64, dtype=NARROW, device="meta") for n in (10, 14))
+    bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 6, 10], [0, 10, 14])]
+    forward = (q, k, k, *bounds, 6, 10, 0.0, causal, False)
+    backward = (q, q, k, k, q, q, *bounds, 6, 10, 0.0, causal, q, q)
+    found = kernels.flops(torch.ops.aten._flash_attention_forward.default, forward, lambda t: t)
+    assert found == 4 * pairs * 8 * 64
+    again = kernels.flops(torch.ops.aten._flash_attention_backward.default, backward, lambda t: t)
+    assert again == 2.5 * found
+
+
+def test_rings_between_machines_use_the_cards_of_all_their_gpus_and_exchanges_each_its_own() -> None:
+    """Two machines of 8; 45 GB of a tensor at 450 GB/s inside and 50 outside, at 70%."""
+    links, size = gpus.Links(450e9, 50e9, 8), 45e9
+    start = gpus.COLLECTIVE_SECONDS
+
+    def seconds(kind: str, *ranks: int) -> float:
+        return (links.seconds(kind, size, ranks) - start) * gpus.LINK
+
+    inside, both, one_of_each = range(8), range(16), (0, 8)
+    assert seconds("allgather_base", *inside) == pytest.approx(7 / 8 * 45 / 450)
+    assert seconds("allgather_base", *both) == pytest.approx(15 / 16 * 45 / 400)
+    assert seconds("allreduce", *both) == pytest.approx(2 * 15 / 16 * 45 / 400)
+    assert seconds("reduce_scatter_base", *one_of_each) == pytest.approx(1 / 2 * 45 / 50)
+    assert seconds("alltoall_base", *inside) == pytest.approx(7 / 8 * 45 / 450)
+    assert seconds("alltoall_base", *both) == pytest.approx(8 / 16 * 45 / 50)
+    assert seconds("send", 0, 1) == pytest.approx(45 / 450) and seconds("send", 7, 8) == pytest.approx(45 / 50)
+    assert links.seconds("allreduce", size, (3,)) == 0
+
+
+def test_a_ring_of_keys_takes_its_time_beside_what_is_computed() -> None:
+    clock = Clock()
+    collectives = Collectives(clock, gpus.Links(450e9))
+    group: Any = SimpleNamespace(ranks=(0, 1))
+    x = torch.empty(45_000_000, dtype=NARROW)
+    sends = gpus.COLLECTIVE_SECONDS + 90e6 / 450e9 / gpus.LINK
+    arrived = collectives.passed_on(lambda group, x: lambda: x)(group, x)
+    clock.kernel(sends / 2)
+    assert arrived() is x
+    assert clock.now() == pytest.approx(gpus.LAUNCH_SECONDS + sends)
