@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation.validation import check_tasks
 from automodel_cli.models.config import ModelConfig, TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective, selection_of
-from automodel_cli.rollout.rewards.base import RewardNode, check_on_error
+from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.rewards.combine import check_nodes
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rules import (
     check_environment,
@@ -28,6 +30,12 @@ if TYPE_CHECKING:
 
     from automodel_cli.config.compose import Composed
     from automodel_cli.launch.servers import GenerationServers
+
+_OF_ADVANTAGES: tuple[tuple[str, str | bool | None], ...] = (
+    ("baseline", "group"),
+    ("leave_one_out", False),
+    ("scale", "group"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +85,11 @@ class GRPORecipe(Recipe):
         check_indexer(self.model, self.rollout)
         check_routing(self.rollout, self.parallelizer, compares="sampler_logprobs_BT" in self.objective.columns)
         refuse_shared_prompts(self.rollout, self.why_prompts_are_apart)
-        for name, reward in self.rewards.items():
-            check_on_error(reward.on_error, f"rewards.{name}.on_error")
+        check_nodes(self.rewards)
         self._check_teacher()
         self._check_reference_update()
         self._check_selection()
+        self._check_what_is_read()
         self.generation_servers()  # has rules of its own
         judged = self.rewards or self.rollout.played
         if not judged and (self.teacher is None or selection_of(self.objective) is not None):
@@ -156,13 +164,23 @@ class GRPORecipe(Recipe):
                 keys=("rollout.environment", "objective"),
                 fix="rollout.environment=null, or objective=best_of_n",
             )
-        for key, default in (("baseline", "group"), ("leave_one_out", False), ("scale", "group")):
-            if getattr(rollout, key) != default:
+
+    def _check_what_is_read(self) -> None:
+        """Refuse settings of advantages and rewards that this objective would not read."""
+        if "advantages_BT" in self.objective.columns:
+            return
+        unread = [(key, default, "has no advantages") for key, default in _OF_ADVANTAGES]
+        if selection_of(self.objective) is None and "rewards_BT" not in self.objective.columns:
+            unread += [(f"overlong.{key}", None, "learns from no reward") for key in ("buffer", "factor")]
+            if not self.rollout.played and not any(reward.weight for reward in self.rewards.values()):
+                unread.append(("dynamic_sampling", None, "has no rewards here, so no two of a group would differ"))
+        for key, default, reason in unread:
+            value = attrgetter(key)(self.rollout)
+            if value != default:
                 raise ConfigError(
-                    f"rollout.{key}={getattr(rollout, key)}: {name} chooses samples by their rewards, and has no "
-                    "advantages",
+                    f"rollout.{key}={value}: {type(self.objective).__name__} {reason}",
                     keys=(f"rollout.{key}", "objective"),
-                    fix=f"rollout.{key}={str(default).lower()}",
+                    fix=f"rollout.{key}={'null' if default is None else str(default).lower()}",
                 )
 
     def _check_rollout(self) -> None:

@@ -160,6 +160,8 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
     for file, package in merged.files:
         _record_file(file, package, origins, problems)
     for override in values:
+        if override in groups and override.key_or_group not in merged.config:
+            continue  # the file of the group was all there was
         _apply(merged.config, override, origins)
     _check_interpolations(merged.config, origins, path)
     problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
@@ -214,7 +216,8 @@ def _first_lines(error: Exception) -> str:
 def _split(
     loader: hydra_adapter.Loader, in_use: Mapping[str, Any], overrides: Sequence[str]
 ) -> tuple[list[hydra_adapter.Override], list[hydra_adapter.Override]]:
-    """Parse the overrides into choices of a group's option (Hydra's business) and values (ours)."""
+    """Parse the overrides into choices of a group's option (Hydra's business) and values (ours). `~GROUP` is both: it
+    takes away the file of the group, and what the recipe itself says under its name."""
     groups, values = [], []
     for text in overrides:
         override = _parse(text)
@@ -234,7 +237,15 @@ def _split(
             groups.append(_parse(f"{group}={option}" if group in in_use else f"+{group}={option}"))
         else:
             values.append(override)
-    return groups, values
+    removed = [override for override in groups if override.is_delete() and override.package is None]
+    chosen = {override.key_or_group.lstrip("+"): override for override in groups if not override.is_delete()}
+    for override in removed:
+        if (other := chosen.get(override.key_or_group)) is not None:
+            raise ConfigError(
+                f"{override.input_line} removes what {other.key_or_group.lstrip('+')}={other.value()} chooses",
+                origin=f"{override.input_line} (command line)",
+            )
+    return groups, [*removed, *values]
 
 
 def _parse(text: str) -> hydra_adapter.Override:

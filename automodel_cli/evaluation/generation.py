@@ -11,7 +11,7 @@ from automodel_cli.evaluation.outcome import REWARD, Outcome, pass_at_k
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.environments.conversation import Episode
 from automodel_cli.rollout.episodes import play_episodes, scored_samples
-from automodel_cli.rollout.rewards.combine import RewardSum
+from automodel_cli.rollout.rewards.combine import RewardSum, check_rows
 
 if TYPE_CHECKING:
     from automodel_cli.evaluation.candidate import Candidate
@@ -84,4 +84,6 @@ def _prompts(task: Generation, candidate: Candidate) -> list[Prompt]:
             "the run has no validation rows to ask, and the task names no data of its own",
             fix="tasks.NAME.data={path: held_out.jsonl}",
         )
-    return list((prepared.validation or prepared.train).prompts)[: task.limit]
+    prompts = list((prepared.validation or prepared.train).prompts)[: task.limit]
+    check_rows(task.rewards, ((prompt.origin, prompt.row) for prompt in prompts), all_judged=True)
+    return prompts

@@ -70,10 +70,25 @@ class PreferenceObjective(Objective, Protocol):
 
 @dataclass(frozen=True)
 class RewardKL:
-    """A KL to the reference that is taken off each sample's reward: `coef` x estimate `kl_type`, summed over tokens."""
+    """A KL to the reference that is taken off each sample's reward: `coef` x estimate `kl_type`, summed over tokens.
+    The clamps are those of `GRPO` (None: no clamp)."""
 
     coef: float
     kl_type: KLType
+    input_clamp: float | None = 20.0
+    output_clamp: float | None = 10.0
+
+    def of(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """What is taken off at each token; float64."""
+        from automodel_cli.objectives.policy import kl_penalty
+
+        return self.coef * kl_penalty(
+            logprobs.double(),
+            ref_logprobs.double(),
+            self.kl_type,
+            input_clamp=self.input_clamp,
+            output_clamp=self.output_clamp,
+        )
 
 
 class PolicyObjective(Objective, Protocol):

@@ -113,6 +113,12 @@ class GRPO:
                 self._refuse(
                     "the ratio is 1, so nothing is ever bounded", "dual_clip", "ratio", fix="objective.dual_clip=null"
                 )
+        clips = self.surrogate in ("clip", "cispo") and self.ratio != "on_policy"
+        for name, default in (("clip_low", 0.2), ("clip_high", 0.2)):
+            if getattr(self, name) != default and not clips:
+                self._refuse(
+                    "this loss has no ratio to clamp", name, "surrogate", "ratio", fix=f"objective.{name}={default}"
+                )
         for name, default in (("sapo_positive", 1.0), ("sapo_negative", 1.05)):
             if not getattr(self, name) > 0:
                 self._refuse("must be above 0", name, fix=f"objective.{name}={default}")
@@ -152,7 +158,12 @@ class GRPO:
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 self._refuse("must be above 0, or null for no clamp", name, fix=f"objective.{name}=null")
         if self.kl_coef == 0 and self.kl_in == "reward":
-            self._refuse("no KL is taken off the rewards", "kl_in", "kl_coef", fix="objective.kl_coef=0.01")
+            self._refuse(
+                "no KL is taken off the rewards",
+                "kl_in",
+                "kl_coef",
+                fix="objective.kl_coef=0.01, or objective.kl_in=loss",
+            )
         if self.kl_importance and (self.kl_coef == 0 or self.kl_in == "reward"):
             self._refuse(
                 "the loss has no KL to weigh", "kl_importance", "kl_coef", "kl_in", fix="objective.kl_importance=false"
@@ -222,7 +233,9 @@ class GRPO:
     @property
     def reward_kl(self) -> RewardKL | None:
         """See `PolicyObjective`."""
-        return RewardKL(self.kl_coef, self.kl_type) if self.kl_in == "reward" else None
+        if self.kl_in == "loss":
+            return None
+        return RewardKL(self.kl_coef, self.kl_type, self.kl_input_clamp, self.kl_output_clamp)
 
     @property
     def corrects_staleness(self) -> bool:

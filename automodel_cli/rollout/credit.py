@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Learnt:
     """This rank's updates with every column of the objective; of each of the N samples its advantage and whether its
-    group's rewards differ; numbers of those that are trained on; and how far the trainer's experts are from the
-    sampler's (empty without `replay_routing`)."""
+    group's rewards differ; numbers of those that are trained on; how far the trainer's experts are from the sampler's
+    (empty without `replay_routing`); and whether a model was asked anything before the first update."""
 
     updates: list[Update]
     advantages_N: Tensor
     differs_N: Tensor
     trained: list[int]
     gaps: dict[str, float]
+    scored: bool
 
 
 class Credit:
@@ -71,16 +72,18 @@ class Credit:
         if "pairs_P2" in self.objective.columns:
             updates = [update.with_pairs(units) for update in updates]
         with phases("score"):
-            updates = self._scorer.scored(updates, samples)
+            planned, updates = updates, self._scorer.scored(updates, samples)
             gaps = {} if self._replay is None else self._replay.gaps(updates, self._scorer)
+        scored = any(update is not bare for update, bare in zip(updates, planned, strict=True))
         if self._by_token is not None:
             updates, advantages_N = self._by_token.into(updates, samples, rewards_N, mesh)
         else:
             if (kl := self.objective.reward_kl) is not None:
-                rewards_N -= kl.coef * mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl.kl_type)).cpu()
+                rewards_N -= mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl)).cpu()
             advantages_N = self._advantages(samples, rewards_N).advantages_N
             updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
-        return Learnt(updates, advantages_N, differs_N, [number for numbers in units for number in numbers], gaps)
+        trained = [number for numbers in units for number in numbers]
+        return Learnt(updates, advantages_N, differs_N, trained, gaps, scored)
 
     def _shaped_rewards(self, samples: Sequence[Sample]) -> Tensor:
         overlong, limit = self.config.overlong, self.config.max_new_tokens

@@ -19,7 +19,7 @@ from torch import Tensor
 from automodel_cli.data.batch import IGNORE_INDEX, NO_RUN, ROUTED_EXPERTS, Batch, Run, SeenKeys
 from automodel_cli.data.packing import best_fit_decreasing
 from automodel_cli.data.prompts import Prompt
-from automodel_cli.objectives.policy import kl_penalty
+from automodel_cli.objectives.base import RewardKL
 from automodel_cli.rollout.environment import EpisodeEnd, Message
 from automodel_cli.rollout.environments.pool import Account
 from automodel_cli.rollout.rewards.combine import Score
@@ -337,15 +337,16 @@ def _routing_width(samples: Sequence[Sample]) -> int | None:
     return None if known is None else known[0].size
 
 
-def kl_sums(updates: Sequence[Update], samples: Sequence[Sample], kl_type: str) -> Tensor:
-    """KL(policy || reference) of each sample on this rank, summed over its tokens; float64 `[N]`, 0 for the others."""
+def kl_sums(updates: Sequence[Update], samples: Sequence[Sample], kl: RewardKL) -> Tensor:
+    """What `kl` takes off the reward of each sample on this rank, over all its tokens; float64 `[N]`, 0 for the
+    others."""
     sums_N = torch.zeros(len(samples), dtype=torch.float64)
     for update in updates:
         for batch, spread in zip(update.batches, update.spread, strict=True):
             old_BT, ref_BT = (batch.extra[f"{name}_logprobs_BT"].cpu() for name in ("old", "ref"))
-            kl_BT = kl_penalty(old_BT, ref_BT, kl_type)  # type: ignore[arg-type]
+            kl_BT = kl.of(old_BT, ref_BT)
             for row, first, number in spread:
                 sample = samples[number]
-                kl_T = kl_BT[row, first : first + len(sample.tokens)].double()
+                kl_T = kl_BT[row, first : first + len(sample.tokens)]
                 sums_N[number] = kl_T[sample.generated_T()].sum()
     return sums_N

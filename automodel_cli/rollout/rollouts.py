@@ -40,7 +40,8 @@ from automodel_cli.rollout.held_out_samples import of_k_samples
 from automodel_cli.rollout.model_engines import RankZeroEngine
 from automodel_cli.rollout.phases import Idle, Phases
 from automodel_cli.rollout.rewards.base import RewardNode
-from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
+from automodel_cli.rollout.rewards.combine import RewardSum
+from automodel_cli.rollout.rewards.combine import check_rows as check_reward_rows
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
@@ -80,8 +81,8 @@ class Rollouts(Callback):
         self.session, self.recipe, self.config = session, session.recipe, config
         self.objective = objective
         self.mesh, self.model = session.mesh, session.model
-        check_columns(rewards, _rows(session))
         required = teacher is None and not config.played
+        check_reward_rows(rewards, _rows(session), all_judged=required)
         self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=required)
         self.pool = self._build_pool()
         selectors = self._selectors()
@@ -116,7 +117,7 @@ class Rollouts(Callback):
         self._told: set[str] = set()
         self._alarms = Alarms(config.max_new_tokens)
         self._reward_seconds = self._wait_seconds = self._drawing_seconds = 0.0
-        self._phases, self._idle = Phases(), Idle(0.0, 0.0)
+        self._phases, self._idle, self._scored = Phases(), Idle(0.0, 0.0), False
         self.sync(session.first_step)
         self._check_agreement()
 
@@ -147,7 +148,9 @@ class Rollouts(Callback):
         seconds_of = dict(self._phases.taken())
         idle = self._idle.of_step(seconds_of.pop("step_seconds") + seconds_of["sync_seconds"])
         found: dict[str, Number] = {**seconds_of, **idle}
-        passes = {"score": self.config.passes, "train": 1}  # training reads the rows in each pass, scoring in one
+        passes = {"train": 1}
+        if self._scored:
+            passes["score"] = self.config.passes  # training reads the rows in each pass, scoring in one
         for name, times in passes.items():
             if seconds := found.get(f"{name}_seconds"):
                 found[f"{name}_tokens_per_second"] = values["num_tokens"] / (times * seconds)
@@ -220,6 +223,7 @@ class Rollouts(Callback):
         self._draw_ahead(step)
         self._rest(weights_follow=True)
         learnt = self._credit.learn(samples, self._phases)
+        self._scored = learnt.scored
         self._phases.begin("train")
         waited = None if self._queue is None else self._wait_seconds
         of_engine = {**getattr(self.engine, "metrics", {}), **learnt.gaps}

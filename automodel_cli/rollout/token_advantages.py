@@ -14,7 +14,6 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import RewardKL
-from automodel_cli.objectives.policy import kl_penalty
 from automodel_cli.objectives.returns import generalised_advantages, moments, whitened
 from automodel_cli.rollout.experience import Sample, Update
 
@@ -78,8 +77,8 @@ class TokenAdvantages:
         """What is taken off the reward of each token, float64 `[B, T]`."""
         if self.kl is None:
             return torch.zeros(batch.shape, dtype=torch.float64)
-        old_BT, ref_BT = (batch.extra[f"{name}_logprobs_BT"].cpu().double() for name in ("old", "ref"))
-        return self.kl.coef * kl_penalty(old_BT, ref_BT, self.kl.kl_type)
+        old_BT, ref_BT = (batch.extra[f"{name}_logprobs_BT"].cpu() for name in ("old", "ref"))
+        return self.kl.of(old_BT, ref_BT)
 
 
 def _of_samples(update: Update, columns: Sequence[Tensor], samples: Sequence[Sample]) -> Iterator[tuple[int, Tensor]]:

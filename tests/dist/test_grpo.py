@@ -16,6 +16,7 @@ from automodel_cli.data.prompts import Prompt
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.objectives.base import RewardKL
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
 from automodel_cli.parity.reference import Original, Reference, one_process
@@ -193,7 +194,7 @@ def test_dummy_microbatches_fill_up_what_a_schedule_needs():
 def test_the_kl_of_a_sample_is_the_sum_over_its_tokens():
     samples = given_samples()
     updates = [with_columns(update, samples) for update in updates_of(samples, True, number=2)]
-    sums_N = kl_sums(updates, samples, "k1")
+    sums_N = kl_sums(updates, samples, RewardKL(1.0, "k1"))
     expected = [0.25 * len(sample.tokens) * (i != 3) for i, sample in enumerate(samples)]  # old - ref = 0.05 + 0.2
     torch.testing.assert_close(sums_N, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-6)
 

@@ -172,6 +172,7 @@ def test_one_update_on_policy_is_exactly_that(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "tiny"
     (row,) = [row for row in metrics(folder) if "loss" in row]
     assert row["probs_ratio_min"] == row["probs_ratio_max"] == 1.0 and row["clip_fraction"] == 0.0
+    assert "score_tokens_per_second" not in row  # nothing is measured before an only update
     trained = [sample for sample in samples_of(folder) if sample["trained"]]
     count = sum(sample["num_tokens"] for sample in trained)
     mean = sum(sample["advantage"] * sample["num_tokens"] for sample in trained) / count

@@ -123,10 +123,16 @@ def _grpo(draft: Draft, ranks: int) -> None:
     prompt = int(draft.get("max_prompt_length", 512))
     seq_len = prompt + int(draft.get("max_completion_length", 256))
     draft.put("data.seq_len", seq_len, "max_prompt_length", note=f"prompt of up to {prompt} and response")
-    draft.put("objective.clip_low", draft.get("epsilon", 0.2), "epsilon")
-    draft.put("objective.clip_high", draft.get("epsilon_high", draft.get("epsilon", 0.2)), "epsilon_high")
-    draft.put("objective.kl_coef", draft.get("beta", 0.0), "beta", note="their default 0")
     loss = str(draft.get("loss_type", "dapo"))
+    low, high = draft.get("epsilon", 0.2), draft.get("epsilon_high", draft.get("epsilon", 0.2))
+    if loss == "cispo":
+        draft.put("objective.clip_low", 1.0, "epsilon", note="theirs has no lower bound")
+        note = "theirs bounds the ratio itself, ours 1 + clip_high, which is at least 1"
+        draft.put("objective.clip_high", max(0.0, high - 1), "epsilon_high", note=note)
+    else:
+        draft.put("objective.clip_low", low, "epsilon")
+        draft.put("objective.clip_high", high, "epsilon_high")
+    draft.put("objective.kl_coef", draft.get("beta", 0.0), "beta", note="their default 0")
     if loss in _AGGREGATION:
         draft.put(
             "objective.aggregation", _AGGREGATION[loss], "loss_type", note="their default dapo: a mean over tokens"

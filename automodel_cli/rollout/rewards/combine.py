@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards.base import Judged, JudgesTogether, RewardNode
+from automodel_cli.rollout.rewards.base import Judged, JudgesTogether, Many, RewardNode, check_on_error
 from automodel_cli.rollout.rewards.helper import Helper
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class RewardSum:
             raise ConfigError("there is no reward", keys=("rewards",), fix=f"rewards.exact._target_={_EXAMPLE}")
         if required and not any(reward.weight != 0 for reward in rewards.values()):
             raise ConfigError("every reward has weight 0: all samples would be worth the same", keys=("rewards",))
-        for name, reward in rewards.items():
+        check_nodes(rewards)
+        for reward in rewards.values():
             reward.check()
-            _check_timeout(name, reward)
         self.rewards = dict(rewards)
         self._num_helpers = num_helpers
         self._helpers: dict[bool, queue.SimpleQueue[Helper]] = {}
@@ -130,31 +130,84 @@ class RewardSum:
                 logger.warning("reward %s: %d more samples of %d", name, len(failed) - _SHOWN, len(samples))
 
 
-def _check_timeout(name: str, reward: RewardNode) -> None:
-    if way_of(reward) in ("group", "batch") and reward.timeout is not None and not reward.limits_itself:
-        raise ConfigError(
-            f"rewards.{name}.timeout={reward.timeout}: {type(reward).__name__} judges several samples at a time, which "
-            "no helper process does for it",
-            keys=(f"rewards.{name}.timeout",),
-            fix=f"rewards.{name}.timeout=null",
-        )
+def check_nodes(rewards: Mapping[str, RewardNode]) -> None:
+    """Refuse nodes, of the user's own classes too, that could not be called as they say. Raises ConfigError."""
+    for name, reward in rewards.items():
+        check_on_error(reward.on_error, f"rewards.{name}.on_error")
+        kind, several = type(reward).__name__, hasattr(reward, "scores")
+        method = cast(JudgesTogether, reward).scores if several else reward.score
+        if getattr(method, "__isabstractmethod__", False):
+            _refuse(name, f"{kind} defines no `{'scores' if several else 'score'}`, so it would judge nothing")
+        if not several:
+            continue
+        per = getattr(reward, "per", None)
+        if per not in get_args(Many):
+            _refuse(
+                name,
+                f"{kind} judges several samples at a time, and its `per` is {per!r}: it is one of "
+                f"{', '.join(get_args(Many))}, as of a subclass of RewardOfMany",
+            )
+        if inspect.iscoroutinefunction(method):
+            _refuse(name, f"{kind}.scores is async, and it is called in a thread of its own, where nobody awaits it")
+        if reward.timeout is not None and not reward.limits_itself:
+            raise ConfigError(
+                f"rewards.{name}.timeout={reward.timeout}: {kind} judges several samples at a time, which no helper "
+                "process does for it",
+                keys=(f"rewards.{name}.timeout",),
+                fix=f"rewards.{name}.timeout=null",
+            )
 
 
-def check_columns(rewards: Mapping[str, RewardNode], rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse rows (with where they come from) that lack a column which a reward reads. Raises ConfigError."""
+def _refuse(name: str, what: str) -> None:
+    raise ConfigError(f"rewards.{name}: {what}", keys=(f"rewards.{name}",))
+
+
+def check_rows(
+    rewards: Mapping[str, RewardNode], rows: Iterable[tuple[str, Mapping[str, Any]]], *, all_judged: bool
+) -> None:
+    """Refuse rows (with where they come from) that lack a column which a reward that judges them reads, rows that no
+    reward judges where `all_judged`, and a reward that judges none of them. Raises ConfigError."""
+    judging, seen = set[str](), dict[str, set[str]]()
     for origin, row in rows:
+        mine = []
         for name, reward in rewards.items():
-            needed = (*getattr(reward, "columns", ()), *getattr(reward, "only", {}))
-            for column in needed:
-                if column not in row:
-                    have = ", ".join(sorted(row)) or "none"
-                    raise ConfigError(
-                        f"{origin}: no column {column!r} for rewards.{name}; the row has {have}",
-                        keys=(f"rewards.{name}",),
-                        fix=f"rewards.{name}.column=<the column>"
-                        if column not in getattr(reward, "only", {})
-                        else None,
-                    )
+            only = _only(reward)
+            _check_columns(origin, row, name, only)
+            for column in only:
+                seen.setdefault(column, set()).add(repr(row[column]))
+            if _judges(reward, row):
+                fix = f"rewards.{name}.column=<the column>" if hasattr(reward, "column") else None
+                _check_columns(origin, row, name, getattr(reward, "columns", ()), fix)
+                mine.append(name)
+        if all_judged and not mine:
+            rules = ", ".join(f"rewards.{name}.only={dict(_only(reward))}" for name, reward in rewards.items())
+            raise ConfigError(
+                f"{origin}: no reward judges this row, so all responses to it would be worth 0: {rules}",
+                keys=tuple(f"rewards.{name}.only" for name in rewards),
+            )
+        judging |= set(mine)
+    for name, reward in rewards.items():
+        if (only := _only(reward)) and name not in judging:
+            have = "; ".join(f"{column}: {', '.join(sorted(seen.get(column, ()))[:_SHOWN])}" for column in only)
+            raise ConfigError(
+                f"rewards.{name}.only={dict(only)} holds for no row, so this reward would judge nothing; rows have "
+                f"{have}",
+                keys=(f"rewards.{name}.only",),
+                fix=f"~rewards.{name}",
+            )
+
+
+def _check_columns(
+    origin: str, row: Mapping[str, Any], name: str, columns: Iterable[str], fix: str | None = None
+) -> None:
+    for column in columns:
+        if column not in row:
+            have = ", ".join(sorted(row)) or "none"
+            raise ConfigError(
+                f"{origin}: no column {column!r} for rewards.{name}; the row has {have}",
+                keys=(f"rewards.{name}",),
+                fix=fix,
+            )
 
 
 _EXAMPLE = "automodel_cli.rollout.rewards.text.ExactAnswer"
@@ -169,12 +222,17 @@ def way_of(reward: RewardNode) -> Way:
 
 def _judged_by(reward: RewardNode, samples: Sequence[Judged]) -> list[int]:
     """Numbers of the samples that a reward judges: those whose row has what `only` says."""
-    only: Mapping[str, Any] = getattr(reward, "only", {})  # a node without our base class judges every row
+    return [i for i, sample in enumerate(samples) if _judges(reward, sample.row)]
 
-    def wanted(sample: Judged) -> bool:
-        return all(sample.column(name) in (v if isinstance(v, list) else [v]) for name, v in only.items())
 
-    return [i for i, sample in enumerate(samples) if wanted(sample)]
+def _judges(reward: RewardNode, row: Mapping[str, Any]) -> bool:
+    return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in _only(reward).items())
+
+
+def _only(reward: RewardNode) -> Mapping[str, Any]:
+    """Which rows it is for; a node without our base class judges every row."""
+    only: Mapping[str, Any] = getattr(reward, "only", {})
+    return only
 
 
 def _together(reward: JudgesTogether, samples: Sequence[Judged]) -> list[float | Exception]:

@@ -116,6 +116,13 @@ class FunctionReward(Reward):
                 keys=("function",),
                 fix=f"def {name}(completion, row): ...   (several at a time: a subclass of RewardOfMany)",
             )
+        if "completion" in parameters[1:]:
+            raise ConfigError(
+                f"function {name} is given the completion as its first parameter, `{parameters[0]}`, and a column of "
+                "the row as `completion`",
+                keys=("function",),
+                fix=f"def {name}(completion, {parameters[0]}): ...",
+            )
         if inspect.iscoroutinefunction(self.function):
             raise ConfigError(
                 f"function {name} is async, and would be asked for one sample after the other",

@@ -166,6 +166,19 @@ def test_override_errors(here: Path, override: str, expected: str) -> None:
     assert str(error.value) == expected
 
 
+def test_a_section_is_removed_with_what_the_recipe_itself_says_in_it(here: Path) -> None:
+    write(here / "rewards/exact.yaml", "exact: {a: 1}")
+    write(here / "base.yaml", "defaults: [rewards: exact, _self_]\n")
+    write(here / "x.yaml", "defaults: [base, _self_]\nrewards: {mine: {a: 2}}\n")
+    assert compose("x.yaml").tree["rewards"] == {"exact": {"a": 1}, "mine": {"a": 2}}
+    assert "rewards" not in compose("x.yaml", ["~rewards"]).tree
+    assert "rewards" not in compose("base.yaml", ["~rewards"]).tree
+    for overrides in (["~rewards", "rewards.new={a: 3}"], ["rewards.new={a: 3}", "~rewards"]):
+        assert compose("x.yaml", overrides).tree["rewards"] == {"new": {"a": 3}}
+    with pytest.raises(ConfigError, match="~rewards removes what rewards=exact chooses"):
+        compose("x.yaml", ["rewards=exact", "~rewards"])
+
+
 def test_the_printed_quoting_works_when_pasted(here: Path) -> None:
     import shlex
 

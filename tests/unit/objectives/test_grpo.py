@@ -253,12 +253,27 @@ def test_the_entropy_bonus_is_divided_like_the_loss(options, mean):
     assert objective.measure(output.detach(), batch)["entropy"] == 7.0
 
 
+def test_a_kl_in_the_reward_is_clamped_as_the_config_says():
+    now, reference = torch.tensor([-40.0, -1.0]), torch.tensor([-1.0, -1.5])  # k1: -39 and 0.5
+    for clamps, taken in (
+        ({}, [-10.0, 0.5]),
+        ({"kl_output_clamp": None}, [-20.0, 0.5]),
+        ({"kl_input_clamp": None, "kl_output_clamp": None}, [-39.0, 0.5]),
+        ({"kl_output_clamp": 0.25}, [-0.25, 0.25]),
+    ):
+        kl = GRPO(kl_coef=0.5, kl_in="reward", kl_type="k1", **clamps).reward_kl
+        assert kl is not None and kl.of(now, reference).tolist() == [0.5 * value for value in taken]
+
+
 REFUSED = [
     ({"clip_low": 1.5}, "clip_low"),
     ({"clip_high": -0.1}, "clip_high"),
     ({"dual_clip": 1.0}, "dual_clip"),
     ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip"),
     ({"dual_clip": 3.0, "ratio": "on_policy"}, "dual_clip"),
+    ({"surrogate": "reinforce", "clip_high": 0.28}, "clip_high"),
+    ({"surrogate": "sapo", "clip_low": 0.1}, "clip_low"),
+    ({"ratio": "on_policy", "clip_high": 0.28}, "clip_high"),
     ({"ratio": "sequence"}, "aggregation"),
     ({"ratio": "sequence", "surrogate": "reinforce", "aggregation": "sequence"}, "surrogate"),
     ({"surrogate": "cispo", "ratio": "on_policy"}, "ratio"),

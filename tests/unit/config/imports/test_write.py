@@ -189,6 +189,15 @@ def test_the_tool_is_told_by_the_keys(name: str) -> None:
     assert found is not None and name.startswith(found.slug.replace("-", "_"))
 
 
+def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp_path: Path) -> None:
+    """`torch.clamp(ratio, max=epsilon_high)` there, [1 - clip_low, 1 + clip_high] here."""
+    theirs = (VECTORS / "trl_grpo.yaml").read_text().replace("loss_type: dr_grpo", "loss_type: cispo")
+    (tmp_path / "theirs.yaml").write_text(theirs.replace("epsilon_high: 0.28", "epsilon_high: 5.0"))
+    (tmp_path / "ours.yaml").write_text(imported(tmp_path / "theirs.yaml", gpus=8))
+    objective = compose(str(tmp_path / "ours.yaml")).tree["objective"]
+    assert [objective[key] for key in ("surrogate", "clip_low", "clip_high")] == ["cispo", 1.0, 4.0]
+
+
 def test_a_key_that_no_table_knows_and_a_second_one_for_the_same_are_named(tmp_path: Path) -> None:
     """`filter_overlong_prompts` and `truncation` both are our long_documents: the second must not vanish."""
     assert re.search(

@@ -116,6 +116,7 @@ async def waits(completion):
         (lambda completions, **columns: [1.0], "takes `completions`, a list"),
         (lambda: 1.0, "takes no completion"),
         (waits, "waits is async"),
+        (lambda prompt, completion: 1.0, "is given the completion as its first parameter, `prompt`"),
     ],
 )
 def test_functions_that_are_called_otherwise_are_refused(function, message):
@@ -302,8 +303,3 @@ def test_a_machine_without_isolation_is_refused(monkeypatch, caplog):
         RewardSum({"code": CodeExecution()})
     RewardSum({"code": CodeExecution(allow_unisolated=True)})
     assert "RUNS ALL THE SAME" in caplog.text
-
-
-def test_a_reward_without_a_score_is_no_reward():
-    (score,) = RewardSum({"none": Reward()})([judged()])
-    assert "NotImplementedError" in score.errors["none"]

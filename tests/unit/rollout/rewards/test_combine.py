@@ -13,7 +13,7 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Many, Reward, RewardOfMany
-from automodel_cli.rollout.rewards.combine import RewardSum, check_columns
+from automodel_cli.rollout.rewards.combine import RewardSum, check_rows
 from automodel_cli.rollout.rewards.text import ExactAnswer
 
 
@@ -123,13 +123,72 @@ def test_a_reward_judges_the_rows_that_it_is_for():
     assert [sorted(score.parts) for score in rewards(rows)] == [["any", "sum"], ["any"]]
 
 
-def test_rows_without_a_column_are_refused_before_anything_is_drawn():
-    rows = [("a.jsonl:1", {"answer": "4", "kind": "add"}), ("a.jsonl:2", {"kind": "add"})]
-    with pytest.raises(ConfigError, match=r"a.jsonl:2: no column 'answer' for rewards.exact; the row has kind"):
-        check_columns({"exact": ExactAnswer()}, rows)
-    with pytest.raises(ConfigError, match=r"a.jsonl:1: no column 'source' for rewards.exact"):
-        check_columns({"exact": ExactAnswer(only={"source": "x"})}, rows[:1])
-    check_columns({"exact": ExactAnswer(column="kind")}, rows)
+ROWS = [("a.jsonl:1", {"answer": "4", "kind": "add"}), ("a.jsonl:2", {"kind": "code", "tests": ["1"]})]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ({"exact": ExactAnswer()}, r"a.jsonl:2: no column 'answer' for rewards.exact; the row has kind, tests"),
+        ({"exact": ExactAnswer(only={"source": "x"})}, r"a.jsonl:1: no column 'source' for rewards.exact"),
+        ({"exact": ExactAnswer(only={"kind": "add"})}, r"a.jsonl:2: no reward judges this row.*only=\{'kind': 'add'\}"),
+        (
+            {"exact": ExactAnswer(column="kind"), "code": ExactAnswer(only={"kind": ["cod"]})},
+            r"rewards.code.only=\{'kind': \['cod'\]\} holds for no row.*rows have kind: 'add', 'code'",
+        ),
+    ],
+)
+def test_rows_and_rewards_that_are_not_for_each_other_are_refused_before_anything_is_drawn(rewards, said):
+    with pytest.raises(ConfigError, match=said):
+        check_rows(rewards, ROWS, all_judged=True)
+
+
+def test_a_row_needs_the_columns_of_the_rewards_that_judge_it_alone():
+    check_rows({"exact": ExactAnswer(only={"kind": "add"})}, ROWS, all_judged=False)
+    exact, code = ExactAnswer(only={"kind": "add"}), ExactAnswer(column="tests", only={"kind": "code"})
+    check_rows({"exact": exact, "code": code}, ROWS, all_judged=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotOfMany(Reward):
+    def scores(self, samples: Sequence[Judged]) -> list[float]:
+        return [0.0] * len(samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misspelt(Rank):
+    per: ClassVar[str] = "prompt"  # type: ignore[assignment, misc]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwaitedByNobody(Rank):
+    async def scores(self, samples: Sequence[Judged]) -> list[float]:  # type: ignore[override]
+        return [0.0] * len(samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Empty(Reward):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmptyOfMany(RewardOfMany):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (NotOfMany(), "a subclass of RewardOfMany"),
+        (Misspelt(), "`per` is 'prompt': it is one of group, batch"),
+        (AwaitedByNobody(), "scores is async"),
+        (Empty(), "Empty defines no `score`,"),
+        (EmptyOfMany(), "EmptyOfMany defines no `scores`,"),
+    ],
+)
+def test_a_class_that_could_not_be_called_is_refused(reward, said):
+    with pytest.raises(ConfigError, match=f"rewards.mine: .*{said}"):
+        RewardSum({"mine": reward})
 
 
 def test_a_timeout_that_nobody_would_keep_is_refused():

@@ -1,0 +1,36 @@
+"""Settings of advantages and rewards that an objective would not read are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
+from automodel_cli.config.errors import ConfigError
+
+BASE = ["model.pretrained=org/name", "data.path=train.jsonl"]
+GKD = [*BASE, "objective=gkd", "teacher.pretrained=org/teacher"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*GKD, "rollout.baseline=batch"],
+        [*GKD, "rollout.scale=batch"],
+        [*GKD, "rollout.overlong.buffer=16"],
+        [*GKD, "rollout.overlong.factor=0.5"],
+        [*GKD, "rewards=none", "rollout.dynamic_sampling={max_batches: 2}"],
+        [*BASE, "objective=best_of_n", "rollout.leave_one_out=true"],
+        [*BASE, "objective=online_dpo", "data.seq_len=4096", "rollout.baseline=batch"],
+    ],
+    ids=lambda overrides: " ".join(overrides[2:]),
+)
+def test_what_the_objective_does_not_read_is_refused(overrides):
+    check(compose("grpo", overrides[:-1]))
+    with pytest.raises(ConfigError, match=overrides[-1].split("={")[0]):
+        check(compose("grpo", overrides))
+
+
+def test_what_it_reads_is_not():
+    check(compose("grpo", [*GKD, "rollout.dynamic_sampling={max_batches: 2}", "rollout.overlong.filter=true"]))
+    check(compose("grpo", [*BASE, "objective=best_of_n", "rollout.overlong.factor=0.5"]))
