@@ -261,16 +261,17 @@ def _batch(
 
 
 class _Layout:
-    """Rows as they are filled, one token after another."""
+    """Rows as they are filled, one token after another: numpy's arrays, since each sample writes a few numbers in many
+    places, which costs torch three times as much."""
 
     def __init__(self, shape: tuple[int, int], pad_id: int, routing_width: int | None):
         self._num_tokens, self._row, self._at = shape[1], 0, 0
-        self._ids_BT = torch.full(shape, pad_id)
-        self._labels_BT = torch.full(shape, IGNORE_INDEX)
-        self._positions_BT = torch.zeros(shape, dtype=torch.int64)
-        self._extra = {"sampler_logprobs_BT": torch.zeros(shape), "rewards_BT": torch.zeros(shape)}
+        self._ids_BT = np.full(shape, pad_id, np.int64)
+        self._labels_BT = np.full(shape, IGNORE_INDEX, np.int64)
+        self._positions_BT = np.zeros(shape, np.int64)
+        self._extra = {name: np.zeros(shape, np.float32) for name in ("sampler_logprobs_BT", "rewards_BT")}
         if routing_width is not None:
-            self._extra[ROUTED_EXPERTS] = torch.full((*shape, routing_width), -1, dtype=torch.int16)
+            self._extra[ROUTED_EXPERTS] = np.full((*shape, routing_width), -1, np.int16)
         self._bounds, self._prefixes = [0], list[Run]()
         self.spread: list[Spread] = []
 
@@ -279,54 +280,57 @@ class _Layout:
 
     def end(self) -> None:
         """What is left of the row is a document of padding."""
-        left = self._num_tokens - self._at
-        if left:
-            self._document(torch.arange(left), NO_RUN)
+        if self._at < self._num_tokens:
+            self._document(0, self._num_tokens - self._at, NO_RUN)
 
     def prompt(self, sample: Sample, num_tokens: int) -> Run:
         """The beginning of a prompt that further documents see: where it is."""
         self._read(sample, 0, num_tokens)
-        self._document(torch.arange(num_tokens), NO_RUN)
+        self._document(0, num_tokens, NO_RUN)
         return self._bounds[-2], num_tokens
 
     def sample(self, sample: Sample, number: int, prefix: Run) -> None:
         """Prompt and response, but for as much of them as the prefix has."""
-        row, start, skipped = self._row, self._at, prefix[1]
-        first = start + len(sample.prompt.tokens) - 1 - skipped
-        labelled = slice(first, first + len(sample.tokens))
+        row, skipped = self._row, prefix[1]
+        first = self._at + len(sample.prompt.tokens) - 1 - skipped
+        labelled = (row, slice(first, first + len(sample.tokens)))
         self._read(sample, skipped, sample.length)
-        self._labels_BT[row, labelled] = torch.tensor(sample.tokens)
+        self._labels_BT[labelled] = sample.tokens
+        self._extra["sampler_logprobs_BT"][labelled] = sample.logprobs
+        self._extra["rewards_BT"][labelled] = sample.score.total
         if sample.generated is not None:
-            self._labels_BT[row, labelled].masked_fill_(~sample.generated_T(), IGNORE_INDEX)
-        self._extra["sampler_logprobs_BT"][row, labelled] = torch.tensor(sample.logprobs)
-        self._extra["rewards_BT"][row, labelled] = sample.at_generated(sample.score.total)
-        self._document(torch.arange(skipped, sample.length), prefix)
+            said = ~np.array(sample.generated, bool)
+            self._labels_BT[labelled][said] = IGNORE_INDEX
+            self._extra["rewards_BT"][labelled][said] = 0
+        self._document(skipped, sample.length, prefix)
         self.spread.append((row, first, number))
 
     def _read(self, sample: Sample, begin: int, end: int) -> None:
         """Tokens of prompt and response from here on, and the experts that they went to as far as these are known."""
         tokens = [*sample.prompt.tokens, *sample.tokens][begin:end]
-        self._ids_BT[self._row, self._at : self._at + len(tokens)] = torch.tensor(tokens)
+        self._ids_BT[self._row, self._at : self._at + len(tokens)] = tokens
         if sample.routed_experts is not None:
-            known = torch.from_numpy(sample.routed_experts[begin:end].astype(np.int16)).flatten(1)
-            self._extra[ROUTED_EXPERTS][self._row, self._at : self._at + len(known)] = known
+            known = sample.routed_experts[begin:end]
+            width = self._extra[ROUTED_EXPERTS].shape[-1]
+            self._extra[ROUTED_EXPERTS][self._row, self._at : self._at + len(known)] = known.reshape(-1, width)
 
-    def _document(self, positions_T: Tensor, prefix: Run) -> None:
-        self._positions_BT[self._row, self._at : self._at + len(positions_T)] = positions_T
-        self._at += len(positions_T)
+    def _document(self, begin: int, end: int, prefix: Run) -> None:
+        """One whose tokens are at these positions."""
+        self._positions_BT[self._row, self._at : self._at + end - begin] = np.arange(begin, end)
+        self._at += end - begin
         self._bounds.append(self._row * self._num_tokens + self._at)
         self._prefixes.append(prefix)
 
     def batch(self, row_ids_B: Tensor) -> Batch:
         cu_seqlens = torch.tensor(self._bounds, dtype=torch.int32)
         return Batch(
-            input_ids_BT=self._ids_BT,
-            labels_BT=self._labels_BT,
-            position_ids_BT=self._positions_BT,
+            input_ids_BT=torch.from_numpy(self._ids_BT),
+            labels_BT=torch.from_numpy(self._labels_BT),
+            position_ids_BT=torch.from_numpy(self._positions_BT),
             cu_seqlens=cu_seqlens,
             max_seqlen=int(cu_seqlens.diff().max()),
             row_ids_B=row_ids_B,
-            extra=self._extra,
+            extra={name: torch.from_numpy(values) for name, values in self._extra.items()},
             seen=SeenKeys.of(self._bounds, self._prefixes) if any(length for _, length in self._prefixes) else None,
         )
 
