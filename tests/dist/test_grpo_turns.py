@@ -15,6 +15,7 @@ import torch
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.tokenizer import ByteTokenizer
+from automodel_cli.objectives.base import RewardKL
 from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, one_process
 from automodel_cli.parity.rows import Row
@@ -149,7 +150,7 @@ def test_labels_are_what_the_model_drew_and_nothing_else():
     assert batch.position_ids_BT[0, :9].tolist() == list(range(9)) and batch.cu_seqlens.tolist() == [0, 9, 12]
     ones = [torch.ones(batch.shape)]
     update = update.with_column("old_logprobs_BT", ones).with_column("ref_logprobs_BT", [0 * ones[0]])
-    assert kl_sums([update], [one], "k1").tolist() == [3.0]
+    assert kl_sums([update], [one], RewardKL(1.0, "k1")).tolist() == [3.0]
     assert one.num_generated == 3 and one.num_turns == 2
 
 
