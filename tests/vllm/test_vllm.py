@@ -257,8 +257,8 @@ def test_a_request_that_runs_while_weights_change_is_finished(engine: VLLMEngine
 
 
 def test_each_token_says_by_which_weights_it_was_drawn(engine: VLLMEngine) -> None:
-    """Of 0.32; of 0.31 all are those of the request's beginning. Keys and values are computed again after an update, so
-    log-probs are those of one model for each token."""
+    """Since 0.32; of 0.31 all are those of the request's beginning. Keys and values are computed again after an update,
+    so log-probs are those of one model for each token."""
     models, params = [moved(4), moved(5)], SamplingParams(200)
     asked = prompts()[:2] * 32
     engine.weight_version = -1
@@ -270,9 +270,10 @@ def test_each_token_says_by_which_weights_it_was_drawn(engine: VLLMEngine) -> No
     engine.update_weights([weights_of(models[1])])
     drawing.join(60)
     assert len(found) == 64
-    if not engine._tells_versions:
-        assert engine.version < "0.32" and all(set(c.versions) == {0} for c in found)
+    if engine.version < "0.32":
+        assert all(set(c.versions) == {0} for c in found)
         return
+    assert engine._asks_by_tokens == (engine.version < "0.33")
     assert any(len(set(completion.versions)) == 2 for completion in found), "the test shows nothing"
     for prompt, completion in zip(asked, found, strict=True):
         drawn_T = torch.tensor(completion.tokens)
@@ -296,7 +297,7 @@ def test_what_is_aborted_is_asked_for_again(engine: VLLMEngine) -> None:
 
     thread = threading.Thread(target=abort)
     thread.start()
-    found = engine.generate(prompts()[:1] * 4, SamplingParams(200), list(range(4)))
+    found = engine.generate(prompts()[:1] * 32, SamplingParams(200), list(range(32)))
     thread.join()
     assert aborted[-1] > 0, "the test shows nothing: all was generated before"
     assert all(c.finish_reason == "stop" or len(c.tokens) == 200 for c in found)

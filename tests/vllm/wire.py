@@ -86,7 +86,8 @@ class Sender(base.TrainerWeightTransferEngine):
         return engine
 
     def send_weights(self) -> None:
-        meta = self.source.metadata()
+        new = hasattr(base.WeightSource, "iter_full")  # since 0.33
+        meta = self.source.metadata if new else self.source.metadata()
         update = Update(
             names=[m.name for m in meta],
             dtype_names=[str(m.dtype).split(".")[-1] for m in meta],
@@ -95,7 +96,7 @@ class Sender(base.TrainerWeightTransferEngine):
         self.client.start_weight_update()
         asked = threading.Thread(target=self.client.update_weights, args=(asdict(update),))
         asked.start()
-        for _, tensor in self.source:
+        for _, tensor in self.source.iter_full() if new else self.source:
             for connection in self.sockets:
                 connection.sendall(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         asked.join()

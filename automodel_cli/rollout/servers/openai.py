@@ -80,7 +80,7 @@ class OpenAIEngine(ServedEngine):
 
     def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
         """See `ServedEngine`."""
-        version = self.weight_version
+        asked = self.weight_version
         choice, reason = self._finished(self._body(prompt, params, seed))
         tokens = choice.get("token_ids") if self._token_ids else self._tokens_of(choice.get("text") or "", reason)
         if tokens is None:
@@ -91,16 +91,26 @@ class OpenAIEngine(ServedEngine):
         read = choice.get("prompt_token_ids")  # where the server says so
         other = None if read is None or list(read) == list(prompt) else list(read)
         experts = routed_experts(choice, len(prompt) + len(tokens) - 1) if params.routing else None
-        return Completion(list(tokens), logprobs, reason, version, other, routed_experts=experts)
+        oldest, several = self._drawn_by(choice, len(tokens), asked)
+        return Completion(list(tokens), logprobs, reason, oldest, other, several, experts)
 
-    def _finished(self, body: dict[str, Any], path: str = _PATH) -> tuple[dict[str, Any], FinishReason]:
+    def _finished(self, body: dict[str, Any]) -> tuple[dict[str, Any], FinishReason]:
         """A choice that came to its end, with its reason."""
 
         def ask() -> tuple[dict[str, Any], str | None]:
-            choice = self._choice(self.server.post(path, body))
+            choice = self._answer(body)
             return choice, choice.get("finish_reason")
 
         return self.whole(ask)
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The choice that the server answers to `body`."""
+        return self._choice(self.server.post(_PATH, body))
+
+    def _drawn_by(self, choice: dict[str, Any], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
+        """The oldest of our versions of the weights that drew a token of `choice`, and that of each where there are
+        several; `asked`: the one at hand when it was asked for."""
+        return asked, None
 
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -174,7 +174,7 @@ class FactoryTransfer:
 
 def bucket_source(bucket: Bucket) -> Any:
     """A `WeightSource` of one bucket, as vLLM's release has it: `metadata()` and iteration up to 0.32; from 0.33 on
-    `metadata` is an attribute that never changes, and `iter_full()` gives the tensors."""
+    `metadata` is a `cached_property`, and `iter_full()` gives the tensors."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     metas = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.engine import Capabilities, SamplingParams
 from automodel_cli.rollout.servers.http import Server, ServerError
 from automodel_cli.rollout.servers.live_weights import LiveWeights
-from automodel_cli.rollout.servers.openai import OpenAIEngine, routed_experts
+from automodel_cli.rollout.servers.openai import OpenAIEngine
 from automodel_cli.rollout.servers.release import check_release
 from automodel_cli.rollout.servers.transfer import Transfer, once
 
@@ -70,23 +70,8 @@ class VLLMEngine(LiveWeights, OpenAIEngine):
             routing=self._tells_experts,
         )
         self.receive_by(transfer)
-        self._tells_versions = self._probe_versions()
+        self._asks_by_tokens = self._probe_versions()
         _check_dev_mode(server)
-
-    def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
-        """See `OpenAIEngine.complete`. A server with `--enable-scale-out` (0.32) says of each token which weights drew
-        it; of another all count as drawn by those that it had when the request was sent, the oldest that can be."""
-        if not self._tells_versions:
-            return super().complete(prompt, params, seed)
-        asked = self.weight_version
-        choice, reason = self._finished(self._tokens_body(self._body(prompt, params, seed)), _GENERATE)
-        tokens = list(choice["token_ids"])
-        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-        if len(logprobs) != len(tokens):
-            raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
-        oldest, several = self.versions_in(choice["weight_versions"], len(tokens), asked)
-        experts = routed_experts(choice, len(prompt) + len(tokens) - 1) if params.routing else None
-        return Completion(tokens, logprobs, reason, oldest, token_versions=several, routed_experts=experts)
 
     def pause(self) -> None:
         self.server.post("/pause?mode=keep")
@@ -121,27 +106,41 @@ class VLLMEngine(LiveWeights, OpenAIEngine):
         """See `LiveWeights`."""
         once(self.server, f"/wake_up?tags={what}", {})
 
-    @staticmethod
-    def _tokens_body(body: dict[str, Any]) -> dict[str, Any]:
-        """What the completions API is asked, for the API that says which weights drew a token."""
-        elsewhere = ("model", "prompt", "return_token_ids")
-        params = {name: value for name, value in body.items() if name not in elsewhere}
-        return {
-            "model": body["model"],
-            "token_ids": body["prompt"],
-            "sampling_params": {**params, "detokenize": False},
-        }
+    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
+        return {**super()._body(prompt, params, seed), "return_weight_versions": True}  # 0.33; ignored before
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """See `OpenAIEngine._answer`; the answer of the tokens API as the completions API would give it."""
+        if not self._asks_by_tokens:
+            return super()._answer(body)
+        choice = self._choice(self.server.post(_GENERATE, _tokens_body(body)))
+        return {**choice, "logprobs": {"token_logprobs": [t["logprob"] for t in choice["logprobs"]["content"]]}}
+
+    def _drawn_by(self, choice: dict[str, Any], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
+        """See `OpenAIEngine._drawn_by`. Where the server does not say, all tokens count as drawn by the oldest weights
+        that can be: those that it had when the request was sent."""
+        return self.versions_in(choice.get("weight_versions"), num_tokens, asked)
 
     def _probe_versions(self) -> bool:
-        """Whether that API is open and says so: from one token."""
+        """Whether it takes the tokens API to hear which weights drew a token, from one token each: the completions API
+        says so from 0.33 on, that of 0.32 does not, and its tokens API may be closed (`--enable-scale-out`)."""
         prompt = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
-        body = self._tokens_body(self._body(prompt, SamplingParams(1, temperature=0.0), 0))
+        body = self._body(prompt, SamplingParams(1, temperature=0.0), 0)
+        if super()._answer(body).get("weight_versions") is not None:
+            return False
         try:
-            return self._choice(self.server.post(_GENERATE, body)).get("weight_versions") is not None
+            return self._choice(self.server.post(_GENERATE, _tokens_body(body))).get("weight_versions") is not None
         except ServerError as error:
             if error.is_busy_or_gone:
                 raise
             return False
+
+
+def _tokens_body(body: dict[str, Any]) -> dict[str, Any]:
+    """What the completions API is asked, for the tokens API of vLLM."""
+    elsewhere = ("model", "prompt", "return_token_ids", "return_weight_versions")
+    params = {name: value for name, value in body.items() if name not in elsewhere}
+    return {"model": body["model"], "token_ids": body["prompt"], "sampling_params": {**params, "detokenize": False}}
 
 
 def _check_dev_mode(server: Server) -> None:

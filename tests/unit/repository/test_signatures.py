@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from automodel_cli.rollout.servers import transfer
 from tests.signatures import SIGNATURES, bind
 
 ROOT = Path(__file__).parents[3]
@@ -66,6 +68,7 @@ CALLED = [
     Called("vllm", "WeightTransferTrainerFactory.trainer_init", TRANSFER, "*.trainer_init"),
     Called("vllm", "ParamMeta", TRANSFER, "ParamMeta"),
     Called("vllm", "NCCLTrainerInitInfo", TRANSFER, "NCCLTrainerInitInfo", "TrainerInitInfo"),
+    Called("vllm", "IPCTrainerInitInfo", TRANSFER, "IPCTrainerInitInfo", "TrainerInitInfo"),
 ]  # fmt: skip
 
 
@@ -108,26 +111,43 @@ def test_the_correction_of_megatron_fsdp_takes_what_the_function_that_it_replace
 
 
 def test_what_vllm_asks_of_a_weight_source_is_what_ours_has() -> None:
-    for method in ("metadata", "__iter__"):
+    for method in ("metadata", "iter_full"):
         bind("vllm", f"WeightSource.{method}")
+
+
+def test_what_vllm_calls_of_a_client_is_what_ours_has() -> None:
+    prefix = "VLLMWeightSyncClient."
+    members = [member for member in SIGNATURES["vllm"] if member.startswith(prefix)]
+    assert len(members) == 4
+    for member in members:
+        ours = inspect.signature(getattr(transfer._Client, member.removeprefix(prefix))).parameters
+        recorded = SIGNATURES["vllm"][member]
+        assert list(ours) == ["self", *recorded["required"], *recorded["optional"]]
+
+
+def test_the_words_that_start_a_vllm_server_are_in_its_files() -> None:
+    source = (ROOT / "automodel_cli/rollout/servers/vllm_servers.py").read_text()
+    said = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    options = {text for text in said if isinstance(text, str) and text.startswith("--")}
+    variables = {text.split("=")[0] for text in said if isinstance(text, str) and text.startswith("VLLM_")}
+    assert len(options) > 12 and len(variables) == 3
+    assert options | variables | {"nccl", "ipc", "processed_logprobs"} <= set(SIGNATURES["vllm"]["words"])
 
 
 @pytest.mark.parametrize(
     ("package", "files", "least"),
-    [("vllm", ("transfer",), 4), ("sglang", ("sglang", "group_transfer"), 11)],
+    [("vllm", ("transfer", "vllm", "openai"), 16), ("sglang", ("sglang", "group_transfer"), 11)],
     ids=["vllm", "sglang"],
 )
-def test_the_paths_that_weights_are_sent_to_are_routes_of_the_server(
-    package: str, files: tuple[str, ...], least: int
-) -> None:
+def test_the_paths_that_we_ask_are_routes_of_the_server(package: str, files: tuple[str, ...], least: int) -> None:
     sources = [(ROOT / f"automodel_cli/rollout/servers/{name}.py").read_text() for name in files]
-    paths = {
-        node.value
+    texts = [
+        node.value.partition("?")[0]
         for source in sources
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("/") and
-        node.value.strip("/").isidentifier()
-    }  # fmt: skip
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    paths = {text for text in texts if text.startswith("/") and text[1:].replace("/", "_").isidentifier()}
     assert len(paths) >= least
     assert paths <= set(SIGNATURES[package]["routes"])
 

@@ -1,6 +1,6 @@
 """Engines behind HTTP: a real `transformers serve` on this machine, and a double of vLLM's endpoints.
 
-The double has the routes and bodies of vLLM 0.32 (entrypoints/rl/online, serve/dev/rpc, openai/completion) and holds a
+The double has the routes and bodies of vLLM 0.33 (entrypoints/rl/online, serve/dev/rpc, openai/completion) and holds a
 real model: what it serves is computed, and the weights it is given are put into it. tests/e2e/test_vllm.py asks the
 same of a real vLLM; what is here needs a server that misbehaves.
 """
@@ -42,6 +42,7 @@ from automodel_cli.rollout.servers.openai import OpenAIEngine
 from automodel_cli.rollout.servers.transfer import FileTransfer, Watch, check_gpus
 from automodel_cli.rollout.servers.vllm import VLLMEngine
 from tests import tiny
+from tests.signatures import bind
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 
@@ -123,10 +124,11 @@ class VLLMDouble:
     def __init__(self, oracle: HFEngine, port: int = 0):
         self.oracle, self.calls, self.failures = oracle, [], []
         self.hooks: dict[str, Callable[[dict], dict | None]] = {}
-        self.token_ids, self.version, self.weight_version = True, "0.32.0+cpu", "default"
+        self.token_ids, self.version, self.weight_version = True, "0.33.0", "default"
         self.generation_config: dict = {}
         self.asleep: set[str] = set()
-        self.scale_out, self.pace = False, 0.0  # --enable-scale-out; seconds from token to token there
+        self.tells_versions = self.scale_out = False  # as the completions API does since 0.33; --enable-scale-out
+        self.pace = 0.0  # seconds from token to token, where it tells versions
         self.moe_layers: list[bool] | None = None  # --enable-return-routed-experts: whether each layer has experts
         self.going, self.step = threading.Event(), threading.Lock()
         self.going.set()
@@ -168,11 +170,16 @@ class VLLMDouble:
         if path == "/v1/completions":
             if self.asleep:
                 raise Refused(500, f"asleep: {self.asleep}")
-            return {"choices": [self.complete(body)]}
+            bind("vllm", "CompletionRequest", **body)
+            choice = {"index": 0, **self.complete(body)}
+            bind("vllm", "CompletionResponseChoice", **choice)
+            return {"choices": [choice]}
         if path == "/inference/v1/generate":
             if not self.scale_out:
                 raise Refused(403, "Scale-out endpoints are disabled.")
-            return {"choices": [self.token_by_token(body)]}
+            bind("vllm", "GenerateRequest", **body)
+            bind("vllm", "SamplingParams", **body["sampling_params"])
+            return {"choices": [self.token_by_token(body["token_ids"], body["sampling_params"])]}
         if path == "/pause?mode=keep":
             self.going.clear()
             with self.step:
@@ -180,13 +187,14 @@ class VLLMDouble:
         if path == "/resume":
             self.going.set()
         if path == "/collective_rpc":
-            assert body["method"] == "reload_weights" and body["kwargs"].keys() == {"weights_path"}
+            bind("vllm", f"GPUModelRunner.{body['method']}", **body["kwargs"])
             if "weights" in self.asleep:
                 raise Refused(500, "no memory for weights")
             files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
             self.oracle.update_weights([list(load_file(file).items()) for file in files])
             return {"results": [None]}
         if path == "/update_weight_version":
+            bind("vllm", "update_weight_version", "request", **body)
             self.weight_version = body["new_version"]
         known = {
             "/health": {},
@@ -217,6 +225,10 @@ class VLLMDouble:
         """As `CompletionRequest.to_sampling_params`: what is not asked for is the model's generation_config.json's."""
         if not self.token_ids:
             return {"text": "a", "finish_reason": "stop"}
+        if self.tells_versions and body.get("return_weight_versions"):
+            choice = self.token_by_token(body["prompt"], body)
+            logprobs = {"token_logprobs": [token["logprob"] for token in choice["logprobs"]["content"]]}
+            return {**choice, "text": "", "logprobs": logprobs}
         asked = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **self.generation_config, **body}
         greedy = asked["temperature"] == 0
         params = SamplingParams(
@@ -249,21 +261,22 @@ class VLLMDouble:
         """The prompt as the server has it."""
         return prompt
 
-    def token_by_token(self, body):
+    def token_by_token(self, prompt, asked):
         """`token_in_token_out` of vLLM 0.32: between two tokens it may be paused, and given other weights."""
-        asked, tokens, logprobs, spans = body["sampling_params"], [], [], []
+        tokens, logprobs, spans = [], [], []
         one_token = SamplingParams(1, temperature=asked["temperature"], routing=self.moe_layers is not None)
         while len(tokens) < asked["max_tokens"]:
             self.going.wait()
             with self.step:
                 if not self.going.is_set():
                     continue
-                at = [*body["token_ids"], *tokens]
+                at = [*prompt, *tokens]
                 (drawn,) = self.oracle.generate([at], one_token, [asked["seed"] * 1000 + len(tokens)])
                 if not spans or spans[-1]["version"] != self.weight_version:
                     spans.append({"version": self.weight_version, "start": len(tokens)})
             tokens, logprobs = tokens + drawn.tokens, logprobs + [{"logprob": drawn.logprobs[0]}]
             spans[-1]["end"] = len(tokens)
+            bind("vllm", "WeightVersionSpan", **spans[-1])
             if drawn.finish_reason == "stop":
                 break
             time.sleep(self.pace)
@@ -408,9 +421,11 @@ def largest_gap(models, prompt, completion):
     return (of_models.gather(0, versions_T[None])[0] - torch.tensor(completion.logprobs)).abs().max().item()
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told by the server", "not told"])
+@pytest.mark.parametrize("told", ["tells_versions", "scale_out", None])
 def test_weights_may_change_while_it_generates_and_each_token_says_which_drew_it(double, tokenizer, tmp_path, told):
-    double.scale_out, double.pace = told, 0.02
+    double.pace = 0.02
+    if told:
+        setattr(double, told, True)
     engine, models = engine_at(double, tokenizer, tmp_path), models_of(tokenizer, 3)
     engine.weight_version = -1
     engine.update_weights([list(models[0].named_parameters())])
@@ -509,7 +524,7 @@ def test_an_older_vllm_and_another_server_are_refused(double, tokenizer):
     double.version = "0.30.2"
     with pytest.raises(ConfigError, match=r"is vLLM 0.30.2, whose weight updates are others than those of 0.31"):
         engine_at(double, tokenizer)
-    double.version = "0.33.0.dev1+gabc"
+    double.version = "0.34.0.dev1+gabc"
     engine_at(double, tokenizer)
 
     def missing(body):
