@@ -7,18 +7,15 @@ generation_config.json recommends what the run does not want.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3ForCausalLM
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
@@ -26,12 +23,11 @@ from automodel_cli.rollout.engine import Completion, SamplingParams
 from automodel_cli.rollout.servers.group_transfer import GroupTransfer
 from automodel_cli.rollout.servers.http import Server
 from automodel_cli.rollout.servers.pool import LivePool
-from automodel_cli.rollout.servers.process import ServerProcess
 from automodel_cli.rollout.servers.sglang import SGLangEngine
 from automodel_cli.rollout.servers.transfer import FileTransfer, Transfer
 from tests.e2e.command import automodel, curve
+from tests.real_servers import RUN, Served, built, gap_of_versions, largest_gap, moved, prompts, saved, weights_of
 from tests.unit.rollout.servers.test_http_servers import free_port
-from tests.vllm.test_vllm import RUN, built, largest_gap, moved, prompts, weights_of
 
 SGLANG = os.environ.get("AUTOMODEL_SGLANG")
 pytestmark = [
@@ -41,59 +37,37 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    model = built()
-    recommended = {"top_k": 20, "top_p": 0.95, "temperature": 0.6, "do_sample": True, "repetition_penalty": 1.3}
-    model.generation_config.update(**recommended, eos_token_id=model.config.eos_token_id)
-    model.save_pretrained(folder)
-    ByteTokenizer().build().save_pretrained(folder)
-    return folder
+class SGLangServed(Served):
+    start_timeout = 500
 
-
-class Served:
-    """A server at one address that can be killed and started again."""
-
-    def __init__(self, model: Path, folder: Path):
-        self.server = Server(f"http://127.0.0.1:{free_port()}", timeout=60, retries=0)
+    def command_for(self, model: Path) -> list[str]:
+        """See `Served`."""
         about = {
             "SGLANG_USE_CPU_ENGINE": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "PATH": f"{SGLANG}/bin:{os.environ['PATH']}",
+            "CUDA_VISIBLE_DEVICES": "",
         }
-        path = {"PATH": f"{SGLANG}/bin:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-        port = self.server.url.rsplit(":", 1)[1]
-        self.command = [
-            *("env", *(f"{name}={value}" for name, value in {**about, **path}.items())),
+        return [
+            *("env", *(f"{name}={value}" for name, value in about.items())),
             *(f"{SGLANG}/bin/python", "-m", "sglang.launch_server", "--model-path", str(model)),
-            *("--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"),
+            *("--host", "127.0.0.1", "--port", self.port, "--device", "cpu", "--dtype", "float32"),
             *("--attention-backend", "torch_native", "--max-total-tokens", "8192", "--mem-fraction-static", "0.3"),
             *("--disable-overlap-schedule", "--skip-server-warmup"),
         ]
-        self._log, self.process = folder / f"server-{port}.log", None
-
-    def up(self) -> Served:
-        if self.process is None:
-            self.process = ServerProcess(self.command, self.server, self._log, timeout=500)
-        return self
-
-    def kill(self) -> None:
-        assert self.process is not None
-        with suppress(ProcessLookupError):
-            os.killpg(self.process._process.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        if self.process is not None:
-            self.process.close()
-            self.process = None
 
 
 @pytest.fixture(scope="module")
-def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SGLangServed]]:
     """Two of them."""
-    both = [Served(model_folder, tmp_path_factory.mktemp("served")) for _ in range(2)]
+    both = [SGLangServed(model_folder, tmp_path_factory.mktemp("served")) for _ in range(2)]
     starting = [threading.Thread(target=one.up) for one in both]
     for thread in starting:
         thread.start()
@@ -104,13 +78,13 @@ def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         one.end()
 
 
-def engine_at(served: Served, transfer: Transfer) -> SGLangEngine:
+def engine_at(served: SGLangServed, transfer: Transfer) -> SGLangEngine:
     tokenizer = ByteTokenizer().build()
     return SGLangEngine(served.server, tokenizer, transfer, concurrency=8, stop_token_ids=[tokenizer.eos_token_id])
 
 
 @pytest.fixture
-def engine(served: list[Served], tmp_path: Path) -> SGLangEngine:
+def engine(served: list[SGLangServed], tmp_path: Path) -> SGLangEngine:
     return engine_at(served[0], FileTransfer(tmp_path))
 
 
@@ -148,17 +122,7 @@ def test_each_token_says_by_which_weights_it_was_drawn_while_weights_change(engi
     assert len(found) == 8
     assert any(len(set(completion.versions)) == 2 for completion in found), "the test shows nothing"
     for prompt, completion in zip(asked, found, strict=True):
-        assert of_versions(models, prompt, completion) < 1e-4
-
-
-@torch.no_grad()
-def of_versions(models: Sequence[Qwen3ForCausalLM], prompt: list[int], completion: Completion) -> float:
-    """The largest gap to the log-probs of the model whose number is the version of the token."""
-    ids = torch.tensor([[*prompt, *completion.tokens]])
-    rows = [model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models]
-    of_models = torch.stack([row.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0] for row in rows])
-    wanted_T = of_models.gather(0, torch.tensor(completion.versions)[None])[0]
-    return (wanted_T - torch.tensor(completion.logprobs)).abs().max().item()
+        assert gap_of_versions(models, prompt, completion) < 1e-4
 
 
 def test_what_is_aborted_is_asked_for_again(engine: SGLangEngine) -> None:
@@ -179,7 +143,7 @@ def test_what_is_aborted_is_asked_for_again(engine: SGLangEngine) -> None:
     assert all(c.finish_reason == "stop" or len(c.tokens) == 200 for c in found)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(served: list[Served], tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(served: list[SGLangServed], tmp_path: Path) -> None:
     """One token too many in a prompt would end the server."""
     tokenizer = ByteTokenizer().build()
     tokenizer.add_tokens([f"<{n}>" for n in range(400)])
@@ -194,7 +158,7 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_weights_are_broadcast_to_two_servers_at_once(world: None, served: list[Served]) -> None:
+def test_weights_are_broadcast_to_two_servers_at_once(world: None, served: list[SGLangServed]) -> None:
     """By gloo in NCCL's place; what does not fit is refused, and the next update finds no half one."""
     transfer = GroupTransfer("127.0.0.1", free_port(), torch.device("cpu"))
     engines = [engine_at(one, transfer) for one in served]
@@ -212,7 +176,7 @@ def test_weights_are_broadcast_to_two_servers_at_once(world: None, served: list[
 
 @pytest.mark.parametrize("transport", ["files", "broadcast"])
 def test_a_run_learns_from_what_two_servers_draw(
-    served: list[Served], model_folder: Path, tmp_path: Path, transport: str
+    served: list[SGLangServed], model_folder: Path, tmp_path: Path, transport: str
 ) -> None:
     (tmp_path / "run.yaml").write_text(RUN.replace("MODEL", str(model_folder)))
     urls = ",".join(one.server.url for one in served)
@@ -229,7 +193,9 @@ def test_a_run_learns_from_what_two_servers_draw(
     assert after > before + 0.2, (before, after)
 
 
-def test_a_server_that_is_killed_is_left_out_and_the_group_is_made_anew(world: None, served: list[Served]) -> None:
+def test_a_server_that_is_killed_is_left_out_and_the_group_is_made_anew(
+    world: None, served: list[SGLangServed]
+) -> None:
     """Last: one of them is gone."""
     transfer = GroupTransfer("127.0.0.1", free_port(), torch.device("cpu"))
     engines = [engine_at(one, transfer) for one in served]
@@ -239,6 +205,6 @@ def test_a_server_that_is_killed_is_left_out_and_the_group_is_made_anew(world: N
     asked = prompts()[:2] * 4
     found = pool.generate(asked, SamplingParams(16), list(range(8)))
     assert pool.metrics == {"live_servers": 1}
-    assert all(of_versions([built(), moved(1)], p, c) < 1e-4 for p, c in zip(asked, found, strict=True))
+    assert all(gap_of_versions([built(), moved(1)], p, c) < 1e-4 for p, c in zip(asked, found, strict=True))
     pool.update_weights([weights_of(moved(2))])
     assert largest_gap(engines[0], moved(2), SamplingParams(8)) < 1e-5

@@ -10,31 +10,29 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.engine import Completion, SamplingParams
-from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.servers.http import Server
 from automodel_cli.rollout.servers.openai import OpenAIEngine
 from automodel_cli.rollout.servers.process import ServerProcess
 from automodel_cli.rollout.servers.transfer import FileTransfer
 from automodel_cli.rollout.servers.vllm import VLLMEngine
 from tests.e2e.command import automodel, curve, metrics, start
-from tests.tiny import perturb
+from tests.real_servers import RUN, Served, built, gap_of_versions, largest_gap, moved, prompts, saved, weights_of
 from tests.unit.rollout.servers.test_http_servers import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -44,68 +42,19 @@ pytestmark = [
     pytest.mark.skipif(not VLLM, reason="AUTOMODEL_VLLM names no environment with vLLM"),
     pytest.mark.timeout(400),
 ]
-RUN = """
-defaults: [grpo, {data: chat_tasks}, {override rewards: none}, _self_]
-model: {pretrained: MODEL}
-data: {seq_len: 128}
-rollout: {prompts_per_step: 4, group_size: 4, max_new_tokens: 16, show_every: null, engine: {timeout: 60, retries: 1}}
-rewards:
-  digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
-parallelizer:
-  mp_policy: {param_dtype: float32}
-optimizer: {lr: 3e-3}
-train: {global_batch_size: 16, microbatch_size: 1, max_steps: 8, epochs: null, cpu_threads: 1}
-validation: {num_batches: 8}
-checkpoint: {every: 2}
-logging: {report: false}
-"""
 
 
-def built(vocab_size: int | None = None) -> Qwen3ForCausalLM:
-    """Heads of 32, which vLLM's CPU kernels take, and an untied output layer: vLLM's CPU build does not reload a tied
-    one."""
-    tokenizer = ByteTokenizer().build()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size or len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
+class VLLMServed(Served):
+    start_timeout = 300
 
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    model = built()
-    recommended = {"top_k": 20, "top_p": 0.95, "temperature": 0.6, "do_sample": True, "repetition_penalty": 1.3}
-    model.generation_config.update(**recommended, eos_token_id=model.config.eos_token_id)
-    model.save_pretrained(folder)
-    ByteTokenizer().build().save_pretrained(folder)
-    return folder
-
-
-class Served:
-    """A server at one address that can be killed and started again."""
-
-    def __init__(self, model: Path, folder: Path):
-        self.server = Server(f"http://127.0.0.1:{free_port()}", timeout=60, retries=0)
-        plugin = folder / "wire-0.1.dist-info"
+    def command_for(self, model: Path) -> list[str]:
+        """See `Served`. The backend `wire` is a plugin in a folder of its own."""
+        plugin = self.folder / "wire-0.1.dist-info"
         plugin.mkdir()
         (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: wire\nVersion: 0.1\n")
         (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nwire = tests.vllm.wire:register\n")
         self.environment = {
-            "PYTHONPATH": f"{ROOT}:{folder}",
+            "PYTHONPATH": f"{ROOT}:{self.folder}",
             "VLLM_SERVER_DEV_MODE": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -113,81 +62,32 @@ class Served:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled on start
         }
-        port = self.server.url.rsplit(":", 1)[1]
-        self.command = [
+        return [
             *("env", *(f"{name}={value}" for name, value in self.environment.items())),
             *(f"{VLLM}/bin/vllm", "serve", str(model), "--served-model-name", "tiny"),
-            *("--host", "127.0.0.1", "--port", port, "--dtype", "float32"),
+            *("--host", "127.0.0.1", "--port", self.port, "--dtype", "float32"),
             *("--max-model-len", "256", "--max-num-seqs", "16", "--enforce-eager", "--enable-scale-out"),
             *("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "wire"}'),
         ]
-        self._log, self._process = folder / "server.log", None
-
-    def up(self) -> Served:
-        if self._process is None or not self.answers():
-            self.end()
-            self._process = ServerProcess(self.command, self.server, self._log, timeout=300)
-        return self
-
-    def answers(self) -> bool:
-        try:
-            Server(self.server.url, timeout=5, retries=0).get("/health")
-        except RunError:
-            return False
-        return True
-
-    def kill(self) -> None:
-        assert self._process is not None
-        with suppress(ProcessLookupError):
-            os.killpg(self._process._process.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
 
 
 @pytest.fixture(scope="module")
-def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(model_folder, tmp_path_factory.mktemp("served"))
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def served(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServed]:
+    served = VLLMServed(model_folder, tmp_path_factory.mktemp("served"))
     yield served
     served.end()
 
 
 @pytest.fixture
-def engine(served: Served, tmp_path: Path) -> VLLMEngine:
+def engine(served: VLLMServed, tmp_path: Path) -> VLLMEngine:
     tokenizer = ByteTokenizer().build()
     stops = [tokenizer.eos_token_id]
     return VLLMEngine(served.up().server, tokenizer, FileTransfer(tmp_path), concurrency=8, stop_token_ids=stops)
-
-
-def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-def moved(seed: int) -> Qwen3ForCausalLM:
-    model = built()
-    perturb(model, seed)
-    return model
-
-
-def prompts() -> list[list[int]]:
-    tokenizer = ByteTokenizer().build()
-    return [list(tokenizer(text)["input_ids"]) for text in ("What is 1 + 1?", "Repeat AB.", "shared " * 20 + "end")]
-
-
-def largest_gap(engine: VLLMEngine, model: torch.nn.Module, params: SamplingParams, samples: int = 4) -> float:
-    """Between the log-probs that the server reports of its tokens and those of the model in this process."""
-    asked = [prompt for prompt in prompts() for _ in range(samples)]
-    found = engine.generate(asked, params, list(range(len(asked))))
-    worst = 0.0
-    for prompt, completion in zip(asked, found, strict=True):
-        drawn_T = torch.tensor(completion.tokens)
-        with torch.no_grad():
-            logits_TV = model(torch.tensor([[*prompt, *completion.tokens]])).logits[0, len(prompt) - 1 : -1]
-        logprobs_T = shaping_of(params)(logits_TV, drawn_T).log_softmax(-1).gather(-1, drawn_T[:, None])[:, 0]
-        worst = max(worst, (logprobs_T - torch.tensor(completion.logprobs)).abs().max().item())
-    return worst
 
 
 @pytest.mark.parametrize(
@@ -276,13 +176,7 @@ def test_each_token_says_by_which_weights_it_was_drawn(engine: VLLMEngine) -> No
     assert engine._asks_by_tokens == (engine.version < "0.33")
     assert any(len(set(completion.versions)) == 2 for completion in found), "the test shows nothing"
     for prompt, completion in zip(asked, found, strict=True):
-        drawn_T = torch.tensor(completion.tokens)
-        ids = torch.tensor([[*prompt, *completion.tokens]])
-        with torch.no_grad():
-            rows = [model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models]
-        of_models = torch.stack([row.gather(-1, drawn_T[:, None])[:, 0] for row in rows])
-        wanted_T = of_models.gather(0, torch.tensor(completion.versions)[None])[0]
-        assert (wanted_T - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+        assert gap_of_versions(models, prompt, completion) < 1e-4
 
 
 def test_what_is_aborted_is_asked_for_again(engine: VLLMEngine) -> None:
@@ -304,7 +198,7 @@ def test_what_is_aborted_is_asked_for_again(engine: VLLMEngine) -> None:
 
 
 def sent(
-    served: Served, weights: Sequence[tuple[str, torch.Tensor]], backend: str, folder: Path, urls: str | None = None
+    served: VLLMServed, weights: Sequence[tuple[str, torch.Tensor]], backend: str, folder: Path, urls: str | None = None
 ) -> tuple[int, str]:
     """What the trainer's process says, which has vLLM's package."""
     save_file({name: tensor.clone() for name, tensor in weights}, folder / "weights.safetensors")
@@ -327,7 +221,7 @@ def sent(
     return done.returncode, done.stdout + done.stderr
 
 
-def test_weights_go_through_vllms_own_transfer(engine: VLLMEngine, served: Served, tmp_path: Path) -> None:
+def test_weights_go_through_vllms_own_transfer(engine: VLLMEngine, served: VLLMServed, tmp_path: Path) -> None:
     """Its factory with NCCL's place taken by a socket; and NCCL's own settings, as far as they go without a GPU."""
     assert sent(served, weights_of(moved(3)), "nccl", tmp_path)[0] == 0
     code, text = sent(served, weights_of(moved(3)), "wire", tmp_path)
@@ -337,10 +231,10 @@ def test_weights_go_through_vllms_own_transfer(engine: VLLMEngine, served: Serve
 
 @pytest.mark.slow
 def test_one_transfer_reaches_the_workers_of_two_servers(
-    engine: VLLMEngine, served: Served, model_folder: Path, tmp_path: Path
+    engine: VLLMEngine, served: VLLMServed, model_folder: Path, tmp_path: Path
 ) -> None:
     """Each knows its rank in the group, which comes after that of the server before it."""
-    other = Served(model_folder, tmp_path).up()
+    other = VLLMServed(model_folder, tmp_path).up()
     try:
         urls = f"{served.server.url},{other.server.url}"
         code, text = sent(served, weights_of(moved(6)), "wire", tmp_path, urls)
@@ -355,7 +249,7 @@ def test_one_transfer_reaches_the_workers_of_two_servers(
 
 
 def test_what_the_server_refuses_is_said_while_our_side_waits_for_its_workers(
-    engine: VLLMEngine, served: Served, tmp_path: Path
+    engine: VLLMEngine, served: VLLMServed, tmp_path: Path
 ) -> None:
     """The trainer's side waits for workers to connect, without a limit, as NCCL's does."""
     began = time.monotonic()
@@ -364,12 +258,12 @@ def test_what_the_server_refuses_is_said_while_our_side_waits_for_its_workers(
     assert time.monotonic() - began < 40
 
 
-def config(folder: Path, model: Path, served: Served) -> list[str]:
+def config(folder: Path, model: Path, served: VLLMServed) -> list[str]:
     (folder / "run.yaml").write_text(RUN.replace("MODEL", str(model)))
     return ["rollout=vllm", f"rollout.engine.url={served.server.url}", "rollout.engine.transport=files"]
 
 
-def test_a_run_learns_from_what_the_server_draws(served: Served, model_folder: Path, tmp_path: Path) -> None:
+def test_a_run_learns_from_what_the_server_draws(served: VLLMServed, model_folder: Path, tmp_path: Path) -> None:
     engine = config(tmp_path, model_folder, served.up())
     done = automodel(tmp_path, "grpo", "llm", "-c", "run.yaml", *engine)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -381,7 +275,7 @@ def test_a_run_learns_from_what_the_server_draws(served: Served, model_folder: P
 
 
 def test_a_server_that_is_killed_ends_the_run_and_the_run_goes_on_with_another(
-    served: Served, model_folder: Path, tmp_path: Path
+    served: VLLMServed, model_folder: Path, tmp_path: Path
 ) -> None:
     engine = config(tmp_path, model_folder, served.up())
     process = start(tmp_path, "grpo", "llm", "-c", "run.yaml", *engine, "train.max_steps=200")
@@ -399,7 +293,7 @@ def test_a_server_that_is_killed_ends_the_run_and_the_run_goes_on_with_another(
     assert max(curve(run, "gen_kl_error")) < 1e-5
 
 
-def test_serve_hands_the_export_to_vllm(served: Served, model_folder: Path, tmp_path: Path) -> None:
+def test_serve_hands_the_export_to_vllm(served: VLLMServed, model_folder: Path, tmp_path: Path) -> None:
     """By the line that the command prints; greedy, so the library's own answer is the same."""
     export = tmp_path / "runs" / "mine" / "export"
     shutil.copytree(model_folder, export)
