@@ -169,8 +169,10 @@ class GRPORecipe(Recipe):
         """Refuse settings of advantages and rewards that this objective would not read."""
         if "advantages_BT" in self.objective.columns:
             return
-        unread = [(key, default, "has no advantages") for key, default in _OF_ADVANTAGES]
-        if selection_of(self.objective) is None and "rewards_BT" not in self.objective.columns:
+        chooses = selection_of(self.objective) is not None
+        missing = "chooses samples by their rewards, and has no advantages" if chooses else "has no advantages"
+        unread = [(key, default, missing) for key, default in _OF_ADVANTAGES]
+        if not chooses and "rewards_BT" not in self.objective.columns:
             unread += [(f"overlong.{key}", None, "learns from no reward") for key in ("buffer", "factor")]
             if not self.rollout.played and not any(reward.weight for reward in self.rewards.values()):
                 unread.append(("dynamic_sampling", None, "has no rewards here, so no two of a group would differ"))
