@@ -130,7 +130,10 @@ class _Attempt:
         return failure.pid
 
     def may_be_tried_again(self) -> bool:
-        return bool(self.failures) and not worker.is_final(_left_by(self.status, self.first()))
+        if not self.failures or worker.is_final(_left_by(self.status, self.first())):
+            return False
+        pid = self.killed_process()
+        return pid is None or not self.memory.why(pid).out_of_memory
 
 
 def _outcome(relay: _Relay, attempt: _Attempt) -> int:
@@ -158,7 +161,8 @@ class _Relay:
     failed.
 
     One thread does both, because a worker may not have written its pid yet, and because peers of a crashed rank hang in
-    a collective, where no Python handler runs: elastic would wait 30 s for them.
+    a collective, where no Python handler runs: elastic would wait 30 s for them. That holds for a rank, too, that
+    ended before it wrote its pid.
     """
 
     def __init__(self, num_ranks: int):
@@ -205,18 +209,22 @@ class _Relay:
     def _watch(self, status: Path, done: threading.Event) -> None:
         told: set[int] = set()
         stopped: dict[int, float] = {}
+        started: dict[int, int] = {}
+        pids: dict[int, int] = {}
         last_moment = math.inf
-        while not done.wait(0.1):
+        while not done.wait(0.1 if pids else 0.01):  # a rank may end sooner than any has a pid
             if self.killed or time.monotonic() > last_moment:
                 self._kill(status)  # again and again: one may have been too young to have a pid
                 continue
+            if len(pids) < self._num_ranks:
+                started |= _started(status)
             pids = self._pids(status)
             if self.received is not None:
                 for rank in pids.keys() - told:
                     told.add(rank)
                     _send(pids[rank], self.received)
             self._watch_for_stopped(pids, stopped)
-            failed = [rank for rank, pid in pids.items() if self._failed(status, rank, pid)]
+            failed = [rank for rank, pid in (started | pids).items() if self._failed(status, rank, pid)]
             if failed and self.first_failed is None:
                 # one that died without a word is the cause of what the others say
                 self.first_failed = min(failed, key=lambda rank: _left_by(status, rank) is not None)
@@ -253,6 +261,21 @@ class _Relay:
 def _pid(status: Path, rank: int) -> int | None:
     path = status / f"rank-{rank}.pid"
     return int(path.read_text()) if path.exists() else None
+
+
+def _started(status: Path) -> dict[int, int]:
+    """The processes of the ranks of an attempt, known before those can say a word: children of ours, told apart by
+    their environment. Linux only.
+    """
+    found: dict[int, int] = {}
+    for children in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread or a child that is gone by now
+            for pid in map(int, children.read_text().split()):
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                variables = dict(entry.partition(b"=")[::2] for entry in environ)
+                if variables.get(worker.STATUS_DIR.encode()) == os.fsencode(status) and b"RANK" in variables:
+                    found[int(variables[b"RANK"])] = pid
+    return found
 
 
 def _send(pid: int, signum: int) -> None:

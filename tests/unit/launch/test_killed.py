@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from automodel_cli.launch import killed
 from automodel_cli.launch.killed import MemoryWatch
-
-CGROUPS = Path("/sys/fs/cgroup")
-
-
-@pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A memory control group of 64 MiB, of whichever version this machine has."""
-    for root, limit in ((CGROUPS / "memory", "memory.limit_in_bytes"), (CGROUPS, "memory.max")):
-        group = root / f"automodel-test-{os.getpid()}"
-        try:
-            group.mkdir()
-            (group / limit).write_text(str(64 << 20))
-        except OSError:
-            with contextlib.suppress(OSError):
-                group.rmdir()
-            continue
-        yield group
-        group.rmdir()
-        return
-    pytest.skip("this machine lets us make no memory control group")
 
 
 def test_a_process_that_the_kernel_killed_for_memory_is_found_in_its_log(small_group: Path) -> None:

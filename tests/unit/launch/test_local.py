@@ -191,6 +191,28 @@ def test_the_last_attempt_is_the_outcome_and_what_would_fail_again_is_not_tried_
     assert err.count(said[fail]) == starts and not re.search("restart .*", err.splitlines()[-1])
 
 
+def test_a_rank_that_the_kernel_killed_for_memory_is_not_started_again(toy: Path, small_group: Path) -> None:
+    process = start(toy, "toy.yaml", *TRUST, *RESTARTS, "fail=oom", f"memory_group={small_group}")
+    out, err = process.communicate(timeout=60)
+    if "cannot be read here" in err:
+        pytest.skip("this machine does not let us read the kernel's log")
+    assert process.returncode == 4, err
+    assert out.splitlines() == ["rank 0 omp 1"] and "restart" not in err
+    assert re.search(r"RunError: rank 0 \(process \d+\) was killed by SIGKILL, by the kernel", err)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher finds young ranks in /proc")
+def test_the_peers_of_a_rank_that_ends_before_it_can_say_a_word_do_not_wait_for_it(toy: Path) -> None:
+    """torch's launcher alone ends them 30 s later."""
+    (toy / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1':\n    os._exit(9)\n")
+    path = {"PYTHONPATH": f"{toy}:{environment(toy)['PYTHONPATH']}"}
+    begin = time.monotonic()
+    process = start_cold(toy, "toy.yaml", *TRUST, "mesh.dp_size=2", **path)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and err == "rank 1 died without a word (exit code 9)\n"
+    assert time.monotonic() - begin < 20
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_while_ranks_start_again_is_for_those(toy: Path, signals: int) -> None:
     """The first one reaches a rank once it listens; the second one ends it, even where it is too young to be known."""

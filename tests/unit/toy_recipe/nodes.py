@@ -106,7 +106,8 @@ class Recipe(ConfigRoot):
     parallelizer: Fsdp | Ddp = field(default_factory=Fsdp)
     run_name: str | None = None
     output_dir: str = "runs"
-    fail: Literal["no", "raise", "memory", "data", "hard", "crash"] = "no"
+    fail: Literal["no", "raise", "memory", "data", "hard", "crash", "oom"] = "no"
+    memory_group: str | None = None
     fail_rank: int = 0
     failures: int = 1000
 
@@ -152,6 +153,10 @@ class Recipe(ConfigRoot):
             os._exit(9)
         if self.fail == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if self.fail == "oom":  # by the kernel, at the limit of a control group
+            assert self.memory_group is not None
+            Path(self.memory_group, "cgroup.procs").write_text(str(os.getpid()))
+            print(len(b"x" * (1 << 30)))
         if self.fail == "memory":
             raise type("OutOfMemoryError", (RuntimeError,), {})("wanted 2.3 GiB")
         if self.fail == "data":
