@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,21 +187,25 @@ def _downloaded(package: str, folder: Path) -> str | None:
 
 
 def recorded(package: str, source: Path) -> dict[str, Any]:
-    """What a wheel or a folder says of the members above."""
-    read: Callable[[str], str | bytes]
-    if source.is_dir():
-        read = lambda file: (source / file).read_text()  # noqa: E731
-    else:
-        read = zipfile.ZipFile(source).read
+    """What a wheel or a folder says of the members above.
+
+    Raises SystemExit with the files that the package has no more.
+    """
+    root = source if source.is_dir() else zipfile.Path(source)
+    files = {*MEMBERS[package].values(), *ROUTES.get(package, ()), *WORDS.get(package, {}).values()}
+    files |= {RECIPES} if package == "transformer_engine" else set()
+    if gone := sorted(file for file in files if not (root / file).exists()):
+        sys.exit(f"{package}: {source.name} has no {', '.join(gone)}; say in {__file__} where its members are now")
+    trees = {file: ast.parse((root / file).read_text(encoding="utf-8")) for file in files}
     found: dict[str, Any] = {"release": "-".join(source.name.split("-")[:2]) if source.is_file() else "main"}
     for member, file in MEMBERS[package].items():
-        found[member] = _signature(ast.parse(read(file)), member.split("."))
+        found[member] = _signature(trees[file], member.split("."))
     if package in ROUTES:
-        found["routes"] = sorted(route for file in ROUTES[package] for route in _routes(ast.parse(read(file))))
+        found["routes"] = sorted(route for file in ROUTES[package] for route in _routes(trees[file]))
     if package in WORDS:
-        found["words"] = sorted(word for word, file in WORDS[package].items() if word in _words(ast.parse(read(file))))
+        found["words"] = sorted(word for word, file in WORDS[package].items() if word in _words(trees[file]))
     if package == "transformer_engine":
-        found["recipes"] = [node.name for node in ast.parse(read(RECIPES)).body if isinstance(node, ast.ClassDef)]
+        found["recipes"] = [node.name for node in trees[RECIPES].body if isinstance(node, ast.ClassDef)]
     return found
 
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
+import subprocess
+import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,3 +187,21 @@ def test_flash_linear_attention_takes_what_the_library_gives_its_kernels(kernel:
     assert calls
     for positional, keywords in calls:
         bind("fla", kernel, *positional, **dict.fromkeys(keywords))
+
+
+def test_a_file_that_a_release_has_moved_is_named_with_its_package(tmp_path: Path) -> None:
+    wheel = tmp_path / "fla_core-9-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("fla/ops/gated_delta_rule/chunk.py", "def chunk_gated_delta_rule(q, k, v): ...")
+    command = [sys.executable, ROOT / "scripts" / "signatures.py", tmp_path / "signatures.json", f"fla={wheel}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and not (tmp_path / "signatures.json").exists()
+    gone = "fla/ops/gated_delta_rule/fused_recurrent.py"
+    assert done.stderr.startswith(f"fla: {wheel.name} has no {gone}; say in "), done.stderr
+
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr(gone, "def fused_recurrent_gated_delta_rule(q, *, scale=None): ...")
+    subprocess.run(command, check=True)
+    recorded = json.loads((tmp_path / "signatures.json").read_text())["fla"]
+    assert recorded["chunk_gated_delta_rule"]["required"] == ["q", "k", "v"]
+    assert recorded["fused_recurrent_gated_delta_rule"]["keyword_only"] == ["scale"]
