@@ -4,19 +4,24 @@ reads each sample whole and alone, in one process and float64.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.prompts import Prompt
-from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models import attention_segments
+from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.grpo import GRPO
+from automodel_cli.objectives.ppo import PPO
 from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
 from automodel_cli.parity.reference import Original, Reference, one_process
 from automodel_cli.parity.rows import FP32, Row
@@ -25,11 +30,16 @@ from automodel_cli.rollout.experience import RowPlan, Sample, Update, plan_updat
 from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.training.step import train_step
 from tests import tiny
+from tests.dist import cuda_stand_in
 from tests.dist.harness import launch
 
 TOLERANCE = 1e-6
 SEQ_LEN = 32
-OBJECTIVE = GRPO(kl_coef=0.1, clip_high=0.28, correction="truncate", correction_max=2.0, aggregation="sequence")
+OBJECTIVES: dict[str, Any] = {
+    "grpo": GRPO(kl_coef=0.1, clip_high=0.28, correction="truncate", correction_max=2.0, aggregation="sequence"),
+    "critic": PPO(kl_coef=0.1, value_coef=0.5),
+    "teacher": Distillation(beta=0.3, top_k=2, sft_weight=0.3),
+}
 # (tokens of the prompt, of each response): a group, one that has nothing to share, one with a response of several
 # turns, and one that no row holds whole
 GROUPS = ((8, (2, 6, 3, 5)), (1, (4, 7)), (5, (3, 4, 6, 5, 7)), (12, (9, 9, 9)))
@@ -50,7 +60,9 @@ def given_samples() -> list[Sample]:
 
 
 def update_of(samples: Sequence[Sample], *, share: bool, dp_rank: int = 0, dp_size: int = 1) -> Update:
-    """Old and reference log-probs that differ from the policy's, and an advantage of each sample; one is left out."""
+    """Old and reference log-probs that differ from the policy's, and an advantage of each sample; one is left out. What a
+    critic and a teacher say follows from a token's label.
+    """
     plan = RowPlan(SEQ_LEN, True, 1, microbatch_size=2, pad_id=0, fits=lambda n: n % 2 == 0, share_prompts=share)
     trained = [(i,) for i in range(len(samples)) if i != 3]
     (update,) = plan_updates(samples, trained, 1, plan, dp_rank=dp_rank, dp_size=dp_size)
@@ -59,14 +71,34 @@ def update_of(samples: Sequence[Sample], *, share: bool, dp_rank: int = 0, dp_si
     for name, shift in (("old", 0.05), ("ref", -0.2)):
         values = [b.extra["sampler_logprobs_BT"] + shift * (b.labels_BT != IGNORE_INDEX) for b in update.batches]
         update = update.with_column(f"{name}_logprobs_BT", values)
-    return update
+    for name, period in (("old_values", 7), ("returns", 5)):
+        update = update.with_column(f"{name}_BT", [(b.labels_BT % period) / period for b in update.batches])
+    ids = [torch.stack([b.labels_BT.clamp(min=0), b.labels_BT.clamp(min=0) // 2 + 1], -1) for b in update.batches]
+    said = [-1.0 - (i % 11) / 10 for i in ids]
+    return update.with_column("teacher_ids_BTN", ids).with_column("teacher_logprobs_BTN", said)
 
 
-def row(*, dp: int = 1, pp: int = 1, tp: int = 1, ep: int = 1, recompute: bool | str = False) -> Row:
+def row(
+    objective: str = "grpo",
+    *,
+    dp: int = 1,
+    pp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    recompute: bool | str = False,
+) -> Row:
     mesh = MeshConfig(dp_size=dp, pp_size=pp, tp_size=tp, ep_size=ep)
     pipeline = PipelineConfig(schedule="1f1b") if pp > 1 else None
     config = FSDP2Config(mp_policy=FP32, sequence_parallel=tp > 1, activation_checkpointing=recompute)
-    return Row(mesh, config, pipeline, objective=OBJECTIVE, packed=True)
+    return Row(mesh, config, pipeline, objective=OBJECTIVES[objective], packed=True)
+
+
+def objectives_of(family: str) -> list[str]:
+    return list(OBJECTIVES) if family == "llama" else ["grpo"]
+
+
+def reference(folder: Path, family: str, objective: Any) -> Path:
+    return folder / f"{family}-{type(objective).__name__}.pt"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +111,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.double()
         model.set_experts_implementation("eager")
         update = update_of(given_samples(), share=False)
-        torch.save(vars(one_process(model, update.batches, OBJECTIVE)), folder / f"{family}.pt")
+        for name in objectives_of(family):
+            of_one_process = one_process(model, update.batches, OBJECTIVES[name])
+            torch.save(vars(of_one_process), reference(folder, family, OBJECTIVES[name]))
     return folder
 
 
@@ -90,18 +124,28 @@ def same_update(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, 
         stages = build_stages(Original(folder / family), which, mesh)
         update = update_of(given_samples(), share=True, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
         recorder = Recorder(*stages.parts)
-        result = train_step(stages, update.batches, OBJECTIVE, recorder, mesh, max_grad_norm=None)
-        found.append(judge(Reference(**torch.load(folder / f"{family}.pt")), result, recorder.gradients))
+        result = train_step(stages, update.batches, which.objective, recorder, mesh, max_grad_norm=None)
+        want = Reference(**torch.load(reference(folder, family, which.objective)))
+        found.append(judge(want, result, recorder.gradients))
     return found
 
 
 CASES = {
-    1: [("llama", row()), ("gpt_oss", row()), ("deepseek_v3", row())],
+    1: [
+        ("llama", row()),
+        ("gpt_oss", row()),
+        ("deepseek_v3", row()),
+        ("llama", row("critic")),
+        ("llama", row("teacher")),
+    ],
     2: [
         ("llama", row(dp=2, recompute="selective")),
         ("llama", row(pp=2)),
         ("llama", row(tp=2)),
         ("gpt_oss", row(dp=2, ep=2, recompute=True)),
+        ("llama", replace(row(dp=2), parallelizer=DDPConfig())),
+        ("llama", row("critic", pp=2)),
+        ("llama", row("teacher", dp=2)),
     ],
 }
 
@@ -110,6 +154,18 @@ CASES = {
 def test_every_layout_gives_the_numbers_of_samples_that_share_nothing(folder, world):
     for case, errors in zip(CASES[world], launch(same_update, world, folder, CASES[world]), strict=True):
         assert errors.within(TOLERANCE), f"{case}: {errors}"
+
+
+def same_update_of_megatron_fsdp(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Row]]) -> list[Errors]:
+    cuda_stand_in.install()
+    return same_update(rank, world, folder, cases)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron_fsdp") is None, reason="pip install automodel-cli[megatron]")
+def test_so_does_megatron_fsdp(folder):
+    case = ("llama", replace(row(dp=2), parallelizer=MegatronFSDPConfig()))
+    (errors,) = launch(same_update_of_megatron_fsdp, 2, folder, [case])
+    assert errors.within(TOLERANCE), errors
 
 
 def one_token_ahead(rank: int, world: int, folder: Path) -> Errors:
@@ -136,7 +192,6 @@ data: {seq_len: 48}
 rollout: {prompts_per_step: 2, group_size: 4, max_new_tokens: 6, baseline: batch, show_every: null}
 rewards:
   digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
-objective: {kl_coef: 0.1}
 optimizer: {lr: 1.0e-3}
 parallelizer: {mp_policy: {param_dtype: float32}}
 train: {global_batch_size: 4, microbatch_size: 1, max_steps: 2, epochs: null, cpu_threads: 1}
@@ -145,16 +200,16 @@ logging: {report: false}
 """
 
 
-def two_steps(rank: int, world: int, folder: Path) -> dict[str, tuple[list[dict[str, float]], str]]:
+def two_steps(rank: int, world: int, folder: Path, overrides: Sequence[str]) -> dict[str, tuple[list[dict[str, float]], str]]:
     """What the steps of a run measure with shared prompts and without, and what its header says of them."""
     from automodel_cli.rollout.rollouts import Rollouts
     from tests.dist.sessions import session
 
     found = {}
     for share in ("auto", "false"):
-        with session(folder, RUN, f"rollout.share_prompts={share}", f"run_name=share_{share}") as opened:
+        with session(folder, RUN, f"rollout.share_prompts={share}", f"run_name=share_{share}", *overrides) as opened:
             recipe, steps = opened.recipe, []
-            rollouts = Rollouts(opened, recipe.rollout, recipe.rewards, recipe.objective)
+            rollouts = Rollouts(opened, recipe.rollout, recipe.rewards, recipe.objective, recipe.teacher)
             opened.callbacks.add(rollouts)
             for step, prompts in opened.steps():
                 rollout = rollouts.collect(step, prompts)
@@ -168,9 +223,19 @@ def two_steps(rank: int, world: int, folder: Path) -> dict[str, tuple[list[dict[
     return found
 
 
-def test_a_run_measures_the_same_in_fewer_rows(tmp_path):
-    """Two updates of a rollout with a reference: the passes before them, the updates, and the next step's weights."""
-    found = launch(two_steps, 1, tmp_path, process_group=False)
+VARIANTS = {
+    "reference": ("objective.kl_coef=0.1",),
+    "critic": ("objective=ppo", "rollout.baseline=critic", "objective.value_coef=1.0"),
+    "teacher": ("objective=gkd", "teacher={pretrained: teacher}", "rollout.baseline=group"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_measures_the_same_in_fewer_rows(tmp_path, variant):
+    """Two updates of a rollout: the passes of what it reads before them, the updates, and the next step's weights."""
+    if variant == "teacher":
+        tiny.build_hf("llama", vocab_size=512).save_pretrained(tmp_path / "teacher")
+    found = launch(two_steps, 1, tmp_path, VARIANTS[variant], process_group=False)
     (shared, said), (apart, said_apart) = found["auto"], found["false"]
     assert said == "in the update read once for all responses of a group in a row"
     assert said_apart.endswith("once for each response: rollout.share_prompts=false")

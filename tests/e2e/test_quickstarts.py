@@ -43,6 +43,30 @@ def test_a_critic(folder: Path) -> None:
     assert after > before + 0.1
 
 
+STALE = json.loads((ROOT / "results" / "stale_collapse.json").read_text())
+NEAR_LENGTH = """
+from dataclasses import dataclass
+from automodel_cli.rollout.rewards.base import Reward
+
+@dataclass(frozen=True, kw_only=True)
+class NearLength(Reward):
+    def score(self, sample):
+        return max(0.0, 1.0 - abs(sample.num_tokens - 6) / 6)
+"""
+
+
+def test_without_correction_samples_of_earlier_steps_undo_what_was_learnt(folder: Path) -> None:
+    """The command on record, seed 0: 0.17 without correction, 0.94 and more with importance weights up to 2."""
+    (folder / "near_length.py").write_text(NEAR_LENGTH)
+    after = {}
+    for setting in ("none", "truncate"):
+        words = STALE["command"].replace("SETTING", STALE["settings"][setting]).replace("SEED", "0").split()[1:]
+        command = (*words, f"run_name=stale_{setting}", "logging.report=false")
+        before, after[setting] = before_and_after(folder, r"reward \w+ training: ([\d.]+)", *command)
+        assert 0.2 < before < 0.4
+    assert after["none"] < 0.3 and after["truncate"] > 0.7
+
+
 def test_a_teacher(folder: Path) -> None:
     before, after = before_and_after(folder, r"accuracy \w+ training: ([\d.]+)%", "kd", "llm", "-c", "quickstart_kd")
     assert before < 5 and after > 70
