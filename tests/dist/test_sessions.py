@@ -56,24 +56,36 @@ def test_a_validation_that_a_notice_put_off_comes_first_in_the_continued_run(tmp
     assert meta["metrics"]["val_loss"] == next(r for r in whole if r["step"] == step and "val_loss" in r)["val_loss"]
 
 
-def test_a_run_with_8_bit_products_goes_on_to_the_last_bit(tmp_path: Path) -> None:
-    """Nothing is remembered of casts: not of linear layers', nor of experts'."""
-    want = launch(_mixture, 1, tmp_path, 0, None, "run_name=whole", process_group=False)
-    launch(_mixture, 1, tmp_path, 2, None, "run_name=halves", process_group=False)
-    got = launch(_mixture, 1, tmp_path, 0, "halves", process_group=False)
+MIXTURE = "model_type: qwen3_moe\n    num_experts: 4\n    num_experts_per_tok: 2\n    moe_intermediate_size: 32"
+TO_THE_LAST_BIT = {
+    "8-bit products": (MIXTURE, "model.fp8={emulate: true, experts: true}"),
+    "heads of later tokens": ("model_type: qwen3", "model.mtp={depths: 2, loss_weight: 0.3}"),
+}
+
+
+@pytest.mark.parametrize("what", TO_THE_LAST_BIT)
+def test_a_run_goes_on_to_the_last_bit(tmp_path: Path, what: str) -> None:
+    """Nothing is remembered of casts: not of linear layers', nor of experts'. Layers for multi-token prediction, which
+    are not among the model's own, are kept with their state of the optimizer."""
+    of = TO_THE_LAST_BIT[what]
+    want = launch(_all_steps, 1, tmp_path, of, 0, None, "run_name=whole", process_group=False)
+    launch(_all_steps, 1, tmp_path, of, 2, None, "run_name=halves", process_group=False)
+    got = launch(_all_steps, 1, tmp_path, of, 0, "halves", process_group=False)
     whole, halves = ([_timeless(row) for row in metrics(tmp_path / "runs" / run)] for run in ("whole", "halves"))
     assert halves == whole and [row["step"] for row in halves if "loss" in row] == [1, 2, 3, 4]
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    assert all("mtp_loss" in row for row in whole if "loss" in row) == ("mtp" in of[1])
 
 
-def _mixture(rank, world, folder, stop_at, run, *overrides):
-    """The same of a mixture of experts; what it has in the end."""
-    sizes = "model_type: qwen3_moe\n    num_experts: 4\n    num_experts_per_tok: 2\n    moe_intermediate_size: 32"
-    fp8 = ("model.fp8={emulate: true, experts: true}", "validation.every=null")
-    with session(folder, SFT.replace("model_type: llama", sizes), *FEW, *fp8, *overrides, run=run) as opened:
+def _all_steps(rank, world, folder, of, stop_at, run, *overrides):
+    """What a model has in the end, by name."""
+    sizes, setting = of
+    words = (setting, "validation.every=null", *overrides)
+    with session(folder, SFT.replace("model_type: llama", sizes), *FEW, *words, run=run) as opened:
         train(opened, stop_at)
         (part,) = opened.model.parts
-        assert all(arithmetic_of(experts) is not None for experts in experts_modules(part))
+        if "fp8" in setting:
+            assert all(arithmetic_of(experts) is not None for experts in experts_modules(part))
         return {name: tiny.full(param.detach()).clone() for name, param in part.named_parameters()}
 
 

@@ -152,6 +152,7 @@ def test_of_samples_drawn_ahead_only_the_wait_is_idle_time(tmp_path: Path) -> No
 
 
 def test_two_servers_share_a_run_of_conversations_in_two_environments(tmp_path: Path) -> None:
+    """Adapters are trained, so that the weights which the servers get are products of two that no file has."""
     write_config(tmp_path)
     calculator = (
         "_target_: automodel_cli.rollout.environments.calculator.Calculator, pattern: '([a-zA-Z0-9])', call_reward: 1.0"
@@ -171,6 +172,7 @@ def test_two_servers_share_a_run_of_conversations_in_two_environments(tmp_path: 
             command, log = double_at(tmp_path, port, *range(100, 260)), tmp_path / f"{port}.log"
             servers.callback(ServerProcess(command, Server(url), log, timeout=60).close)
         few = ["train.max_steps=2", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+        few += ["model.lora={rank: 4}", "optimizer.lr=3e-2"]
         engine = ["rollout=vllm", FILES, f"rollout.engine.url=[{','.join(urls)}]"]
         done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine, *played)
     assert done.returncode == 0, done.stdout + done.stderr
