@@ -18,6 +18,7 @@ defaults: [sft, _self_]
 model:
   config:
     model_type: {family}
+    vocab_size: 354  # ByteTokenizer's; a family's own would be most of what a run computes
     hidden_size: 64
     intermediate_size: 128
     num_hidden_layers: 2

@@ -12,17 +12,17 @@ from tests.e2e import test_grpo
 from tests.e2e.command import TINY, automodel, curve, metrics
 from tests.marks import slow
 
-ROWS = TINY.replace("model:\n  config:", "model:\n  config:\n    vocab_size: 354")
 STEPS = ("train.max_steps=3", "logging.report=false", "optimizer.eps=1e-5")
 TEACHER = "teacher={_target_: automodel_cli.models.config.TeacherConfig, pretrained: runs/teacher/export}"
+ANSWERS = "{answers: {_target_: automodel_cli.evaluation.config.Generation, max_new_tokens: 4, num_samples: 1}}"
 SMALLER = ("model.config.hidden_size=32", "model.config.head_dim=8")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kd")
-    (folder / "rows.yaml").write_text(ROWS.format(family="llama"))
-    (folder / "distil.yaml").write_text(ROWS.replace("[sft, _self_]", "[kd, _self_]").format(family="llama"))
+    (folder / "rows.yaml").write_text(TINY.format(family="llama"))
+    (folder / "distil.yaml").write_text(TINY.replace("[sft, _self_]", "[kd, _self_]").format(family="llama"))
     (folder / "samples.yaml").write_text(test_grpo.TINY.format(family="llama").replace(", top_p: 0.95", ""))
     done = automodel(folder, "finetune", "llm", "-c", "rows.yaml", "run_name=teacher", *STEPS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,12 +37,15 @@ def distil(folder: Path, name: str, *overrides: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def losses(folder: Path) -> list[float]:
-    return distil(folder, "alone", *SMALLER)
+    """Of a run whose student answers questions, too, which the other runs show to change nothing."""
+    return distil(folder, "alone", *SMALLER, f"validation.tasks={ANSWERS}")
 
 
 def test_a_smaller_student_comes_nearer_to_its_teacher(folder, losses):
     first, *_, last = [row["kd_loss"] for row in metrics(folder / "runs" / "alone") if "kd_loss" in row]
     assert 0 < last < first == losses[0]
+    asked = [row for row in metrics(folder / "runs" / "alone") if "val_loss" in row]
+    assert asked and all("val_answers_accuracy" in row for row in asked)
 
 
 @pytest.mark.parametrize("layout", [*slow(("mesh.dp_size=2",)), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")])
