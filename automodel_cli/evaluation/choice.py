@@ -41,7 +41,8 @@ def choose(task: MultipleChoice, candidate: Candidate) -> Outcome:
         for number, (_, continuation), logprobs in zip(numbers, parts, found, strict=True):
             scores[number] = logprobs[-len(continuation) :].sum().item()
     everyone = dict(zip(pairs, candidate.gathered(scores), strict=True))
-    right, items = [], []
+    right: list[float | None] = []
+    items = []
     for q, question in enumerate(asked):
         values = [everyone[q, c] / _size(task, question, c) for c in range(len(question.choices))]
         chosen = max(range(len(values)), key=values.__getitem__)

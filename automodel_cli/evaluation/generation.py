@@ -23,7 +23,8 @@ _SHOWN = 4
 
 def ask(task: Generation, candidate: Candidate) -> Outcome:
     """Measures `pass@k` (`accuracy` of one response) and `reward`, the mean over a question's responses. Where a run
-    has environments, its own questions begin conversations with them, whose last message is judged. Collective."""
+    has environments, its own questions begin conversations with them, whose last message is judged. A question of which
+    a response was left out after an error (`on_error: skip`) counts in no measure. Collective."""
     prompts = questions(task, candidate)
     places = [(number, index) for number in candidate.share(len(prompts)) for index in range(task.num_samples)]
     requests = [(number, index, prompts[number]) for number, index in places]
@@ -37,13 +38,17 @@ def ask(task: Generation, candidate: Candidate) -> Outcome:
         answers = play_episodes(candidate, pool, candidate.sampler, requests, params, seeds)
     with RewardSum(task.rewards) as rewards:
         samples = scored_samples(requests, answers, candidate.tokenizer, rewards, None)
-    mine: dict[int, list[tuple[str, float]]] = {}
+    mine: dict[int, list[tuple[str, float | None]]] = {}
     for sample in samples:
-        mine.setdefault(sample.place, []).append((sample.text, sample.score.total))
+        mine.setdefault(sample.place, []).append((sample.text, sample.score.total if sample.score.valid else None))
     found = candidate.gathered(mine)
-    right = [sum(total >= task.threshold for _, total in judged) for judged in found]
-    measures = {_name(k, task): [pass_at_k(task.num_samples, count, k) for count in right] for k in task.pass_at}
-    measures[REWARD] = [sum(total for _, total in judged) / len(judged) for judged in found]
+    totals = [_known([total for _, total in judged]) for judged in found]
+    right = [None if of is None else sum(total >= task.threshold for total in of) for of in totals]
+    measures = {
+        _name(k, task): [None if count is None else pass_at_k(task.num_samples, count, k) for count in right]
+        for k in task.pass_at
+    }
+    measures[REWARD] = [None if of is None else sum(of) / len(of) for of in totals]
     items = [
         {
             "question": prompt.messages[-1]["content"] if prompt.messages else "",
@@ -54,6 +59,12 @@ def ask(task: Generation, candidate: Candidate) -> Outcome:
         for prompt, judged, count in zip(prompts, found, right, strict=True)
     ]
     return Outcome(measures, items)
+
+
+def _known(totals: Sequence[float | None]) -> list[float] | None:
+    """None where one is missing: pass@k of fewer samples would be another measure."""
+    known = [total for total in totals if total is not None]
+    return known if len(known) == len(totals) else None
 
 
 def _name(k: int, task: Generation) -> str:

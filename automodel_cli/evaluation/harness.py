@@ -75,7 +75,7 @@ def read(folder: Path) -> dict[str, Outcome]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         name = path.stem.removeprefix("samples_").rpartition("_")[0]
         filters = sorted({row["filter"] for row in rows})
-        measures: dict[str, list[float]] = {}
+        measures: dict[str, list[float | None]] = {}
         for row in sorted(rows, key=lambda row: row["doc_id"]):
             for metric in row["metrics"]:
                 if isinstance(row.get(metric), (int, float)):  # a perplexity is a pair, which has no mean of questions

@@ -17,10 +17,10 @@ _CHUNK = 4_000_000
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one task: for each measure (`accuracy`, `pass@4`, ...) one value a question, in the order of the questions;
-    and what was asked and said, an entry a question."""
+    """Of one task: for each measure (`accuracy`, `pass@4`, ...) one value a question, in the order of the questions,
+    None where a judge failed on it; and what was asked and said, an entry a question."""
 
-    measures: dict[str, list[float]]
+    measures: dict[str, list[float | None]]
     items: list[dict[str, Any]] = field(default_factory=list)
 
     def says_nothing_more(self, measure: str) -> bool:
@@ -30,17 +30,34 @@ class Outcome:
 
     def line(self, name: str) -> str:
         """`NAME: accuracy 43.8% of 16 questions`."""
-        told = {m: sum(v) / len(v) for m, v in self.measures.items() if not self.says_nothing_more(m)}
-        words = (f"{m} {text_of(m)(mean)}" for m, mean in told.items())
-        return f"{name}: {', '.join(words)} of {len(next(iter(self.measures.values())))} questions"
+        words = (f"{m} {text_of(m)(mean)}" for m, mean in self.means.items() if not self.says_nothing_more(m))
+        return f"{name}: {', '.join(words)} of {questions(next(iter(self.measures.values())))}"
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of each measure over the questions that were judged; NaN where none was."""
+        known = {measure: known_of(values) for measure, values in self.measures.items()}
+        return {measure: sum(values) / len(values) if values else math.nan for measure, values in known.items()}
+
+
+def known_of(values: Sequence[float | None]) -> list[float]:
+    """Those of the questions that were judged."""
+    return [value for value in values if value is not None]
+
+
+def questions(values: Sequence[float | None]) -> str:
+    """`16 questions`, or `14 questions (2 more could not be judged)`."""
+    known = len(known_of(values))
+    return f"{known} questions" + (f" ({len(values) - known} more could not be judged)" if known < len(values) else "")
 
 
 def text_of(measure: str, *, signed: bool = False) -> Callable[[float], str]:
-    """How a mean of this measure is written: a reward as it is, all else as a share."""
+    """How a mean of this measure is written: a reward as it is, all else as a share, and what nothing is known of."""
     sign = "+" if signed else ""
-    if measure == REWARD:
-        return lambda value: f"{value:{sign}.3f}"
-    return lambda value: f"{100 * value:{sign}.1f}%"
+    as_known: Callable[[float], str] = (
+        (lambda value: f"{value:{sign}.3f}") if measure == REWARD else (lambda value: f"{100 * value:{sign}.1f}%")
+    )
+    return lambda value: "n/a" if math.isnan(value) else as_known(value)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -49,19 +66,22 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def interval(values: Sequence[float], num_resamples: int) -> tuple[float, float]:
-    """95% percentile bootstrap of the mean, over questions."""
+    """95% percentile bootstrap of the mean, over questions; NaN without any."""
+    if not len(values):
+        return math.nan, math.nan
     means = _resampled(np.asarray(values, np.float64), num_resamples)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
 
 def paired_difference(
-    values: Sequence[float], others: Sequence[float], num_resamples: int
+    values: Sequence[float | None], others: Sequence[float | None], num_resamples: int
 ) -> tuple[float, tuple[float, float]]:
     """Mean of `values - others` over the same questions, and its 95% bootstrap: questions are drawn, so that what makes
-    one hard for both does not widen it."""
-    differences = np.asarray(values, np.float64) - np.asarray(others, np.float64)
-    return float(differences.mean()), interval(differences.tolist(), num_resamples)
+    one hard for both does not widen it. Those that were not judged for both are left out; NaN where all were."""
+    pairs = [(a, b) for a, b in zip(values, others, strict=True) if a is not None and b is not None]
+    differences = np.asarray([a - b for a, b in pairs], np.float64)
+    return float(differences.mean()) if pairs else math.nan, interval(differences.tolist(), num_resamples)
 
 
 def _resampled(values: np.ndarray, num_resamples: int) -> np.ndarray:

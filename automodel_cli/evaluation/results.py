@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.evaluation.outcome import Outcome, interval, paired_difference, text_of
+from automodel_cli.evaluation.outcome import Outcome, interval, known_of, paired_difference, questions, text_of
 from automodel_cli.run_folders.page import FILE, write_own_page
 from automodel_cli.run_folders.record import code_version
 
@@ -36,15 +36,14 @@ def _scores(found: Found, num_resamples: int) -> Iterator[dict[str, str]]:
                 continue
             for label in found:
                 values = found[label][name].measures[measure]
-                mean = sum(values) / len(values)
-                low, high = interval(values, num_resamples)
+                low, high = interval(known_of(values), num_resamples)
                 text = text_of(measure)
                 yield {
                     "task": f"{name}: {measure}",
                     "model": label,
-                    "score": text(mean),
+                    "score": text(found[label][name].means[measure]),
                     "interval": f"{text(low)} to {text(high)}",
-                    "note": f"{len(values)} questions",
+                    "note": questions(values),
                 }
             for label in others:
                 yield _compared(num_resamples, name, measure, found[first][name], found[label][name], first, label)

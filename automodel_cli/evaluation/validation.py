@@ -85,7 +85,6 @@ class ValidationTasks(Callback):
         found: dict[str, float] = {}
         for name, task in self._tasks.items():
             outcome: Outcome = task.run(self._candidate)
-            means = {measure: sum(v) / len(v) for measure, v in outcome.measures.items()}
-            found |= {f"val_{name}_{re.sub(r'[^A-Za-z0-9_]', '_at_', m)}": mean for m, mean in means.items()}
+            found |= {f"val_{name}_{re.sub(r'[^A-Za-z0-9_]', '_at_', m)}": mean for m, mean in outcome.means.items()}
             run.print(f"step {step}: {outcome.line(name)}")
         return found

@@ -21,10 +21,11 @@ class Alarms:
     _said: set[str] = field(default_factory=set)
     _first_entropies: list[float] = field(default_factory=list)
 
-    def of(self, values: Mapping[str, float]) -> list[str]:
-        """The sentences that are due after a step."""
+    def of(self, values: Mapping[str, float], failures: Mapping[str, tuple[int, int]]) -> list[str]:
+        """The sentences that are due after a step; `failures`: of each reward that should judge samples of the step, on
+        how many it failed, and how many those were."""
         due = []
-        for name, sentence in self._found(values):
+        for name, sentence in (*self._found(values), *_failing(failures)):
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if sentence else 0
             if sentence and self._in_a_row[name] >= _STEPS and name not in self._said:
                 self._said.add(name)
@@ -47,15 +48,7 @@ class Alarms:
             "equal",
             f"more than {_EQUAL:.0%} of the groups (now {equal:g} of {groups:g}, mean reward {mean:.3g}) had no two "
             "different rewards, and taught nothing: the prompts are too easy or too hard for this model"
-            if equal > _EQUAL * groups
-            else "",
-        )
-        failed, judged = values["reward_errors"], values["num_judged"]
-        yield (
-            "errors",
-            f"a reward failed on every sample ({failed:g} of {judged:g}): see the warnings above, and `errors` in "
-            "rollouts.jsonl"
-            if failed >= judged
+            if min(equal, values["num_unused_groups"]) > _EQUAL * groups
             else "",
         )
         lost = values.get("environment_failed", 0.0)
@@ -81,4 +74,16 @@ class Alarms:
             f"the entropy is below {_COLLAPSED:.0%} of its beginning ({first:.3g} nats, now {entropy:.3g}): samples of "
             "a prompt become the same, and nothing new is tried; objective.entropy_coef, a higher objective.clip_high "
             "or a lower optimizer.lr hold against it"
+        )
+
+
+def _failing(failures: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, str]]:
+    """A reward that judges only rows of one kind counts the steps that have such rows."""
+    for name, (failed, asked) in failures.items():
+        yield (
+            f"reward {name}",
+            f"reward {name} failed on every sample that it should judge (now {failed} of {asked}): see the warnings "
+            "above, and `errors` in rollouts.jsonl"
+            if failed == asked
+            else "",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.rollout.environments.metrics import environment_metrics
 from automodel_cli.rollout.experience import Sample, Update
-from automodel_cli.rollout.held_out_samples import by_group, is_right, is_wrong
+from automodel_cli.rollout.reward_means import by_group, counted, deviation_of_rewards, is_right, is_wrong, mean_reward
 
 _MOST_SOURCES = 32  # more names than that are no sources
 
@@ -50,10 +51,9 @@ class Rollout:
     @property
     def shown(self) -> dict[str, float]:
         """What stands on the step line."""
-        count = len(self.samples)
         return {
-            "reward": sum(sample.score.total for sample in self.samples) / count,
-            "response_length": sum(sample.num_generated for sample in self.samples) / count,
+            "reward": mean_reward(self.samples),
+            "response_length": sum(sample.num_generated for sample in self.samples) / len(self.samples),
         }
 
     @cached_property
@@ -62,19 +62,22 @@ class Rollout:
         samples, lengths = self.samples, [sample.num_generated for sample in self.samples]
         names = sorted({name for sample in samples for name in sample.score.parts})
         groups = by_group(samples)
-        equal = [s for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if not differs]
+        differs = {s.place for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if differs}
+        compared = [group for group in by_group(counted(samples)) if len(group) > 1]
+        equal = [group for group in compared if group[0].place not in differs]
         return {
             **self._of_trained(),
-            **({"reward_equal_groups": statistics.fmean(s.score.total for s in equal)} if equal else {}),
-            "reward_std": statistics.pstdev(sample.score.total for sample in samples),
+            **({"reward_equal_groups": mean_reward([s for group in equal for s in group])} if equal else {}),
+            "reward_std": deviation_of_rewards(samples),
             **{f"reward_{name}": _mean_part(samples, name) for name in names},
             "reward_errors": sum(bool(sample.score.errors) for sample in samples),
             "num_judged": len(samples),
+            "num_left_out": len(samples) - len(counted(samples)),
             "response_length_max": max(lengths),
             "turns": statistics.fmean(sample.num_turns for sample in samples),
             "truncated": sum(sample.truncated for sample in samples) / len(samples),
             "num_groups": len({sample.place for sample in samples}),
-            "num_equal_groups": len({sample.place for sample in equal}),
+            "num_equal_groups": len(equal),
             "num_solved_groups": sum(all(map(is_right, group)) for group in groups),
             "num_failed_groups": sum(all(map(is_wrong, group)) for group in groups),
             "num_sampled": self.num_sampled,
@@ -93,6 +96,14 @@ class Rollout:
             **({} if self.wait_seconds is None else {"rollout_wait_seconds": self.wait_seconds}),
             **self.of_engine,
         }
+
+    @property
+    def failures(self) -> dict[str, tuple[int, int]]:
+        """Of each reward, on how many samples it failed, and how many it should judge."""
+        scores = [sample.score for sample in self.samples]
+        failed = Counter(name for score in scores for name in score.errors)
+        asked = failed + Counter(name for score in scores for name in score.parts)
+        return {name: (failed[name], asked[name]) for name in sorted(asked)}
 
     def _of_trained(self) -> dict[str, float]:
         """Of the samples that are trained on; nothing where there are none."""
@@ -122,7 +133,7 @@ class Rollout:
 def _by_source(samples: Sequence[Sample]) -> dict[str, float]:
     """The mean reward of the rows of each `source`, or `kind` as tasks call it; nothing where all have the same one."""
     found: dict[str, list[float]] = {}
-    for sample in samples:
+    for sample in counted(samples):
         row = sample.prompt.row
         found.setdefault(str(row.get("source", row.get("kind", ""))), []).append(sample.score.total)
     if not 1 < len(found) <= _MOST_SOURCES:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import statistics
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.reward_means import counted, mean_reward
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.run.answers import Accuracy, Answer
@@ -112,10 +113,13 @@ def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], confi
     """The warning where dynamic sampling finds fewer groups with different rewards (`samples`) than it should."""
     dynamic = config.dynamic_sampling
     assert dynamic is not None
-    found, mean = len(samples) // config.group_size, statistics.fmean(sample.score.total for sample in equal)
+    found, mean = len(samples) // config.group_size, mean_reward(equal)
+    others = (
+        "the others were left out after errors" if math.isnan(mean) else f"the mean reward of the others is {mean:.3g}"
+    )
     return (
         f"WARNING: step {step}: after {dynamic.max_batches} batches of prompts {found} of {config.prompts_per_step} "
-        f"groups have different rewards (the mean reward of the others is {mean:.3g}). The step trains on those there "
+        f"groups have different rewards ({others}). The step trains on those there "
         "are, and so will later ones: num_equal_groups and num_sampled in metrics.jsonl say how many. More come from "
         "prompts that are neither too easy nor too hard, a larger rollout.group_size or a higher rollout.temperature"
     )
@@ -123,12 +127,16 @@ def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], confi
 
 def reward_line(samples: Sequence[Sample], when: str) -> str:
     """The mean reward on held-out prompts, and that of each kind where the rows tell one."""
+    judged = counted(samples)
+    if not judged:
+        return f"reward {when} training: none, all {len(samples)} held-out prompts were left out after errors"
     kinds: dict[str, list[float]] = {}
-    for sample in samples:
+    for sample in judged:
         kinds.setdefault(str(sample.prompt.row.get("kind", "")), []).append(sample.score.total)
     means = "  ".join(f"{kind} {sum(found) / len(found):.2f}" for kind, found in sorted(kinds.items()) if kind)
-    mean = sum(sample.score.total for sample in samples) / len(samples)
-    text = f"reward {when} training: {mean:.3f}, the mean of {len(samples)} held-out prompts"
+    text = f"reward {when} training: {mean_reward(judged):.3f}, the mean of {len(judged)} held-out prompts"
+    if len(judged) < len(samples):
+        text += f" ({len(samples) - len(judged)} more were left out after errors)"
     return f"{text} ({means})" if means else text
 
 

@@ -36,9 +36,9 @@ from automodel_cli.rollout.episodes import (
     what_plays,
 )
 from automodel_cli.rollout.experience import RowPlan, Sample, plan_updates
-from automodel_cli.rollout.held_out_samples import of_k_samples
 from automodel_cli.rollout.model_engines import RankZeroEngine
 from automodel_cli.rollout.phases import Idle, Phases
+from automodel_cli.rollout.reward_means import counted, mean_reward, of_k_samples
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.rewards.combine import check_rows as check_reward_rows
@@ -176,7 +176,8 @@ class Rollouts(Callback):
             drawn = of_k_samples(self._judged(requests, answers_k))
         return {
             **drawn,
-            "val_reward": statistics.fmean(sample.score.total for sample in answers),
+            "val_reward": mean_reward(answers),
+            "val_num_left_out": len(answers) - len(counted(answers)),
             "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
         }
 
@@ -419,7 +420,7 @@ class Rollouts(Callback):
         values = dict(rollout.unshown)
         if "entropy" in measured:
             values["entropy"] = measured["entropy"].item()
-        for sentence in self._alarms.of(values):
+        for sentence in self._alarms.of(values, rollout.failures):
             meter.print(f"step {step}: {sentence}")
         if "token_mult_prob_error" in measured:
             warning = disagreement(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)

@@ -108,10 +108,10 @@ def step_text(row: Row, num_ranks: int) -> str:
     """A metrics row as text; what is null is left out, unknown columns come last under their own names. Rewards and
     what belongs to them lead where there are any. A step without an update has no loss.
     """
-    lead = [f"{name} {show_number(row[key])}" for key, name in _LEAD.items() if key in row]
+    lead = [f"{name} {show_number(row[key])}" for key, name in _LEAD.items() if key in row and not _is_nan(row[key])]
     loss, norm = row["loss"], row["grad_norm"]
-    if loss is not None and math.isnan(loss):
-        lead.append("no update: no group had different rewards" if "reward" in row else "no update")
+    if _is_nan(loss):
+        lead.append(f"no update{_why_none(row)}")
     else:
         lead.append(f"loss {show_number(loss)}  gnorm {show_number(norm)}")
     text = f"{'  '.join(lead)}  lr {show_rate(row['lr'])}"
@@ -124,6 +124,17 @@ def step_text(row: Row, num_ranks: int) -> str:
         text += f"  mem {row['memory_gib']:.1f} GiB"
     rest = ((key, value) for key, value in row.items() if key not in _KNOWN and key not in _LEAD)
     return text + "".join(f"  {key} {show_number(value)}" for key, value in rest)
+
+
+def _why_none(row: Row) -> str:
+    reward = row.get("reward")
+    if reward is None:
+        return ""
+    return ": every sample was left out after an error" if _is_nan(reward) else ": no group had different rewards"
+
+
+def _is_nan(value: float | int | None) -> bool:
+    return value is not None and math.isnan(value)
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:

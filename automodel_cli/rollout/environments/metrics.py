@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from automodel_cli.rollout.environments.pool import Account
 from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.reward_means import mean_reward
 
 
 def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -23,7 +24,7 @@ def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         mine = [(sample, account) for sample, account in accounts if sample.environment == name]
         found |= _of(mine, f"environment_{name}")
         found[f"environment_{name}_share"] = len(mine) / len(samples)
-        found[f"environment_{name}_reward"] = statistics.fmean(sample.score.total for sample, _ in mine)
+        found[f"environment_{name}_reward"] = mean_reward([sample for sample, _ in mine])
         found[f"environment_{name}_turns"] = statistics.fmean(sample.num_turns for sample, _ in mine)
         found[f"environment_{name}_truncated"] = statistics.fmean(sample.truncated for sample, _ in mine)
     return found

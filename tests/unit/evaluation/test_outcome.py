@@ -15,7 +15,7 @@ from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation.config import EvalConfig, Generation
-from automodel_cli.evaluation.outcome import interval, paired_difference, pass_at_k
+from automodel_cli.evaluation.outcome import Outcome, interval, paired_difference, pass_at_k
 
 
 @pytest.mark.parametrize(("num_samples", "num_right"), [(5, 0), (5, 2), (5, 5), (4, 1)])
@@ -31,6 +31,16 @@ def test_the_interval_of_a_share_is_that_of_its_normal_approximation() -> None:
     values = [1.0] * 300 + [0.0] * 700
     error = 1.96 * math.sqrt(0.3 * 0.7 / 1000)
     assert interval(values, 20_000) == pytest.approx((0.3 - error, 0.3 + error), abs=0.002)
+
+
+def test_questions_that_a_judge_failed_on_are_told_and_count_nowhere() -> None:
+    ours, theirs = [1.0, None, 0.0, 1.0], [1.0, 1.0, None, 0.0]
+    outcome = Outcome({"accuracy": ours, "reward": [0.5, None, 0.0, 1.0]})
+    assert outcome.means == {"accuracy": pytest.approx(2 / 3), "reward": 0.5}
+    assert outcome.line("days") == "days: accuracy 66.7%, reward 0.500 of 3 questions (1 more could not be judged)"
+    assert paired_difference(ours, theirs, 10)[0] == 0.5  # of the first and the last
+    nobody = Outcome({"accuracy": [None, None]})
+    assert nobody.line("days") == "days: accuracy n/a of 0 questions (2 more could not be judged)"
 
 
 def test_a_paired_difference_does_not_widen_with_what_makes_questions_hard_for_both() -> None:

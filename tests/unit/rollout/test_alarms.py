@@ -7,17 +7,16 @@ from automodel_cli.rollout.alarms import Alarms
 FINE = {
     "truncated": 0.1,
     "num_equal_groups": 3,
+    "num_unused_groups": 3,
     "num_groups": 8,
     "reward_equal_groups": 0.5,
-    "reward_errors": 0,
-    "num_judged": 64,
     "entropy": 1.0,
 }
 
 
 def said(*steps: dict[str, float]) -> list[list[str]]:
     alarms = Alarms(max_new_tokens=128)
-    return [alarms.of({**FINE, **values}) for values in steps]
+    return [alarms.of({**FINE, **values}, {}) for values in steps]
 
 
 def test_a_good_run_is_not_commented():
@@ -36,14 +35,25 @@ def test_a_good_step_between_bad_ones_begins_the_count_anew():
 
 
 def test_groups_that_teach_nothing_are_said_with_their_reward():
-    *_, (line,) = said(*[{"num_equal_groups": 8, "reward_equal_groups": 1.0}] * 5)
+    *_, (line,) = said(*[{"num_equal_groups": 8, "num_unused_groups": 8, "reward_equal_groups": 1.0}] * 5)
     assert "now 8 of 8, mean reward 1" in line
+    assert said(*[{"num_equal_groups": 8, "num_unused_groups": 0}] * 5) == [[]] * 5  # a critic learns from them
 
 
-def test_a_reward_that_fails_on_everything():
-    *_, (line,) = said(*[{"reward_errors": 64}] * 5)
-    assert "failed on every sample (64 of 64)" in line
-    assert said(*[{"reward_errors": 63}] * 5) == [[]] * 5
+def failing(*steps: dict[str, tuple[int, int]]) -> list[list[str]]:
+    alarms = Alarms(max_new_tokens=128)
+    return [alarms.of(FINE, failures) for failures in steps]
+
+
+def test_a_reward_that_fails_on_everything_it_judges():
+    *_, (line,) = failing(*[{"exact": (0, 64), "code": (4, 4)}] * 5)
+    assert "reward code failed on every sample that it should judge (now 4 of 4)" in line
+    assert failing(*[{"code": (3, 4)}] * 5) == [[]] * 5
+
+
+def test_steps_without_rows_that_a_reward_judges_say_nothing_of_it():
+    found = failing(*[{"code": (4, 4)}, {}] * 4, {"code": (2, 2)})
+    assert [len(lines) for lines in found] == [0] * 8 + [1]
 
 
 def test_entropy_that_collapses_is_measured_against_the_first_steps():

@@ -183,6 +183,8 @@ def test_a_line_of_reinforcement_learning_leads_with_the_reward():
     nothing = {**row, "loss": math.nan, "grad_norm": math.nan}
     assert "  no update: no group had different rewards  lr" in step_text(nothing, 1)
     assert "nan" not in step_text(nothing, 1)
+    unjudged = step_text({**nothing, "reward": math.nan}, 1)
+    assert "  no update: every sample was left out after an error  lr" in unjudged and "nan" not in unjudged
 
 
 def test_numbers_as_people_write_them():

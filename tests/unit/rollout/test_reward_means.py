@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.rollout.experience import Sample
-from automodel_cli.rollout.held_out_samples import of_k_samples
+from automodel_cli.rollout.reward_means import of_k_samples
 from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 
 
-def sample(place: int, index: int, total: float, source: str = "a", **parts: float) -> Sample:
+def sample(place: int, index: int, total: float, source: str = "a", *, failed: bool = False, **parts: float) -> Sample:
     prompt = Prompt(place, [1, 2], [], {"source": source}, f"prompt {place}")
-    return Sample(place, index, prompt, [3], [-1.0], "", "stop", 0, Score(total, parts, {}))
+    return Sample(
+        place,
+        index,
+        prompt,
+        [3],
+        [-1.0],
+        "",
+        "stop",
+        0,
+        Score(total, parts, {"judge": "away"} if failed else {}, not failed),
+    )
 
 
 def test_a_prompt_is_passed_by_one_sample_that_every_reward_finds_right():
@@ -44,6 +56,31 @@ def test_groups_all_right_and_all_wrong_and_rewards_by_source_are_told_apart():
     assert (told["num_solved_groups"], told["num_failed_groups"]) == (1, 1)
     assert (told["reward_source_a"], told["reward_source_b"]) == (0.75, 0.25)
     assert (told["generate_seconds"], told["generate_tokens_per_second"]) == (0.75, pytest.approx(8 / 0.75))
+
+
+def test_samples_left_out_after_an_error_count_in_no_mean():
+    samples = [
+        sample(0, 0, 1.0, exact=1.0),
+        sample(0, 1, 0.0, failed=True),
+        sample(1, 0, 1.0, "b", exact=1.0),
+        sample(1, 1, 0.5, "b", exact=0.5),
+        sample(2, 0, 0.0, failed=True),
+        sample(2, 1, 9.0, failed=True, exact=1.0),  # the rest of a sum that is not known
+    ]
+    assert of_k_samples(samples) == {
+        "val_avg_at_k": pytest.approx(2.5 / 3),
+        "val_best_at_k": 1.0,  # of two prompts: the third was not judged
+        "val_pass_at_k": 1.0,
+    }
+    differs = torch.tensor([False, False, True, True, False, False])
+    rollout = Rollout(0, samples, torch.zeros(6), differs, [], [], 1, 6, 1.0, 0.25, None, {})
+    assert rollout.shown["reward"] == pytest.approx(2.5 / 3)
+    told = rollout.unshown
+    assert (told["num_left_out"], told["reward_errors"], told["num_equal_groups"]) == (3, 3, 0)
+    assert told["reward_std"] == pytest.approx((1 / 18) ** 0.5)
+    assert (told["reward_source_a"], told["reward_source_b"]) == (1.0, 0.75)
+    assert rollout.failures == {"exact": (0, 4), "judge": (3, 3)}
+    assert all(math.isnan(value) for value in of_k_samples(samples[4:]).values())
 
 
 @pytest.mark.parametrize("options", [{"validation_samples": -1}, {"validation_temperature": 0.6}])
