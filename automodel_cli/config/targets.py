@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -124,6 +125,12 @@ def _import(module: str, path: str) -> types.ModuleType:
             raise  # a bug of ours: keep the traceback
         message = f"{path} needs the package {missing}, which is not installed"
         raise ConfigError(message, fix=f"pip install {missing}") from error
+    except Exception as error:
+        if inside(module, OWN):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}:{frame.lineno}"
+        raise ConfigError(f"{path} cannot be imported, {where}: {type(error).__name__}: {error}") from error
 
 
 def _no_such(path: str, module: types.ModuleType, part: str, parents: Sequence[str]) -> ConfigError:

@@ -16,9 +16,8 @@ from automodel_cli.distributed.layout import Layout
 from automodel_cli.dryrun import report
 from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.remedies import try_changes
-from automodel_cli.dryrun.request import GIB, RankResult, Request
+from automodel_cli.dryrun.request import RankResult, Request
 from automodel_cli.planning.render import Traced
-from automodel_cli.planning.reserve import RESERVE_GIB
 
 LARGEST_WORLD = 4096
 _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]
@@ -62,7 +61,7 @@ def traced_memory(recipe: Any, request: Request) -> list[Traced]:
     layout = _layout(recipe, request.num_gpus)
     per_stage = layout.world_size // layout.pp
     return [
-        Traced(rank // per_stage, trace_rank(replace(request, rank=rank)).peak_by_kind, RESERVE_GIB * GIB)
+        Traced(rank // per_stage, trace_rank(replace(request, rank=rank)).peak_by_kind)
         for rank in distinct_ranks(layout)
     ]
 

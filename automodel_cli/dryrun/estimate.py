@@ -10,7 +10,7 @@ from automodel_cli.dryrun.gpus import Gpu
 from automodel_cli.dryrun.request import GIB, RankResult
 from automodel_cli.pipelining.schedule.program import Action, Overlap, Program
 from automodel_cli.pipelining.timeline.simulator import Costs, Timeline, simulate
-from automodel_cli.planning.reserve import RESERVE_GIB
+from automodel_cli.planning.reserve import usable_bytes
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.heaviest.peak / GIB + RESERVE_GIB <= self.gpu.memory_gib
+        return self.heaviest.peak <= usable_bytes(self.gpu.memory_gib)
 
     @property
     def mfu(self) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from automodel_cli.planning.reserve import CARD_GIB
 from automodel_cli.training.flops import device_peak_flops
 
 GIB = 2**30
@@ -38,10 +39,10 @@ class Gpu:
 
 
 GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 79.1, 67e12, 3.35e12, (9, 0), 450e9),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", CARD_GIB, 67e12, 3.35e12, (9, 0), 450e9),
     "h200": Gpu("NVIDIA H200", 139.8, 67e12, 4.8e12, (9, 0), 450e9),
     "b200": Gpu("NVIDIA B200", 178.3, 80e12, 8.0e12, (10, 0), 900e9),
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 79.1, 19.5e12, 2.04e12, (8, 0), 300e9),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", CARD_GIB, 19.5e12, 2.04e12, (8, 0), 300e9),
     "l40s": Gpu("NVIDIA L40S", 44.5, 91.6e12, 0.864e12, (8, 9), 32e9),
 }
 

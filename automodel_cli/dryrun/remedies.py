@@ -10,9 +10,9 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.dryrun.estimate import Estimate
 from automodel_cli.dryrun.gpus import Gpu
-from automodel_cli.dryrun.request import GIB, Request
+from automodel_cli.dryrun.request import Request
 from automodel_cli.dryrun.worker import load
-from automodel_cli.planning.reserve import RESERVE_GIB
+from automodel_cli.planning.reserve import usable_bytes
 from automodel_cli.run.changes import Change, Planned, WithOverrides, plan_change, planned
 
 Measure = Callable[[Request, Sequence[int]], Estimate]
@@ -93,4 +93,4 @@ def _order(tried: Tried) -> tuple[bool, bool, bool, float]:
 
 
 def _limit(gpu: Gpu) -> float:
-    return (gpu.memory_gib - RESERVE_GIB) * GIB
+    return usable_bytes(gpu.memory_gib)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
 from automodel_cli.planning.plan import Request, make_plan
-from automodel_cli.planning.reserve import RESERVE_GIB
+from automodel_cli.planning.reserve import usable_bytes
 
 GIB = 2**30
 MARGIN = 0.08
@@ -47,7 +47,7 @@ def choose(request: Request, memory: float) -> Choice:
     where experts are on other ranks, minimal whose heaviest GPU has room beside what is set aside. The last one where
     none has. Then, without a pipeline, experts stay gathered if there is room for that too."""
     assert isinstance(request.parallelizer, ParallelizerConfig)
-    room = (memory - RESERVE_GIB * GIB) / (1 + MARGIN)
+    room = usable_bytes(memory / GIB) / (1 + MARGIN)
     tried: list[tuple[bool | str, float]] = []
     for mode in _QUICKEST_FIRST if request.layout.ep > 1 else _QUICKEST_FIRST[:-1]:
         parallelizer = replace(request.parallelizer, activation_checkpointing=mode)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from automodel_cli.pipelining.timeline.simulator import Timeline
 from automodel_cli.pipelining.timeline.svg import draw_svg, draw_text
 from automodel_cli.planning.plan import Plan, StageRow
+from automodel_cli.planning.reserve import RESERVE_GIB, usable_bytes
 from automodel_cli.planning.schedules import Comparison
 
 _GIB, _MIB = 2**30, 2**20
@@ -15,11 +16,10 @@ _GIB, _MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class Traced:
-    """What a dry run of one pipeline rank held at its peak, in bytes, and what it leaves to what it does not see."""
+    """What a dry run of one pipeline rank held at its peak, in bytes."""
 
     rank: int
     by_kind: Mapping[str, float]
-    reserve: float
 
     @property
     def peak(self) -> float:
@@ -128,20 +128,24 @@ def _traced(plan: Plan, traced: Sequence[Traced], memory_gib: float) -> str:
     rows.append(["peak", *(f"{one.peak / unit:,.2f}" for one in traced)])
     rows.append(["estimate without a dry run", *(f"{plan.memory[one.rank].total / unit:,.2f}" for one in traced)])
     heaviest = max(traced, key=lambda one: one.peak)
-    fits = "fits" if heaviest.peak + heaviest.reserve <= memory_gib * _GIB else "does not fit"
-    aside = f"{heaviest.peak / unit:,.1f} {name} and {heaviest.reserve / _GIB:g} GiB set aside, of {memory_gib:g} GiB"
+    fits = "fits" if heaviest.peak <= usable_bytes(memory_gib) else "does not fit"
+    aside = f"{heaviest.peak / unit:,.1f} {name} {_set_aside(memory_gib)}"
     return "\n".join([f"memory of a GPU [{name}]: a dry run of each rank", _table(rows, left={0}), f"{fits}: {aside}"])
 
 
 def _verdict(plan: Plan, memory_gib: float) -> str:
-    limit, rows, (unit, name) = memory_gib * _GIB, plan.request.rows, _unit(plan)
-    needed = f"{plan.heaviest / unit:,.1f} {name} of {memory_gib:g} GiB"
+    limit, rows, (unit, name) = usable_bytes(memory_gib), plan.request.rows, _unit(plan)
+    needed = f"{plan.heaviest / unit:,.1f} {name} {_set_aside(memory_gib)}"
     largest = plan.largest_microbatch(limit)
     room = f"microbatch_size={largest} is the largest that does" if largest else "not even one row a microbatch does"
     if plan.heaviest > limit:
         return f"does not fit: {needed}; {room}"
     more = f"; so does up to microbatch_size={largest}" if largest > rows else ""
     return f"fits: {needed}{more}"
+
+
+def _set_aside(memory_gib: float) -> str:
+    return f"and {RESERVE_GIB:g} GiB set aside, of {memory_gib:g} GiB"
 
 
 def _comparison(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.launch.startup import collect_again, hold_garbage
 from automodel_cli.models import shipped
+from automodel_cli.planning.reserve import CARD_GIB, RESERVE_GIB, usable_bytes
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -24,12 +25,14 @@ def print_plan(
     source: Composed,
     *,
     num_gpus: int,
-    memory_gib: float,
+    memory_gib: float | None,
     svg: Path | None,
     trace: Callable[[], Sequence[Traced]] | None = None,
 ) -> int:
-    """Returns the exit code. `trace` measures the memory of every pipeline rank, which is estimated without it. Raises
-    ConfigError where the mesh does not fit the GPUs, or the schedule the step."""
+    """Returns the exit code. `memory_gib`: of a GPU, None: of one of 80 GB. `trace` measures the memory of every
+    pipeline rank, which is estimated without it. Raises ConfigError where the mesh does not fit the GPUs, or the
+    schedule the step."""
+    memory_gib = CARD_GIB if memory_gib is None else memory_gib
     layout = _layout(recipe, source, num_gpus)
     num_microbatches = recipe.train.num_microbatches(layout.dp)
     if recipe.pipeline is not None:
@@ -70,10 +73,11 @@ def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | 
         return None
     stays = max(memory.parameters + memory.frozen + memory.optimizer for memory in plan.memory) / 2**30
     taken = servers.memory_share * memory_gib
-    verdict = "fits" if stays + taken <= memory_gib else "DOES NOT FIT (a smaller rollout.engine.servers.memory_share)"
+    fits = (stays + taken) * 2**30 <= usable_bytes(memory_gib)
+    verdict = "fits" if fits else "DOES NOT FIT (a smaller rollout.engine.servers.memory_share)"
     return (
         f"while it generates, {verdict}: {taken:.1f} GiB of vLLM (memory_share={servers.memory_share:g}) beside "
-        f"{stays:.1f} GiB of parameters and optimizer, of {memory_gib:g} GiB"
+        f"{stays:.1f} GiB of parameters and optimizer and {RESERVE_GIB:g} set aside, of {memory_gib:g} GiB"
     )
 
 

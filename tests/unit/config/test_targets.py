@@ -117,6 +117,16 @@ def test_trust_opens_one_package_and_not_what_it_imports(tmp_path: Path, monkeyp
         resolve("half_trusted_too.made", ["half_trusted"])
 
 
+def test_a_trusted_module_that_cannot_be_imported_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_at_import.py").write_text("numbers = []\nfirst = numbers[0]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = r"broken_at_import\.Reward cannot be imported, .*broken_at_import\.py:2: IndexError: list index out of range"
+    with pytest.raises(ConfigError, match=said):
+        resolve("broken_at_import.Reward", ("broken_at_import",))
+
+
 def test_allowed_targets() -> None:
     from automodel_cli.distributed.layout import MeshConfig
 

@@ -11,7 +11,8 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.activation_checkpointing import apply_activation_checkpointing
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.planning.plan import Request, make_plan
-from automodel_cli.planning.recomputation import GIB, MARGIN, RESERVE_GIB, choose
+from automodel_cli.planning.recomputation import GIB, MARGIN, choose
+from automodel_cli.planning.reserve import RESERVE_GIB
 from tests.e2e.command import automodel, write_config
 from tests.unit.planning.test_plan import request
 
