@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -85,6 +86,7 @@ class ValidationTasks(Callback):
         found: dict[str, float] = {}
         for name, task in self._tasks.items():
             outcome: Outcome = task.run(self._candidate)
-            found |= {f"val_{name}_{re.sub(r'[^A-Za-z0-9_]', '_at_', m)}": mean for m, mean in outcome.means.items()}
+            known = {measure: mean for measure, mean in outcome.means.items() if not math.isnan(mean)}
+            found |= {f"val_{name}_{re.sub(r'[^A-Za-z0-9_]', '_at_', m)}": mean for m, mean in known.items()}
             run.print(f"step {step}: {outcome.line(name)}")
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,7 +158,8 @@ class Rollouts(Callback):
         return found
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """The mean reward of greedy responses to the held-out prompts, and of more samples. Collective."""
+        """The mean reward of greedy responses to the held-out prompts, and of more samples; of what could not be judged
+        only the number. Collective."""
         validation = self.session.data.validation
         if validation is None:
             return {}
@@ -174,12 +176,14 @@ class Rollouts(Callback):
             seeds = [sample_seed(self.recipe.seed, _HELD_OUT, place, index) for place, index, _ in requests]
             answers_k = self._generated(requests, self.config.validation_params(), seeds)
             drawn = of_k_samples(self._judged(requests, answers_k))
-        return {
+        left_out = len(answers) - len(counted(answers))
+        found = {
             **drawn,
             "val_reward": mean_reward(answers),
-            "val_num_left_out": len(answers) - len(counted(answers)),
+            **({"val_num_left_out": left_out} if left_out else {}),
             "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
         }
+        return {name: value for name, value in found.items() if not math.isnan(value)}
 
     def on_end(self, run: Run, succeeded: bool) -> None:
         """End what generates and judges in other threads and processes."""
