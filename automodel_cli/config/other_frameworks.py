@@ -1,4 +1,5 @@
-"""Other tools' names for our keys, as of 2026-11. At most 80 rows; only names that people paste.
+"""Other tools' names for our keys, as of 2026-11. At most 85 rows; only names that people paste, and that
+`suggest` would not find: a name whose leaf is ours needs no row.
 
 A name with a dot is looked up before its leaf.
 """
@@ -54,6 +55,7 @@ _CHECKPOINTING = {
     "true": "parallelizer.activation_checkpointing=full",
     "false": "parallelizer.activation_checkpointing=false",
 }
+_DRAWN = "rollouts are drawn by rollout.temperature, rollout.top_p and rollout.top_k only"
 
 FOREIGN: dict[str, Foreign] = {
     # batch and steps: HF/TRL, LLaMA-Factory, axolotl, torchtune, NeMo, torchtitan
@@ -70,7 +72,6 @@ FOREIGN: dict[str, Foreign] = {
     "num_train_epochs": Foreign("train.epochs"),
     "num_epochs": Foreign("train.epochs"),
     "max_epochs": Foreign("train.epochs"),
-    "max_grad_norm": Foreign("train.max_grad_norm"),
     "clip_grad_norm": Foreign("train.max_grad_norm"),
     "gradient_clip_val": Foreign("train.max_grad_norm"),
     "gradient_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
@@ -84,7 +85,6 @@ FOREIGN: dict[str, Foreign] = {
     "adam_epsilon": Foreign("optimizer.eps"),
     "optimizer": Foreign("optimizer", "optimizer=adamw, muon or adamw8bit", _OPTIMIZERS, other_value=True),
     "optim": Foreign("optimizer", "optimizer=adamw, muon or adamw8bit", _OPTIMIZERS, other_value=True),
-    "warmup_ratio": Foreign("lr_scheduler.warmup_ratio"),
     "num_warmup_steps": Foreign("lr_scheduler.warmup_steps"),
     "lr_warmup_steps": Foreign("lr_scheduler.warmup_steps"),
     "lr_scheduler": Foreign(
@@ -143,6 +143,15 @@ FOREIGN: dict[str, Foreign] = {
     "expert_parallel_degree": Foreign("mesh.ep_size"),
     "data_parallel_shard_degree": Foreign("mesh.dp_size", "dp_size counts replicas too"),
     "data_parallel_replicate_degree": Foreign("mesh.dp_replicate_size"),
+    # rollouts: TRL, vLLM
+    "num_generations": Foreign("rollout.group_size"),
+    "rollout.stop": Foreign(
+        "rollout.max_new_tokens",
+        "a response ends at a stop token of the tokenizer or of the model's config, or at rollout.max_new_tokens",
+        other_value=True,
+    ),
+    "min_p": Foreign("rollout.top_p", _DRAWN, other_value=True),
+    "repetition_penalty": Foreign("rollout.temperature", _DRAWN, other_value=True),
     # the run
     "save_steps": Foreign("checkpoint.every"),
     "save_total_limit": Foreign("checkpoint.keep"),

@@ -204,10 +204,30 @@ def test_the_foreign_table_names_keys_that_exist() -> None:
     from automodel_cli.config.targets import resolve
 
     known = set(schema.keys(resolve("recipes.sft.SFTRecipe")))
+    known |= set(schema.keys(resolve("recipes.grpo.GRPORecipe")))
     known |= set(schema.keys(resolve("automodel_cli.training.optim.AdamW"), "optimizer."))
     known |= set(schema.keys(resolve("automodel_cli.training.lr_scheduler.Cosine"), "lr_scheduler."))
     known |= set(schema.keys(resolve("automodel_cli.distributed.config.FSDP2Config"), "parallelizer."))
     assert [row for row in FOREIGN.values() if row.key not in known] == []
+
+
+def test_names_of_sampling_that_others_have() -> None:
+    from automodel_cli.config import schema
+    from automodel_cli.config.suggest import suggest
+    from automodel_cli.config.targets import resolve
+
+    known = set(schema.keys(resolve("recipes.grpo.GRPORecipe")))
+    of_ours = suggest("rollout.num_generations", 8, known)
+    assert of_ours is not None and of_ours.fix == "rollout.group_size=8"
+    for key, said in (
+        ("rollout.stop", "a response ends at a stop token"),
+        ("rollout.min_p", "rollouts are drawn by"),
+        ("rollout.repetition_penalty", "rollouts are drawn by"),
+    ):
+        found = suggest(key, "0.5", known)
+        assert found is not None and found.fix is None and said in found.note, key
+    same_leaf = suggest("max_grad_norm", 3, known)
+    assert same_leaf is not None and same_leaf.fix == "train.max_grad_norm=3"
 
 
 AXOLOTL = """\
