@@ -23,23 +23,31 @@ class Evidence:
 
 
 class MemoryWatch:
-    """Kills by the memory limit of this process's control group (a container, a Slurm job), counted from now on."""
+    """Kills for memory from now on: in the kernel's log, and in the count of this process's control group (a container,
+    a Slurm job). What the log said before was of other processes, which may have had the same numbers."""
 
     def __init__(self) -> None:
+        self._log = _end_of_log()
+        self._records: list[str] = []
         self._file = _counter()
         self._before = _kills(self._file)
 
     def why(self, pid: int) -> Evidence:
         """What is known of the SIGKILL that ended process `pid`."""
-        records = list(_kernel_records())
-        for record in reversed(records):
+        if self._log is not None:
+            self._records += _records_after(self._log)
+        for record in reversed(self._records):
             if re.search(rf"[Kk]illed process {pid} ", record):
                 return Evidence(True, "by the kernel's out-of-memory killer", f"kernel: {record}")
         now = _kills(self._file)
         if self._file is not None and now is not None and self._before is not None and now > self._before:
             said = f"{self._file}: oom_kill rose from {self._before} to {now}{_limit(self._file.parent)}"
             return Evidence(True, "by the kernel: the memory limit of its control group was reached", said)
-        log = "says nothing of it" if records else "cannot be read here: dmesg -T | grep -i 'killed process'"
+        log = (
+            "says nothing of it"
+            if self._log is not None
+            else "cannot be read here: dmesg -T | grep -i 'killed process'"
+        )
         return Evidence(
             False, f"by a person, a scheduler, or the kernel's out-of-memory killer (the kernel's log {log})"
         )
@@ -79,20 +87,23 @@ def _limit(group: Path) -> str:
     return ""
 
 
-def _kernel_records() -> Iterator[str]:
-    """The texts of the kernel's log, oldest first; nothing where it may not be read."""
+def _end_of_log() -> int | None:
+    """A descriptor that reads what the kernel will say; None where it may not be read."""
     try:
         descriptor = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
-        return
-    try:
-        while True:
-            try:
-                record = os.read(descriptor, _RECORD_BYTES).decode(errors="replace")
-            except BrokenPipeError:  # the oldest ones were overwritten in the meantime
-                continue
-            except OSError:  # no more
-                return
-            yield record.partition(";")[2].partition("\n")[0]
-    finally:
-        os.close(descriptor)
+        return None
+    os.lseek(descriptor, 0, os.SEEK_END)
+    return descriptor
+
+
+def _records_after(descriptor: int) -> Iterator[str]:
+    """The texts of the kernel's records since the last one that was read, oldest first."""
+    while True:
+        try:
+            record = os.read(descriptor, _RECORD_BYTES).decode(errors="replace")
+        except BrokenPipeError:  # the oldest ones were overwritten in the meantime
+            continue
+        except OSError:  # no more
+            return
+        yield record.partition(";")[2].partition("\n")[0]

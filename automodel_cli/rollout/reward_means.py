@@ -15,8 +15,8 @@ def is_right(sample: Sample) -> bool:
 
 
 def is_wrong(sample: Sample) -> bool:
-    """Every reward that judged it gave at most 0."""
-    return bool(sample.score.parts) and max(sample.score.parts.values()) <= 0
+    """Every reward that should judge it did, and gave at most 0."""
+    return bool(sample.score.parts) and not sample.score.errors and max(sample.score.parts.values()) <= 0
 
 
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:

@@ -25,6 +25,8 @@ def test_a_process_that_the_kernel_killed_for_memory_is_found_in_its_log(small_g
     if "cannot be read" in evidence.by:
         pytest.skip("this machine does not let us read the kernel's log")
     assert evidence.out_of_memory and f"illed process {victim.pid} " in evidence.source
+    assert watch.why(victim.pid) == evidence
+    assert not MemoryWatch().why(victim.pid).out_of_memory  # of a later run, in which the number may be another's
 
 
 def test_a_process_that_somebody_killed_is_not_called_out_of_memory() -> None:

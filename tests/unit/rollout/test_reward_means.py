@@ -10,7 +10,7 @@ import torch
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.rollout.experience import Sample
-from automodel_cli.rollout.reward_means import of_k_samples
+from automodel_cli.rollout.reward_means import is_wrong, of_k_samples
 from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
@@ -81,6 +81,7 @@ def test_samples_left_out_after_an_error_count_in_no_mean():
     assert (told["reward_source_a"], told["reward_source_b"]) == (1.0, 0.75)
     assert rollout.failures == {"exact": (0, 4), "judge": (3, 3)}
     assert all(math.isnan(value) for value in of_k_samples(samples[4:]).values())
+    assert is_wrong(sample(3, 0, 0.0, exact=0.0)) and not is_wrong(sample(3, 0, 0.0, failed=True, exact=0.0))
 
 
 @pytest.mark.parametrize("options", [{"validation_samples": -1}, {"validation_temperature": 0.6}])
