@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import queue
+import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ Judge = Callable[[Judged], float]
 Way = Literal["single", "async", "group", "batch"]
 
 _CONCURRENCY = 32
+_MOST_WORDS = 300  # characters of an error that are printed and kept with the sample
 _SHOWN = 5  # errors of one reward that one call prints; the rest is counted
 
 
@@ -247,12 +249,12 @@ def _together(reward: JudgesTogether, samples: Sequence[Judged]) -> list[float |
 
 def _attempt_many(reward: JudgesTogether, samples: Sequence[Judged]) -> list[float | Exception]:
     try:
-        values = [float(value) for value in reward.scores(samples)]
+        values = list(reward.scores(samples))
         if len(values) != len(samples):
             raise ValueError(f"gave {len(values)} scores for {len(samples)} samples")
     except Exception as error:  # whatever a reward raises belongs to its samples
         return [error] * len(samples)
-    return [_finite(value) for value in values]
+    return [_number(value) for value in values]
 
 
 async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[float | Exception]:
@@ -265,7 +267,7 @@ async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[float 
         async with places:
             try:
                 score = cast(Awaitable[float], reward.score(sample))
-                return _finite(float(await asyncio.wait_for(score, reward.timeout)))
+                return _number(await asyncio.wait_for(score, reward.timeout))
             except TimeoutError:
                 return TimeoutError(f"took longer than {reward.timeout} s")
             except Exception as error:  # whatever a reward raises belongs to its sample
@@ -276,15 +278,24 @@ async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[float 
 
 def _attempt(judge: Judge, sample: Judged) -> float | Exception:
     try:
-        return _finite(float(judge(sample)))
+        return _number(judge(sample))
     except Exception as error:  # whatever a reward raises belongs to its sample
         return error
 
 
-def _finite(value: float) -> float | Exception:
-    return value if math.isfinite(value) else ValueError(f"gave {value}, which is no finite number")
+def _number(value: Any) -> float | Exception:
+    """Of a reward that judges many, one value that is no number is an error of that sample alone."""
+    if value is None:
+        return ValueError("gave None, which is no number; rows that a reward is not for: `only`")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return ValueError(f"gave {value!r:.50}, which is no number")
+    return number if math.isfinite(number) else ValueError(f"gave {number}, which is no finite number")
 
 
 def _words(error: Exception) -> str:
-    """A plain RuntimeError is the helper's, and quotes the reward's own error."""
-    return str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
+    """A line, cut where it is longer than a person reads. A plain RuntimeError is the helper's, and quotes the reward's
+    own error."""
+    text = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
+    return textwrap.shorten(text, _MOST_WORDS, placeholder=" ...")

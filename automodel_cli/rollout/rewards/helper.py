@@ -37,7 +37,7 @@ class Helper:
             self._request(connection, ("prepare", reward), START_SECONDS)
             self._ready.add(id(reward))
         assert reward.timeout is not None
-        return float(self._request(connection, ("score", reward, sample), reward.timeout))
+        return self._request(connection, ("score", reward, sample), reward.timeout)
 
     def close(self) -> None:
         """Kill the process."""
@@ -81,13 +81,18 @@ def serve(descriptor: int) -> None:
     while True:
         try:
             kind, reward, *rest = connection.recv()
-            value = reward.warm_up() if kind == "prepare" else float(reward.score(*rest))
+            value = reward.warm_up() if kind == "prepare" else _plain(reward.score(*rest))
             answer = ("value", value)
         except EOFError:
             return
         except Exception as error:  # a function that cannot be imported here, or what a reward raises of a sample
             answer = ("error", f"{type(error).__name__}: {error}")
         connection.send_bytes(json.dumps(answer).encode())
+
+
+def _plain(score: Any) -> float | None:
+    """Of what a reward may return, what goes through the pipe; None is refused where all scores are."""
+    return None if score is None else float(score)
 
 
 def confine() -> None:

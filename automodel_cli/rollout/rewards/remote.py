@@ -66,7 +66,7 @@ class ScoreServer(RewardOfMany):
             raise ValueError(
                 f'{self.url}{self.path} answered {answer!r:.200}, not {{"scores": [{len(samples)} numbers]}}'
             )
-        return [float(score) for score in scores]
+        return scores  # one that is no number is an error of its sample
 
     def _batches(self, samples: Sequence[Judged]) -> Iterator[Sequence[Judged]]:
         begin = 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -69,6 +70,30 @@ def test_a_number_for_each_sample_is_asked_for():
 
     (first, _) = RewardSum({"short": Short()})([judged("a"), judged("b")])
     assert first.errors == {"short": "ValueError: gave 1 scores for 2 samples"}
+
+
+@pytest.mark.parametrize("per", ["group", "batch"])
+def test_one_value_that_is_no_number_is_an_error_of_its_sample_alone(per):
+    @dataclass(frozen=True, kw_only=True)
+    class Some(RewardOfMany):
+        def scores(self, samples: Sequence[Judged]) -> list[Any]:
+            return [1, None, "0.5", "good", math.inf]
+
+    Some.per = per
+    scores = RewardSum({"some": Some()})([judged(text) for text in "abcde"])
+    assert [score.parts for score in scores] == [{"some": 1.0}, {}, {"some": 0.5}, {}, {}]
+    none, good, infinite = (scores[i].errors["some"] for i in (1, 3, 4))
+    assert none.startswith("ValueError: gave None") and "'good'" in good and "inf" in infinite
+
+
+def test_a_long_error_is_kept_as_one_line_that_can_be_read():
+    @dataclass(frozen=True, kw_only=True)
+    class Long(Reward):
+        def score(self, sample: Judged) -> float:
+            raise ValueError("the page\n" * 1000)
+
+    (score,) = RewardSum({"long": Long(timeout=None)})([judged("a")])
+    assert len(score.errors["long"]) <= 300 and score.errors["long"].startswith("ValueError: the page the page")
 
 
 @dataclass(frozen=True, kw_only=True)
