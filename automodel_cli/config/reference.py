@@ -141,9 +141,10 @@ def _choices(path: str) -> list[tuple[type, tuple[str, ...]]]:
 
     named: dict[str, list[str]] = {name: [] for name in _OPEN.get(path, ())}
     for file in sorted((bundled.conf_dir() / path).glob("*.yaml")) if path in _GROUPS else ():
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if isinstance(tree, dict) and "_target_" in tree:
-            named.setdefault(tree["_target_"], []).append(file.stem)
+        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        node = tree if "_target_" in tree else tree.get(path)  # below its path where it sets another section too
+        if isinstance(node, dict) and "_target_" in node:
+            named.setdefault(node["_target_"], []).append(file.stem)
     return [(targets.resolve(name), tuple(options)) for name, options in named.items()]  # type: ignore[misc]
 
 

@@ -215,6 +215,15 @@ def test_groups_on_the_command_line(here: Path) -> None:
     )
 
 
+def test_dr_grpo_is_both_its_halves(here: Path) -> None:
+    """arXiv:2503.20783 takes the length out of the loss and the deviation out of the advantages."""
+    write(here / "mine.yaml", "defaults: [grpo, {override objective: dr_grpo}, _self_]\n")
+    tree = compose("mine.yaml").tree
+    assert tree["objective"]["aggregation"] == "max_tokens" and tree["rollout"]["normalise"] is False
+    assert compose("mine.yaml", ["rollout.normalise=true"]).tree["rollout"]["normalise"] is True
+    assert "normalise" not in compose("mine.yaml", ["objective=grpo"]).tree["rollout"]
+
+
 def test_interpolations_that_fail_are_problems_not_tracebacks(here: Path) -> None:
     write(here / "x.yaml", "a: ${nope.b}\nt: ${now:%Y}\ne: ${oc.env:SURELY_UNSET_1}\n")
     composed = compose("x.yaml")
