@@ -157,13 +157,11 @@ class GRPO:
         for name in ("kl_input_clamp", "kl_output_clamp"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 self._refuse("must be above 0, or null for no clamp", name, fix=f"objective.{name}=null")
-        if self.kl_coef == 0 and self.kl_in == "reward":
-            self._refuse(
-                "no KL is taken off the rewards",
-                "kl_in",
-                "kl_coef",
-                fix="objective.kl_coef=0.01, or objective.kl_in=loss",
-            )
+        of_kl = {"kl_type": "k3", "kl_in": "loss", "kl_input_clamp": 20.0, "kl_output_clamp": 10.0}
+        unread = [name for name, default in of_kl.items() if getattr(self, name) != default]
+        if self.kl_coef == 0 and unread:
+            back = " ".join(f"objective.{name}={of_kl[name]}" for name in unread)
+            self._refuse("there is no KL", *unread, "kl_coef", fix=f"objective.kl_coef=0.01, or {back}")
         if self.kl_importance and (self.kl_coef == 0 or self.kl_in == "reward"):
             self._refuse(
                 "the loss has no KL to weigh", "kl_importance", "kl_coef", "kl_in", fix="objective.kl_importance=false"

@@ -93,15 +93,16 @@ def _grpo(draft: Draft) -> None:
 def _kl(draft: Draft) -> None:
     loss, reward = draft.get(_ACTOR + "use_kl_loss"), draft.get("algorithm.use_kl_in_reward")
     if loss:
+        coef = draft.get(_ACTOR + "kl_loss_coef", 0.001)
         draft.put(
             "objective.kl_coef",
-            draft.get(_ACTOR + "kl_loss_coef", 0.001),
+            coef,
             _ACTOR + "use_kl_loss",
             _ACTOR + "kl_loss_coef",
             "algorithm.use_kl_in_reward",
         )
         kind = _KL.get(draft.get(_ACTOR + "kl_loss_type", "low_var_kl"))
-        if kind:
+        if kind and coef:  # with 0, theirs is measured only
             draft.put("objective.kl_type", kind, _ACTOR + "kl_loss_type")
     elif reward:
         keys = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")

@@ -285,6 +285,8 @@ REFUSED = [
     ({"kl_coef": -1.0}, "kl_coef"),
     ({"kl_input_clamp": 0.0}, "kl_input_clamp"),
     ({"kl_in": "reward"}, "kl_in"),
+    ({"kl_type": "k1"}, "kl_type"),
+    ({"kl_output_clamp": None}, "kl_output_clamp"),
     ({"kl_importance": True}, "kl_importance"),
     ({"correction_max": 2.0}, "correction_max"),
     ({"correction": "truncate"}, "correction_max"),
