@@ -137,6 +137,15 @@ class GRPORecipe(Recipe):
             )
 
     @property
+    def packs_fewer(self) -> str | None:
+        """The samples of an update lie side by side in rows, a group's perhaps behind one copy of its prompt."""
+        if self.data.packing == "none":
+            return None
+        shared = "" if self.why_prompts_are_apart else ", and may read the prompt of a group once (share_prompts)"
+        size = self.train.global_batch_size
+        return f"an update is counted as {size} full rows; a run packs its {size} samples into fewer{shared}"
+
+    @property
     def why_prompts_are_apart(self) -> str:
         """See the function of this name, for these sections."""
         return why_prompts_are_apart(self.rollout, self.data, self.model, self.mesh, self.parallelizer)

@@ -360,10 +360,8 @@ def _notes(recipe: Any, request: Request) -> list[str]:
         notes.append(f"enable_compile={recipe.parallelizer.enable_compile}: glue counted as compiled")
     if recipe.parallelizer.autocast_dtype is not None:
         notes.append("autocast_dtype: counted in the dtype that parameters have, torch does not cast fakes")
-    if recipe.kind == "grpo" and recipe.data.packing != "none":
-        shared = "" if recipe.why_prompts_are_apart else ", and may read the prompt of a group once (share_prompts)"
-        size = recipe.train.global_batch_size
-        notes.append(f"an update is counted as {size} full rows; a run packs its {size} samples into fewer{shared}")
+    if recipe.packs_fewer is not None:
+        notes.append(recipe.packs_fewer)
     if request.route == "worst":
         notes.append("routers: every token chooses the experts of the first rank")
     if recipe.frozen_model is not None:

@@ -58,8 +58,9 @@ def print_plan(
     if recomputed is not None:
         print(f"recompute: {recomputed}\n")
     print(render.render(plan, memory_gib=memory_gib, traced=traced, width=width))
-    if (line := _while_it_generates(recipe, plan, memory_gib)) is not None:
-        print(line)
+    for line in (_while_it_generates(recipe, plan, memory_gib), recipe.packs_fewer):
+        if line is not None:
+            print(line)
     if svg is not None:
         svg.write_text(render.svg(plan), encoding="utf-8")
         print(f"\ntimeline written to {svg}")

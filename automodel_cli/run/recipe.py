@@ -96,6 +96,11 @@ class Recipe(ConfigRoot):
         """What is in a GPU's memory beside the training step that a plan counts, if anything is."""
         return None
 
+    @property
+    def packs_fewer(self) -> str | None:
+        """What plans and dry runs say where they count full rows, and a run may have fewer."""
+        return None
+
     def __post_init__(self) -> None:
         """The rules between sections; each section has checked itself."""
         check_run_name(self.run_name)

@@ -321,6 +321,7 @@ def test_nodes_that_generate_are_not_planned_as_ranks(tmp_path: Path) -> None:
     assert separate.returncode == 0, separate.stderr
     assert "2 vLLM servers of 8 GPUs, on 16 of 32 GPUs" in separate.stdout
     assert "layout    16 GPUs, fsdp2: dp=16 x ep=8" in separate.stdout and "\nfits: " in separate.stdout
+    assert "an update is counted as 512 full rows; a run packs its 512 samples into fewer" in separate.stdout
     few = automodel(tmp_path, "plan", "-c", "grpo_qwen3_moe_30b_separate", "--gpus", "16")
     assert few.returncode == 2 and "leave none of 16 to train on" in few.stderr
     colocated = automodel(tmp_path, "plan", "-c", "grpo_qwen3_moe_30b_colocated", "--gpus", "32")
