@@ -267,7 +267,7 @@ def _model_flops(run: Traced, plan: Plan, columns: list[rows.Columns]) -> float 
     lengths = torch.cat([one.cu_seqlens.diff() for one in columns]).double()
     context = float(lengths.square().sum() / lengths.sum())
     part = next(part for part in run.parts if isinstance(part, ModelPart))
-    return flops_per_token(run.recipe.model, part, context, plan.num_trained)
+    return flops_per_token(run.recipe, part, context, plan.num_trained)
 
 
 def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[rows.Columns]) -> RankResult:

@@ -18,7 +18,6 @@ from automodel_cli.distributed.sharded import weights_changed
 from automodel_cli.models import attention_choice, compat
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.build import build_part
-from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.part import ModelPart
@@ -89,15 +88,17 @@ def _values(output: HeadOutput) -> Tensor:
     return output.values_BT
 
 
-def flops_per_token(config: ModelConfig, part: ModelPart, context_length: float, num_trained: int) -> float | None:
+def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_trained: int) -> float | None:
     """What training a token takes, recomputation not counted: `training_flops_per_token` of the model that `part` is or
-    is cut from, which trains so many parameters."""
+    is cut from, which trains so many parameters. A head whose logits nobody reads gives values only."""
+    config, head = recipe.model, request_of(recipe.trained_objective)
     return training_flops_per_token(
         part.source_config,
         context_length,
         frozen_base=config.lora is not None,
         num_adapter_params=0 if config.lora is None else num_trained,
         num_depths=0 if part.depth_names is None else len(part.depth_names.depths),
+        num_outputs=None if head.logprobs else int(head.values),
     )
 
 

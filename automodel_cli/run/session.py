@@ -300,7 +300,7 @@ class Session:
 
     def _machine(self) -> Machine:
         model, length = self.model, self.data.train.mean_context()
-        flops = flops_per_token(self.recipe.model, model.parts[0], length, model.num_trained)
+        flops = flops_per_token(self.recipe, model.parts[0], length, model.num_trained)
         on_gpu = self.mesh.device.type == "cuda"
         peak = device_peak_flops(torch.cuda.get_device_name(self.mesh.device)) if on_gpu else None
         return Machine(dist.get_world_size(), flops, peak)

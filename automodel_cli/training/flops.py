@@ -93,6 +93,7 @@ def training_flops_per_token(
     frozen_base: bool = False,
     num_adapter_params: int = 0,
     num_depths: int = 0,
+    num_outputs: int | None = None,
 ) -> float | None:
     """FLOPs to train on one token; see the module's text. None for layers of unknown cost (state space, linear).
 
@@ -100,14 +101,14 @@ def training_flops_per_token(
     length of a row. With `frozen_base` (LoRA) the backward of frozen matrices has one product per weight instead of
     two, so 4 N, and the adapter's own parameters count 6 each. Attention has no weights: its backward is the same.
     Each of `num_depths` layers for multi-token prediction is a layer like the last, a projection of two hidden states,
-    and the head once more.
+    and the head once more. `num_outputs` of the head for a token; None: logits of the whole vocabulary.
     """
     counted = _layers(hf_config)
     if counted is None:
         return None
     config = hf_config.get_text_config()
     counted += num_depths * counted[-1:]
-    head = config.hidden_size * config.vocab_size
+    head = config.hidden_size * (config.vocab_size if num_outputs is None else num_outputs)
     matrices = sum(layer.matrices for layer in counted) + head + num_depths * (2 * config.hidden_size**2 + head)
     attention = 0.0
     for layer in counted:

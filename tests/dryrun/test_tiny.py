@@ -325,6 +325,14 @@ def test_mfu_counts_adapters_as_a_run_does() -> None:
     assert found.model_flops_per_token == 4 * (_LAYERS * matrices + 64 * 354) + 6 * adapters + attention
 
 
+def test_mfu_of_a_reward_model_counts_one_value_of_a_token_and_no_vocabulary() -> None:
+    """2 layers of D=64, F=192 with 4 heads of 16."""
+    found = traced("quickstart_rm", 1, 0, document=32)
+    matrices = 4 * 64 * 64 + 3 * 64 * 192
+    attention = 6 * 2 * (4 * 32) * 32
+    assert found.model_flops_per_token == 6 * (2 * matrices + 64) + attention
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_with_changes_that_were_run_and_the_best_comes_first() -> None:
     wide = ("train.microbatch_size=8", "parallelizer.activation_checkpointing=false")

@@ -95,6 +95,11 @@ def test_llama3_8b_by_hand():
     assert training_flops_per_token(hf, 8192) == pytest.approx(5.7913e10, rel=1e-4)
 
 
+def test_a_head_of_one_value_counts_one_output_of_a_token():
+    layers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
+    assert training_flops_per_token(config(**LLAMA3_8B), 0, num_outputs=1) == 6 * (layers + 4096)
+
+
 def test_mixtral_counts_two_of_eight_experts():
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 4096 * 8
     matrices = 32 * layer + 4096 * 32000
