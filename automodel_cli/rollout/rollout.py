@@ -60,7 +60,6 @@ class Rollout:
     def unshown(self) -> dict[str, float | int]:
         """What only metrics.jsonl gets."""
         samples, lengths = self.samples, [sample.num_generated for sample in self.samples]
-        names = sorted({name for sample in samples for name in sample.score.parts})
         groups = by_group(samples)
         differs = {s.place for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if differs}
         compared = [group for group in by_group(counted(samples)) if len(group) > 1]
@@ -69,7 +68,7 @@ class Rollout:
             **self._of_trained(),
             **({"reward_equal_groups": mean_reward([s for group in equal for s in group])} if equal else {}),
             "reward_std": deviation_of_rewards(samples),
-            **{f"reward_{name}": _mean_part(samples, name) for name in names},
+            **_by_reward(samples),
             "reward_errors": sum(bool(sample.score.errors) for sample in samples),
             "num_judged": len(samples),
             "num_left_out": len(samples) - len(counted(samples)),
@@ -141,5 +140,11 @@ def _by_source(samples: Sequence[Sample]) -> dict[str, float]:
     return {f"reward_source_{name or 'none'}": statistics.fmean(totals) for name, totals in sorted(found.items())}
 
 
-def _mean_part(samples: Sequence[Sample], name: str) -> float:
-    return statistics.fmean(sample.score.parts[name] for sample in samples if name in sample.score.parts)
+def _by_reward(samples: Sequence[Sample]) -> dict[str, float]:
+    """The mean of each reward before its weight, over the samples that count and that it judged: the same samples as
+    the mean reward's, so that their weighted sum is that where each judged all."""
+    found: dict[str, list[float]] = {}
+    for sample in counted(samples):
+        for name, value in sample.score.parts.items():
+            found.setdefault(name, []).append(value)
+    return {f"reward_{name}": statistics.fmean(values) for name, values in sorted(found.items())}

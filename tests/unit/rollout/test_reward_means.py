@@ -78,6 +78,7 @@ def test_samples_left_out_after_an_error_count_in_no_mean():
     told = rollout.unshown
     assert (told["num_left_out"], told["reward_errors"], told["num_equal_groups"]) == (3, 3, 0)
     assert told["reward_std"] == pytest.approx((1 / 18) ** 0.5)
+    assert told["reward_exact"] == pytest.approx(2.5 / 3)  # the mean reward, whose only part it is
     assert (told["reward_source_a"], told["reward_source_b"]) == (1.0, 0.75)
     assert rollout.failures == {"exact": (0, 4), "judge": (3, 3)}
     assert all(math.isnan(value) for value in of_k_samples(samples[4:]).values())
