@@ -14,6 +14,7 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.rollout.environments.metrics import environment_metrics
 from automodel_cli.rollout.experience import Sample, Update
 from automodel_cli.rollout.reward_means import by_group, counted, deviation_of_rewards, is_right, is_wrong, mean_reward
+from automodel_cli.rollout.rules import ENVIRONMENT
 
 _MOST_SOURCES = 32  # more names than that are no sources
 
@@ -98,11 +99,12 @@ class Rollout:
 
     @property
     def failures(self) -> dict[str, tuple[int, int]]:
-        """Of each reward, on how many samples it failed, and how many it should judge."""
+        """Of each reward, on how many samples it failed, and how many it should judge. Of environments
+        `environment_metrics` tells."""
         scores = [sample.score for sample in self.samples]
         failed = Counter(name for score in scores for name in score.errors)
         asked = failed + Counter(name for score in scores for name in score.parts)
-        return {name: (failed[name], asked[name]) for name in sorted(asked)}
+        return {name: (failed[name], asked[name]) for name in sorted(asked) if name != ENVIRONMENT}
 
     def _of_trained(self) -> dict[str, float]:
         """Of the samples that are trained on; nothing where there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.prompts import Prompt
+from automodel_cli.rollout.alarms import Alarms
+from automodel_cli.rollout.environments.pool import Account
 from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.reward_means import is_wrong, of_k_samples
 from automodel_cli.rollout.rewards.combine import Score
@@ -83,6 +86,20 @@ def test_samples_left_out_after_an_error_count_in_no_mean():
     assert rollout.failures == {"exact": (0, 4), "judge": (3, 3)}
     assert all(math.isnan(value) for value in of_k_samples(samples[4:]).values())
     assert is_wrong(sample(3, 0, 0.0, exact=0.0)) and not is_wrong(sample(3, 0, 0.0, failed=True, exact=0.0))
+
+
+def test_an_environment_that_fails_is_told_once_and_not_as_a_reward_too():
+    lost = dataclasses.replace(
+        sample(0, 0, 0.0),
+        finish_reason="error",
+        score=Score(0.0, {}, {"environment": "away"}, valid=False),
+        account=Account(),
+        environment="environment",
+    )
+    rollout = Rollout(0, [lost], torch.zeros(1), torch.tensor([False]), [], [], 1, 1, 1.0, 0.25, None, {})
+    alarms = Alarms(max_new_tokens=8)
+    *_, said = [alarms.of({**rollout.unshown, "truncated": 0.0}, rollout.failures) for _ in range(5)]
+    assert len(said) == 1 and "failed in their environment" in said[0]
 
 
 @pytest.mark.parametrize("options", [{"validation_samples": -1}, {"validation_temperature": 0.6}])
