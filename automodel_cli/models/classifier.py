@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SCORE = "score.weight"
 """What the library's classifiers call the matrix that makes a score of a hidden state."""
+_EXPORTED = "a folder that `automodel rm llm` has exported"
 
 
 def require_classifier(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -80,6 +81,27 @@ def difference(folder: Path, dtype: torch.dtype, rows: Sequence[Sequence[int]], 
     return worst
 
 
+def check_classifier(folder: str) -> None:
+    """Raise ConfigError where a folder or repository is no classifier of one label by its config. Reads no weights."""
+    from transformers import AutoConfig
+
+    try:
+        num_labels = AutoConfig.from_pretrained(folder).num_labels
+    except (OSError, ValueError, ImportError) as error:
+        reason = (
+            f"{type(error).__name__}: {error}"
+            if Path(folder).is_dir()
+            else "there is no such folder, nor can the hub give it"
+        )
+        raise ConfigError(f"folder={folder} does not load: {reason}", keys=("folder",), fix=_EXPORTED) from error
+    if num_labels != 1:
+        raise ConfigError(
+            f"folder={folder} is no reward model: it has {num_labels} labels by its config, or names none",
+            keys=("folder",),
+            fix=_EXPORTED,
+        )
+
+
 def load_classifier(folder: Path | str, dtype: torch.dtype) -> PreTrainedModel:
     """The reward model in a folder, in evaluation mode on the CPU. Raises RunError."""
     from transformers import AutoModelForSequenceClassification
@@ -94,6 +116,6 @@ def load_classifier(folder: Path | str, dtype: torch.dtype) -> PreTrainedModel:
     lacking = sorted(info["missing_keys"])
     if lacking or model.config.num_labels != 1:
         what = f"it lacks {', '.join(lacking[:3])}" if lacking else f"it has {model.config.num_labels} labels"
-        raise RunError(f"{folder} is no reward model: {what}", fix="a folder that `automodel rm llm` has exported")
+        raise RunError(f"{folder} is no reward model: {what}", fix=_EXPORTED)
     loaded: PreTrainedModel = model.eval()
     return loaded

@@ -34,6 +34,12 @@ class RewardModel(Reward):
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype} is no dtype to compute in", keys=("dtype",), fix="dtype=bfloat16")
 
+    def check(self) -> None:
+        """The folder is a reward model: a run would go on with all its samples left out."""
+        from automodel_cli.models.classifier import check_classifier
+
+        check_classifier(self.folder)
+
     def warm_up(self) -> None:
         self._judge()
 
