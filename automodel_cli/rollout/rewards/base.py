@@ -94,8 +94,9 @@ class RewardNode(Protocol):
         ...
 
     @abstractmethod
-    def score(self, sample: Judged) -> float:
-        """What the sample is worth before the weight; any exception counts as `on_error` says. May be `async`: up to
+    def score(self, sample: Judged) -> float | None:
+        """What the sample is worth before the weight, None where the reward is not for it; any exception counts as
+        `on_error` says. May be `async`: up to
         `concurrency` of them wait at once, each up to `timeout`."""
         ...
 
@@ -110,8 +111,8 @@ class JudgesTogether(RewardNode, Protocol):
         ...
 
     @abstractmethod
-    def scores(self, samples: Sequence[Judged]) -> Sequence[float]:
-        """A number for each sample, in order, before the weight. Called in a thread beside other rewards."""
+    def scores(self, samples: Sequence[Judged]) -> Sequence[float | None]:
+        """A number for each sample, or None, in order, before the weight. Called in a thread beside other rewards."""
         ...
 
 
@@ -125,7 +126,8 @@ class Reward:
     that cannot hang. Where `score` is an `async def` it stays in this process: up to `concurrency` wait at once, each
     up to `timeout`.
 
-    `only`: rows that this reward judges, by column: `{kind: math}`, `{kind: [math, code]}`. For others it adds nothing.
+    `only`: rows that this reward judges, by column: `{kind: math}`, `{kind: [math, code]}`. For others it adds nothing,
+    nor where `score` returns None; a sample of which all rewards give None is an error of each of them.
     """
 
     limits_itself: ClassVar[bool] = False
@@ -158,7 +160,7 @@ class Reward:
         """Nothing is slow to import."""
 
     @abstractmethod
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: Judged) -> float | None:
         """See `RewardNode.score`."""
         raise NotImplementedError
 
@@ -175,10 +177,10 @@ class RewardOfMany(Reward):
     per: ClassVar[Many] = "group"
 
     @abstractmethod
-    def scores(self, samples: Sequence[Judged]) -> Sequence[float]:
+    def scores(self, samples: Sequence[Judged]) -> Sequence[float | None]:
         """See `JudgesTogether.scores`."""
         raise NotImplementedError
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: Judged) -> float | None:
         """The only one of its group."""
         return self.scores([sample])[0]

@@ -20,7 +20,9 @@ from automodel_cli.rollout.rewards.helper import Helper
 
 logger = logging.getLogger(__name__)
 
-Judge = Callable[[Judged], float]
+Judge = Callable[[Judged], float | None]
+Given = float | Exception | None
+"""What a reward gave a sample; None: it is not for it."""
 Way = Literal["single", "async", "group", "batch"]
 
 _CONCURRENCY = 32
@@ -30,8 +32,8 @@ _SHOWN = 5  # errors of one reward that one call prints; the rest is counted
 
 @dataclass(frozen=True)
 class Score:
-    """What one sample got. `parts` are the rewards before their weights, without those that went wrong; `errors` says
-    why those did. `valid` False: leave the sample out of training."""
+    """What one sample got. `parts` are the rewards before their weights, without those that went wrong and those that
+    gave None; `errors` says why the former did. `valid` False: leave the sample out of training."""
 
     total: float
     parts: dict[str, float]
@@ -54,7 +56,8 @@ class RewardSum:
         check_nodes(rewards)
         for reward in rewards.values():
             reward.check()
-        self.rewards = dict(rewards)
+        self.rewards, self._required = dict(rewards), required
+        self._silent: set[str] = set()
         self._num_helpers = num_helpers
         self._helpers: dict[bool, queue.SimpleQueue[Helper]] = {}
         for confined in (False, True):
@@ -82,10 +85,12 @@ class RewardSum:
             found = {name: [_attempt(self.rewards[name].score, samples[i]) for i in mine[name]] for name in here}
             found |= {name: values.result() for name, values in elsewhere.items()}
         results = {name: dict(zip(mine[name], found[name], strict=True)) for name in self.rewards}
+        if self._required:
+            _refuse_nothing(results, len(samples))
         self._report(results, samples)
         return [self._score({name: of[i] for name, of in results.items() if i in of}) for i in range(len(samples))]
 
-    def _values(self, reward: RewardNode, samples: Sequence[Judged]) -> list[float | Exception]:
+    def _values(self, reward: RewardNode, samples: Sequence[Judged]) -> list[Given]:
         way = way_of(reward)
         if way == "async":
             return asyncio.run(_awaited(reward, samples))
@@ -106,7 +111,7 @@ class RewardSum:
     def _with_helper(self, reward: RewardNode) -> Judge:
         helpers = self._helpers[reward.confined]
 
-        def judge(sample: Judged) -> float:
+        def judge(sample: Judged) -> float | None:
             helper = helpers.get()
             try:
                 return helper.score(reward, sample)
@@ -115,15 +120,23 @@ class RewardSum:
 
         return judge
 
-    def _score(self, values: Mapping[str, float | Exception]) -> Score:
-        parts = {name: value for name, value in values.items() if not isinstance(value, Exception)}
+    def _score(self, values: Mapping[str, Given]) -> Score:
+        parts = {name: value for name, value in values.items() if isinstance(value, float)}
         errors = {name: _words(value) for name, value in values.items() if isinstance(value, Exception)}
         rules = {self.rewards[name].on_error for name in errors}
         total = sum(self.rewards[name].weight * value for name, value in parts.items())
         return Score(0.0 if "fail" in rules else total, parts, errors, valid="skip" not in rules)
 
-    def _report(self, results: Mapping[str, Mapping[int, float | Exception]], samples: Sequence[Judged]) -> None:
+    def _report(self, results: Mapping[str, Mapping[int, Given]], samples: Sequence[Judged]) -> None:
         for name, values in results.items():
+            if values and all(value is None for value in values.values()) and name not in self._silent:
+                self._silent.add(name)
+                logger.warning(
+                    "reward %s gave None for all %d samples that it was asked about, and adds nothing to them (not "
+                    "said again)",
+                    name,
+                    len(values),
+                )
             failed = [(samples[i], v) for i, v in values.items() if isinstance(v, Exception)]
             for sample, error in failed[:_SHOWN]:
                 rule = self.rewards[name].on_error
@@ -237,9 +250,18 @@ def _only(reward: RewardNode) -> Mapping[str, Any]:
     return only
 
 
-def _together(reward: JudgesTogether, samples: Sequence[Judged]) -> list[float | Exception]:
+def _refuse_nothing(results: Mapping[str, dict[int, Given]], num_samples: int) -> None:
+    """Where all the rewards that are asked about a sample give None, each of them is an error."""
+    for i in range(num_samples):
+        asked = [of for of in results.values() if i in of]
+        if all(of[i] is None for of in asked):
+            for of in asked:
+                of[i] = ValueError("gave None, and no other reward judges this sample")
+
+
+def _together(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Given]:
     """The values of a reward that judges groups, or everything, in the order of the samples."""
-    found: dict[int, float | Exception] = {}
+    found: dict[int, Given] = {}
     keys = [sample.group if reward.per == "group" else 0 for sample in samples]
     for key in dict.fromkeys(keys):
         numbers = [i for i, of in enumerate(keys) if of == key]
@@ -247,7 +269,7 @@ def _together(reward: JudgesTogether, samples: Sequence[Judged]) -> list[float |
     return [found[i] for i in range(len(samples))]
 
 
-def _attempt_many(reward: JudgesTogether, samples: Sequence[Judged]) -> list[float | Exception]:
+def _attempt_many(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Given]:
     try:
         values = list(reward.scores(samples))
         if len(values) != len(samples):
@@ -257,16 +279,16 @@ def _attempt_many(reward: JudgesTogether, samples: Sequence[Judged]) -> list[flo
     return [_number(value) for value in values]
 
 
-async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[float | Exception]:
+async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[Given]:
     """Up to `concurrency` scores at once."""
     limit = getattr(reward, "concurrency", _CONCURRENCY)  # a node without our base class says nothing of it
     places = asyncio.Semaphore(limit)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(limit))  # of `asyncio.to_thread`
 
-    async def attempt(sample: Judged) -> float | Exception:
+    async def attempt(sample: Judged) -> Given:
         async with places:
             try:
-                score = cast(Awaitable[float], reward.score(sample))
+                score = cast(Awaitable[float | None], reward.score(sample))
                 return _number(await asyncio.wait_for(score, reward.timeout))
             except TimeoutError:
                 return TimeoutError(f"took longer than {reward.timeout} s")
@@ -276,17 +298,17 @@ async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[float 
     return await asyncio.gather(*map(attempt, samples))
 
 
-def _attempt(judge: Judge, sample: Judged) -> float | Exception:
+def _attempt(judge: Judge, sample: Judged) -> Given:
     try:
         return _number(judge(sample))
     except Exception as error:  # whatever a reward raises belongs to its sample
         return error
 
 
-def _number(value: Any) -> float | Exception:
+def _number(value: Any) -> Given:
     """Of a reward that judges many, one value that is no number is an error of that sample alone."""
     if value is None:
-        return ValueError("gave None, which is no number; rows that a reward is not for: `only`")
+        return None
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -29,7 +29,7 @@ class Helper:
         self._connection: Connection | None = None
         self._ready: set[int] = set()
 
-    def score(self, reward: RewardNode, sample: Judged) -> float:
+    def score(self, reward: RewardNode, sample: Judged) -> float | None:
         """What `reward.score(sample)` gives there. Raises RuntimeError with its error, TimeoutError after
         `reward.timeout`."""
         connection = self._connection or self._start()
@@ -37,7 +37,8 @@ class Helper:
             self._request(connection, ("prepare", reward), START_SECONDS)
             self._ready.add(id(reward))
         assert reward.timeout is not None
-        return self._request(connection, ("score", reward, sample), reward.timeout)
+        found: float | None = self._request(connection, ("score", reward, sample), reward.timeout)
+        return found
 
     def close(self) -> None:
         """Kill the process."""
@@ -91,7 +92,7 @@ def serve(descriptor: int) -> None:
 
 
 def _plain(score: Any) -> float | None:
-    """Of what a reward may return, what goes through the pipe; None is refused where all scores are."""
+    """Of what a reward may return, what goes through the pipe."""
     return None if score is None else float(score)
 
 

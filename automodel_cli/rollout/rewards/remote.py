@@ -23,9 +23,9 @@ class ScoreServer(RewardOfMany):
     """A server of your own at `url` + `path`: the scores of several samples for one request.
 
     It gets `{"samples": [{"completion": text, "messages": [...], "row": {...}, "group": number}, ...]}` and answers
-    `{"scores": [number, ...]}` in that order; up to `batch_size` samples a request (whole groups where `whole_groups`),
-    `concurrency` requests at a time, each of which may take `timeout` seconds and is sent again up to `retries` times.
-    An environment variable `api_key_env` holds what is sent as bearer token.
+    `{"scores": [number, ...]}` in that order, null where it does not judge one; up to `batch_size` samples a request
+    (whole groups where `whole_groups`), `concurrency` requests at a time, each of which may take `timeout` seconds and
+    is sent again up to `retries` times. An environment variable `api_key_env` holds what is sent as bearer token.
     """
 
     per: ClassVar[Many] = "batch"
@@ -51,14 +51,14 @@ class ScoreServer(RewardOfMany):
         """Something answers at the address."""
         _check_answers(self.url)
 
-    def scores(self, samples: Sequence[Judged]) -> list[float]:
+    def scores(self, samples: Sequence[Judged]) -> list[float | None]:
         """Raises ServerError, or ValueError for an answer of another form."""
         server = _server(self.url, self.timeout, self.retries, self.api_key_env)
         with ThreadPoolExecutor(self.concurrency) as threads:
             found = threads.map(lambda some: self._asked(server, some), self._batches(samples))
             return [score for scores in found for score in scores]
 
-    def _asked(self, server: Server, samples: Sequence[Judged]) -> list[float]:
+    def _asked(self, server: Server, samples: Sequence[Judged]) -> list[float | None]:
         told = [{"completion": s.completion, "messages": s.messages, "row": s.row, "group": s.group} for s in samples]
         answer = server.post(self.path, {"samples": told})
         scores = answer.get("scores") if isinstance(answer, dict) else None

@@ -94,7 +94,7 @@ class Length(Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionReward(Reward):
-    """A function of the user's that gives a number or a bool.
+    """A function of the user's that gives a number or a bool, or None where it is not for the row.
 
     In YAML: `function: {_target_: my_package.rewards.brevity, _partial_: true}`. Its first parameter is the completion;
     one called `row` takes the whole row, others the columns of their names (`def right(completion, answer)`), `**rest`
@@ -102,7 +102,7 @@ class FunctionReward(Reward):
     which must be able to import it.
     """
 
-    function: Callable[..., float]
+    function: Callable[..., float | None]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +135,7 @@ class FunctionReward(Reward):
         required = [p.name for p in self._asked() if p.kind not in _VARIADIC and p.default is inspect.Parameter.empty]
         return tuple(name for name in required if name != "row")
 
-    def score(self, sample: Judged) -> float:
+    def score(self, sample: Judged) -> float | None:
         asked = {p.name: p for p in self._asked()}
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in asked.values()):
             given = {name: value for name, value in sample.row.items() if name not in self._settled()}
@@ -143,7 +143,7 @@ class FunctionReward(Reward):
             given = {name: value for name, value in sample.row.items() if name in asked}
         if "row" in asked:
             given["row"] = sample.row
-        return float(self.function(sample.completion, **given))
+        return self.function(sample.completion, **given)
 
     def _settled(self) -> set[str]:
         """Parameters that the config or the completion fill."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Many, Reward, RewardOfMany
 from automodel_cli.rollout.rewards.combine import RewardSum, check_rows
-from automodel_cli.rollout.rewards.text import ExactAnswer
+from automodel_cli.rollout.rewards.text import ExactAnswer, FunctionReward, Length
 
 
 def judged(completion: str, group: int = 0, **row: object) -> Judged:
@@ -84,6 +85,44 @@ def test_one_value_that_is_no_number_is_an_error_of_its_sample_alone(per):
     assert [score.parts for score in scores] == [{"some": 1.0}, {}, {"some": 0.5}, {}, {}]
     none, good, infinite = (scores[i].errors["some"] for i in (1, 3, 4))
     assert none.startswith("ValueError: gave None") and "'good'" in good and "inf" in infinite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Even(Reward):
+    """Not for odd lengths."""
+
+    def score(self, sample: Judged) -> float | None:
+        return None if len(sample.completion) % 2 else 3.0
+
+
+def even(completion: str) -> float | None:
+    return None if len(completion) % 2 else 3.0
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("kind", [Even, partial(FunctionReward, function=even)])
+def test_none_leaves_a_reward_out_of_a_sum_as_nan_does_in_trl(kind, timeout):
+    even = kind(weight=0.5, timeout=timeout, on_error="skip")
+    with RewardSum({"even": even, "length": Length(max_tokens=4, free_tokens=0)}) as rewards:
+        odd, both = rewards([judged("a"), judged("ab")])
+    assert (odd.valid, odd.errors, list(odd.parts)) == (True, {}, ["length"]) and odd.total == odd.parts["length"]
+    assert both.parts["even"] == 3.0 and both.total == 1.5 + both.parts["length"]
+
+
+def test_none_of_every_reward_of_a_sample_is_an_error_where_the_sum_is_learnt_from():
+    odd, even = RewardSum({"even": Even(on_error="skip")})([judged("a"), judged("ab")])
+    assert not odd.valid and "no other reward judges" in odd.errors["even"] and even.total == 3.0
+    (measured,) = RewardSum({"even": Even()}, required=False)([judged("a")])
+    assert (measured.valid, measured.errors, measured.parts) == (True, {}, {})
+
+
+def test_a_reward_that_gives_none_for_everything_is_told_once(caplog):
+    rewards = RewardSum({"even": Even(), "length": Length(max_tokens=4, free_tokens=0)})
+    for _ in range(2):
+        rewards([judged("a"), judged("abc")])
+    assert [r.getMessage() for r in caplog.records if "None for all 2 samples" in r.getMessage()] == [
+        caplog.records[0].getMessage()
+    ]
 
 
 def test_a_long_error_is_kept_as_one_line_that_can_be_read():
