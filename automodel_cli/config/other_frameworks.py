@@ -1,4 +1,4 @@
-"""Other tools' names for our keys, as of 2026-11. At most 85 rows; only names that people paste, and that
+"""Other tools' names for our keys, as of 2026-11. At most 90 rows; only names that people paste, and that
 `suggest` would not find: a name whose leaf is ours needs no row.
 
 A name with a dot is looked up before its leaf.
@@ -56,6 +56,11 @@ _CHECKPOINTING = {
     "false": "parallelizer.activation_checkpointing=false",
 }
 _DRAWN = "rollouts are drawn by rollout.temperature, rollout.top_p and rollout.top_k only"
+_STOPS = Foreign(
+    "rollout.max_new_tokens",
+    "a response ends at a stop token of the tokenizer or of the model's config, or at rollout.max_new_tokens",
+    other_value=True,
+)
 
 FOREIGN: dict[str, Foreign] = {
     # batch and steps: HF/TRL, LLaMA-Factory, axolotl, torchtune, NeMo, torchtitan
@@ -145,11 +150,9 @@ FOREIGN: dict[str, Foreign] = {
     "data_parallel_replicate_degree": Foreign("mesh.dp_replicate_size"),
     # rollouts: TRL, vLLM
     "num_generations": Foreign("rollout.group_size"),
-    "rollout.stop": Foreign(
-        "rollout.max_new_tokens",
-        "a response ends at a stop token of the tokenizer or of the model's config, or at rollout.max_new_tokens",
-        other_value=True,
-    ),
+    "rollout.stop": _STOPS,
+    "stop_strings": _STOPS,
+    "stop_token_ids": _STOPS,
     "min_p": Foreign("rollout.top_p", _DRAWN, other_value=True),
     "repetition_penalty": Foreign("rollout.temperature", _DRAWN, other_value=True),
     # the run

@@ -146,7 +146,7 @@ class ModelJudge(Reward):
 
 def _server(url: str, timeout: float | None, retries: int, api_key_env: str | None) -> Server:
     key = None if api_key_env is None else os.environ.get(api_key_env)
-    return Server(url, timeout=600.0 if timeout is None else timeout, retries=retries, api_key=key)
+    return Server(url, timeout=600.0 if timeout is None else timeout, retries=retries, api_key=key, setting="url")
 
 
 def _check_url(url: str) -> None:

@@ -38,6 +38,8 @@ class Server:
     retries: int = 4
     backoff: float = 0.5
     api_key: str | None = None
+    setting: str = "rollout.engine.url"
+    """What in the config says the address; errors name it."""
 
     def get(self, path: str) -> Any:
         return self.request("GET", path, None)
@@ -81,8 +83,8 @@ class Server:
         tries = "" if attempt == 0 else f" ({attempt + 1} tries)"
         failed = ServerError(
             f"{method} {self.url.rstrip('/')}{path} failed{tries}: {reason}",
-            keys=("rollout.engine.url",),
-            fix="start the server, or set rollout.engine.url",
+            keys=(self.setting,),
+            fix=f"start the server, or set {self.setting}",
         )
         failed.status = status
         return failed

@@ -15,6 +15,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged
 from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.rewards.remote import ModelJudge, ScoreServer
+from automodel_cli.rollout.servers.http import ServerError
 
 ASKED: list[tuple[str, dict[str, Any], str | None]] = []
 
@@ -83,6 +84,12 @@ def test_groups_can_travel_whole(url: str):
 def test_an_answer_of_another_form_is_an_error_of_its_samples(url: str):
     (score,) = RewardSum({"far": ScoreServer(url=url)})([judged("broken")])
     assert 'not {"scores": [1 numbers]}' in score.errors["far"]
+
+
+def test_a_server_that_is_gone_is_named_by_the_key_of_the_reward():
+    with pytest.raises(ServerError, match="localhost:1/score failed") as caught:
+        ScoreServer(url="http://localhost:1", retries=0).scores([judged("a")])
+    assert caught.value.fix == "start the server, or set url"
 
 
 def test_a_model_judges_and_one_without_a_number_is_an_error(url: str):
