@@ -63,10 +63,10 @@ NO_RUN: Run = (0, 0)
 
 def seen_index(bounds: Sequence[int], prefixes: Sequence[Run]) -> Tensor:
     """`SeenKeys.index_M`."""
-    runs = [
-        run for (a, b), prefix in zip(pairwise(bounds), prefixes, strict=True) for run in (prefix, (a, b - a)) if run[1]
-    ]
-    return torch.cat([torch.arange(first, first + length) for first, length in runs])
+    runs = [run for (a, b), prefix in zip(pairwise(bounds), prefixes, strict=True) for run in (prefix, (a, b - a))]
+    first_R, length_R = torch.tensor(runs, dtype=torch.int64).view(-1, 2).unbind(1)
+    skipped_R = first_R - length_R.cumsum(0) + length_R  # from a key's place here to its place among the B*T
+    return skipped_R.repeat_interleave(length_R) + torch.arange(int(length_R.sum()))
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,9 @@ def _rows(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], plan: RowP
         return apart
     found = [_packed(samples, apart, plan.seq_len)]
     if plan.share_prompts:
+        groups = _sharing(samples, chosen)
         limits = [plan.seq_len // parts for parts in _PARTS]
-        found = [_packed(samples, _shared(samples, chosen, limit), plan.seq_len) for limit in limits] + found
+        found = [_packed(samples, _shared(samples, groups, limit), plan.seq_len) for limit in limits] + found
     return min(found, key=len)
 
 
@@ -206,20 +207,28 @@ def _packed(samples: Sequence[Sample], units: Sequence[Sequence[Block]], seq_len
     return rows
 
 
-def _shared(samples: Sequence[Sample], chosen: Sequence[Sequence[int]], limit: int) -> list[list[Block]]:
-    """One block for the samples to each prompt, or several of at most `limit` tokens; those of one of `chosen` in one
-    block."""
-    found: list[Block] = []
-    latest: dict[object, int] = {}
+def _sharing(samples: Sequence[Sample], chosen: Sequence[Sequence[int]]) -> list[list[Block]]:
+    """Those of `chosen` whose prompts are read alike, together."""
+    groups: dict[object, list[Block]] = {}
     for numbers in chosen:
-        key = _what_is_shared(samples[numbers[0]])
-        place = latest.get(key)
-        if place is not None and _length(samples, (*found[place], *numbers)) <= limit:
-            found[place] = (*found[place], *numbers)
-        else:
-            latest[key] = len(found)
-            found.append(tuple(numbers))
-    return [[block] for block in found]
+        groups.setdefault(_what_is_shared(samples[numbers[0]]), []).append(tuple(numbers))
+    return list(groups.values())
+
+
+def _shared(samples: Sequence[Sample], groups: Sequence[Sequence[Block]], limit: int) -> list[list[Block]]:
+    """One block for the samples of each group, or several of at most `limit` tokens; those of one of `chosen` in one
+    block."""
+    found: list[list[Block]] = []
+    for group in groups:
+        block, num_tokens, num_shared = Block(), 0, len(samples[group[0][0]].prompt.tokens) - 1
+        for numbers in group:
+            own = sum(samples[number].length - num_shared for number in numbers)
+            if block and num_shared + num_tokens + own > limit:
+                found.append([block])
+                block, num_tokens = (), 0
+            block, num_tokens = block + numbers, num_tokens + own
+        found.append([block])
+    return found
 
 
 def _what_is_shared(sample: Sample) -> object:

@@ -236,7 +236,7 @@ class _Chooser(LogitsProcessor):
         self._columns: list[Tensor] = []
         self._greedy = params.greedy
         count = 0 if params.greedy else params.max_new_tokens
-        self._uniform_BT = torch.stack([uniforms(seed, count) for seed in seeds]).to(device)
+        self._uniform_BT = torch.tensor(uniforms(seeds, [count] * len(seeds)), dtype=torch.float64, device=device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs_BV = torch.log_softmax(scores.float(), dim=-1)

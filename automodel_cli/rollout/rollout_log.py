@@ -17,6 +17,7 @@ from automodel_cli.run_folders.rollouts import said
 from automodel_cli.training.metrics import keep_rows_until
 
 _WIDTH, _MOST = 118, 60
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 class RolloutLog:
@@ -34,7 +35,7 @@ class RolloutLog:
         if self._file is None:
             return
         trained = set(rollout.trained)
-        for number, sample in enumerate(rollout.samples):
+        for number, (sample, advantage) in enumerate(zip(rollout.samples, rollout.advantages_N.tolist(), strict=True)):
             row = {
                 "step": step,
                 "prompt": sample.prompt.messages,
@@ -43,14 +44,14 @@ class RolloutLog:
                 "reward": sample.score.total,
                 "parts": sample.score.parts,
                 "errors": sample.score.errors,
-                "advantage": rollout.advantages_N[number].item(),
+                "advantage": advantage,
                 "trained": number in trained,
                 "num_tokens": sample.num_generated,
                 "finish_reason": sample.finish_reason,
                 "weight_version": sample.weight_version,
                 "origin": sample.prompt.origin,
             }
-            self._file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            self._file.write(_ENCODER.encode(row) + "\n")
         self._file.flush()
 
     def close(self) -> None:

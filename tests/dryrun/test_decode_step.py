@@ -21,7 +21,6 @@ from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
 from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.sampler import graphs
-from automodel_cli.rollout.sampler import sampler as sampler_module
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
 from tests import tiny
@@ -54,8 +53,6 @@ def _counted(rank: int, world: int, family: str, greedy: bool) -> Counted:
         found.append((waits, launches, _waits(mode)))
         raise RuntimeError("enough is known")
 
-    numbers = {limit: sampler_module.uniforms(0, limit) for limit in (0, 12)}  # real ones, which numpy can read
-    sampler_module.uniforms = lambda seed, limit: numbers[limit]
     params = SamplingParams(max_new_tokens=12, temperature=0.0) if greedy else SamplingParams(12, 0.7, 0.9, 20, seed=1)
     with fake, mode:
         _materialise(part, CUDA)

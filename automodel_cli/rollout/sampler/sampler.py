@@ -47,7 +47,7 @@ class _Sequence:
     index: int
     prompt: Sequence[int]
     limit: int
-    uniform_T: np.ndarray
+    uniforms: Sequence[float]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)
@@ -60,7 +60,7 @@ class _Sequence:
     @property
     def uniform(self) -> float:
         """The number that decides the next token."""
-        return float(self.uniform_T[len(self.tokens)]) if len(self.uniform_T) else 0.0
+        return self.uniforms[len(self.tokens)] if self.uniforms else 0.0
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,8 @@ class Sampler:
     def _draw_all(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], limits: Sequence[int]
     ) -> dict[int, Completion]:
-        waiting = deque(
-            _Sequence(i, prompt, limit, uniforms(seed, 0 if params.greedy else limit).numpy())
-            for i, (prompt, seed, limit) in enumerate(zip(prompts, seeds, limits, strict=True))
-        )
+        streams = uniforms(seeds, [0 if params.greedy else limit for limit in limits])
+        waiting = deque(_Sequence(i, *of_one) for i, of_one in enumerate(zip(prompts, limits, streams, strict=True)))
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
         must_gather = self.decoder.gathers

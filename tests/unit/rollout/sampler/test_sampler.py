@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
@@ -186,10 +187,18 @@ def test_gradients_of_shaped_logprobs(kind, shaping):
         assert tiny.gradient_error(tiny.gradients(part.model), got) < 2e-5
 
 
+def test_the_stream_of_a_seed_is_philox_s_own_whatever_else_is_in_the_call():
+    seeds = [3, 0, 2**64 + 5, 3]
+    streams = uniforms(seeds, [5, 0, 9, 7])
+    assert [len(stream) for stream in streams] == [5, 0, 9, 7]
+    for seed, stream in zip(seeds, streams, strict=True):
+        assert stream == np.random.Generator(np.random.Philox(key=seed)).random(len(stream)).tolist()
+
+
 def test_draws_follow_the_distribution_and_never_what_is_filtered_out():
     logits_SV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)) * 2
     params = SamplingParams(temperature=0.8, top_k=10)
-    uniform_S = uniforms(3, 20_000)
+    uniform_S = torch.tensor(uniforms([3], [20_000])[0], dtype=torch.float64)
     tokens_S, logprobs_S = choose(logits_SV.expand(20_000, -1), params, uniform_S)
     kept = (logits_SV / 0.8).topk(10)
     expected = kept.values.softmax(-1)[0]
