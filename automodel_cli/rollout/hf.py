@@ -27,7 +27,7 @@ from automodel_cli.config.errors import RunError
 from automodel_cli.distributed.chosen_experts import Recorder, choosing
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream, resolve_seeds
 from automodel_cli.rollout.routing_record import compact
-from automodel_cli.rollout.sampling import draw, uniforms
+from automodel_cli.rollout.sampling import draw, streams
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -236,7 +236,7 @@ class _Chooser(LogitsProcessor):
         self._columns: list[Tensor] = []
         self._greedy = params.greedy
         count = 0 if params.greedy else params.max_new_tokens
-        self._uniform_BT = torch.tensor(uniforms(seeds, [count] * len(seeds)), dtype=torch.float64, device=device)
+        self._uniform_BT = torch.tensor(streams(seeds, [count] * len(seeds)), dtype=torch.float64, device=device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs_BV = torch.log_softmax(scores.float(), dim=-1)

@@ -41,14 +41,19 @@ def choose(logits_SV: Tensor, params: SamplingParams, uniform_S: Tensor) -> tupl
     return tokens_S, logprobs_SV.gather(-1, tokens_S[:, None])[:, 0]
 
 
-def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> list[list[float]]:
-    """The random stream of each sample: so many float64 numbers in [0, 1), the same on every machine whatever else is
-    in the call. One generator takes every stream's key in turn: making one costs five times as much as drawing."""
+def uniforms(seed: int, count: int) -> Tensor:
+    """The random stream of one sample: `count` float64 numbers in [0, 1), the same on every machine."""
+    return torch.tensor(streams([seed], [count])[0], dtype=torch.float64)
+
+
+def streams(seeds: Sequence[int], counts: Sequence[int]) -> list[list[float]]:
+    """`uniforms` of many samples at once, the same whatever else is in the call. One generator takes every stream's key
+    in turn: making one costs five times as much as drawing."""
     bits = np.random.Philox(key=0)
     generator, start = np.random.Generator(bits), bits.state
-    streams = []
+    drawn = []
     for seed, count in zip(seeds, counts, strict=True):
         start["state"]["key"][:] = seed % 2**64, seed // 2**64
         bits.state = start
-        streams.append(generator.random(count).tolist())
-    return streams
+        drawn.append(generator.random(count).tolist())
+    return drawn

@@ -33,7 +33,7 @@ from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.graphs import Capture, DecodeGraphs, GraphsFailed
 from automodel_cli.rollout.sampler.kv_cache import Decode, KVCache, Prefill, WholeAttention
 from automodel_cli.rollout.sampler.state_slots import StateSlots
-from automodel_cli.rollout.sampling import choose, uniforms
+from automodel_cli.rollout.sampling import choose, streams
 
 _logger = logging.getLogger(__name__)
 
@@ -183,8 +183,8 @@ class Sampler:
     def _draw_all(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], limits: Sequence[int]
     ) -> dict[int, Completion]:
-        streams = uniforms(seeds, [0 if params.greedy else limit for limit in limits])
-        waiting = deque(_Sequence(i, *of_one) for i, of_one in enumerate(zip(prompts, limits, streams, strict=True)))
+        drawn = streams(seeds, [0 if params.greedy else limit for limit in limits])
+        waiting = deque(_Sequence(i, *of_one) for i, of_one in enumerate(zip(prompts, limits, drawn, strict=True)))
         active: list[_Sequence] = []
         finished: dict[int, Completion] = {}
         must_gather = self.decoder.gathers

@@ -20,7 +20,7 @@ from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import check_decoding
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
-from automodel_cli.rollout.sampling import choose, draw, shaping_of, uniforms
+from automodel_cli.rollout.sampling import choose, draw, shaping_of, streams, uniforms
 from tests import tiny
 
 STOP = [2, 5, 9]
@@ -189,16 +189,17 @@ def test_gradients_of_shaped_logprobs(kind, shaping):
 
 def test_the_stream_of_a_seed_is_philox_s_own_whatever_else_is_in_the_call():
     seeds = [3, 0, 2**64 + 5, 3]
-    streams = uniforms(seeds, [5, 0, 9, 7])
-    assert [len(stream) for stream in streams] == [5, 0, 9, 7]
-    for seed, stream in zip(seeds, streams, strict=True):
+    drawn = streams(seeds, [5, 0, 9, 7])
+    assert [len(stream) for stream in drawn] == [5, 0, 9, 7]
+    for seed, stream in zip(seeds, drawn, strict=True):
         assert stream == np.random.Generator(np.random.Philox(key=seed)).random(len(stream)).tolist()
+        assert uniforms(seed, len(stream)).tolist() == stream
 
 
 def test_draws_follow_the_distribution_and_never_what_is_filtered_out():
     logits_SV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)) * 2
     params = SamplingParams(temperature=0.8, top_k=10)
-    uniform_S = torch.tensor(uniforms([3], [20_000])[0], dtype=torch.float64)
+    uniform_S = uniforms(3, 20_000)
     tokens_S, logprobs_S = choose(logits_SV.expand(20_000, -1), params, uniform_S)
     kept = (logits_SV / 0.8).topk(10)
     expected = kept.values.softmax(-1)[0]
