@@ -48,22 +48,25 @@ def check_file(path: Path) -> None:
         raise _refused(
             path, line, "is not text in UTF-8", f"iconv -f latin1 -t utf-8 {path} -o {path.stem}_utf8.yaml"
         ) from None
-    try:
-        _count(path, text)
-    except yaml.MarkedYAMLError:
-        return
-    except yaml.reader.ReaderError as error:
-        line = text[: error.position].count("\n") + 1
-        raise _refused(
-            path, line, f"holds a character that YAML does not allow: {chr(int(error.character))!r}"
-        ) from None
+    # libyaml ends by itself where flows nest more than 1,000 levels, before its first event: asked second, the parser
+    # in Python, which has no such limit, comes to the level that is refused here.
+    for parser in dict.fromkeys((_PARSER, yaml.SafeLoader)):
+        try:
+            return _count(path, text, parser)
+        except yaml.MarkedYAMLError:
+            continue
+        except yaml.reader.ReaderError as error:
+            line = text[: error.position].count("\n") + 1
+            raise _refused(
+                path, line, f"holds a character that YAML does not allow: {chr(int(error.character))!r}"
+            ) from None
 
 
-def _count(path: Path, text: str) -> None:
+def _count(path: Path, text: str, parser: Any) -> None:
     """Walk the events of the parser, which neither recurses nor expands anything."""
     sizes: dict[str, int] = {}
     stack = [_Open(None)]
-    for event in yaml.parse(text, Loader=_PARSER):
+    for event in yaml.parse(text, Loader=parser):
         line = event.start_mark.line + 1 if event.start_mark else 1
         if isinstance(event, yaml.CollectionStartEvent):
             stack.append(_Open(event.anchor))
