@@ -17,7 +17,7 @@ from automodel_cli.models.support import probe_context, probe_packing
 from tests.hybrids import HYBRIDS, ROWS, alone, check_that_mixed_documents_show, hybrid, part_like, run, weights_like
 from tests.tiny import FAMILIES, gradient_error, gradients, packed_batch, tiny_config, token_row
 
-TOLERANCE = 2e-6  # relative to the largest gradient, in float32; a leak is 1e-3 and more
+TOLERANCE = 5e-6  # relative to the largest gradient, in float32, on any processor; a leak is 1e-3 and more
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
