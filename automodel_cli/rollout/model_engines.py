@@ -127,6 +127,12 @@ class RankZeroEngine:
 
         return finish
 
+    def idle_share(self) -> float | None:
+        """The share of the time since the last call in which a server had nothing of ours to do, on the rank that
+        speaks to it; None elsewhere, and where the engine does not tell."""
+        told = getattr(self._engine, "idle_share", None)
+        return None if told is None else told()
+
     def at_once(self) -> int:
         """How many calls of the engine may run at once."""
         return self.capabilities.at_once

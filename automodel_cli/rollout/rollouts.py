@@ -143,12 +143,15 @@ class Rollouts(Callback):
         return None if self._queue is None else self._queue.state()
 
     def on_step(self, run: Run, step: int, values: Mapping[str, Number]) -> dict[str, Number]:
-        """Where the time of the step went besides drawing and judging, and how much of it nothing was trained."""
+        """Where the time of the step went besides drawing and judging, and how much of it nothing was trained, or
+        asked of servers."""
         self._phases.end("train")
         self._phases.end("step")
         seconds_of = dict(self._phases.taken())
         idle = self._idle.of_step(seconds_of.pop("step_seconds") + seconds_of["sync_seconds"])
         found: dict[str, Number] = {**seconds_of, **idle}
+        if isinstance(self.engine, RankZeroEngine) and (share := self.engine.idle_share()) is not None:
+            found["engine_idle_share"] = share
         passes = {"train": 1}
         if self._scored:
             passes["score"] = self.config.passes  # training reads the rows in each pass, scoring in one

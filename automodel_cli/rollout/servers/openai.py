@@ -78,7 +78,7 @@ class OpenAIEngine(ServedEngine):
             f"{self.server.url} serves fixed weights: OpenAI's API cannot replace them", fix="rollout=sampler"
         )
 
-    def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
+    def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
         """See `ServedEngine`."""
         asked = self.weight_version
         choice, reason = self._finished(self._body(prompt, params, seed))

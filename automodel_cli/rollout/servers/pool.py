@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -92,6 +93,11 @@ class ServerPool(Generic[E]):
     def metrics(self) -> dict[str, float]:
         """How many servers take requests."""
         return {"live_servers": len(self._live())}
+
+    def idle_share(self) -> float:
+        """See `OpenRequests`; the mean over the servers that take requests."""
+        share_of = {member: member.engine.idle_share() for member in self._members}
+        return statistics.fmean(share_of[member] for member in self._live() or self._members)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None

@@ -16,6 +16,7 @@ from automodel_cli.rollout.engine import (
     resolve_seeds,
 )
 from automodel_cli.rollout.servers.http import Server, ServerError
+from automodel_cli.rollout.servers.open_requests import OpenRequests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ class ServedEngine(ABC):
         self.weight_version = self.num_losses = 0
         """Updates of the weights, and how often an update found that the server had lost those before it."""
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="requests")
+        self._open = OpenRequests()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
@@ -66,9 +68,18 @@ class ServedEngine(ABC):
             for answer in asked:
                 answer.cancel()
 
-    @abstractmethod
     def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
         """The answer to one request. Raises ServerError, and RunError for an answer that cannot be used."""
+        with self._open.one_more():
+            return self._completed(prompt, params, seed)
+
+    def idle_share(self) -> float:
+        """See `OpenRequests`."""
+        return self._open.idle_share()
+
+    @abstractmethod
+    def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
+        """See `complete`."""
 
     @abstractmethod
     def check_params(self, params: SamplingParams) -> None:

@@ -69,7 +69,7 @@ class SGLangEngine(LiveWeights):
                 fix="rollout.top_k=0",
             )
 
-    def complete(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
+    def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
         """See `ServedEngine`."""
         asked, body = self.weight_version, self._body(prompt, params, seed)
 

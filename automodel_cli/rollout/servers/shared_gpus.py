@@ -6,6 +6,7 @@ weights, the new weights, then the cache.
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,10 @@ class SharedGPUs:
     @property
     def metrics(self) -> dict[str, float]:
         return dict(getattr(self._engine, "metrics", {}))
+
+    def idle_share(self) -> float:
+        """See `OpenRequests`; the mean over the servers."""
+        return statistics.fmean(server.idle_share() for server in self._servers)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
