@@ -245,7 +245,7 @@ class GRPORecipe(Recipe):
             )
 
     def generation_servers(self) -> GenerationServers | None:
-        """vLLM servers, where the run starts them itself."""
+        """Those that generate, where the run starts them itself."""
         return self.rollout.generation_servers(self.model, self.data.seq_len)
 
     def check_model(self, hf_config: PretrainedConfig) -> None:

@@ -26,6 +26,7 @@ _VLLM = "vllm/distributed/weight_transfer"
 _VLLM_COMPLETION = "vllm/entrypoints/openai/completion/protocol.py"
 _VLLM_ONLINE = "vllm/entrypoints/rl/online/api_router.py"
 _SGLANG = "sglang/srt/managers/io_struct.py"
+_SGLANG_OPTIONS = "sglang/srt/arg_groups/fields"
 
 WHEELS = {
     "transformer_engine": "transformer-engine",
@@ -154,6 +155,19 @@ WORDS = {
         ),
         "processed_logprobs": "vllm/config/model.py",
         **dict.fromkeys(("nccl", "ipc"), f"{_VLLM}/factory.py"),
+    },
+    "sglang": {
+        "serve": "sglang/cli/main.py",
+        "SGLANG_USE_CPU_ENGINE": "sglang/srt/platforms/__init__.py",
+        **dict.fromkeys(
+            ("--context-length", "--dtype", "--model-path", "--revision", "--trust-remote-code"),
+            f"{_SGLANG_OPTIONS}/model.py",
+        ),
+        **dict.fromkeys(("--dp-size", "--ep-size", "--tp-size"), f"{_SGLANG_OPTIONS}/parallel.py"),
+        **dict.fromkeys(("--enable-memory-saver", "--enable-return-routed-experts"), f"{_SGLANG_OPTIONS}/exec_.py"),
+        **dict.fromkeys(("--host", "--port"), f"{_SGLANG_OPTIONS}/serving.py"),
+        "--device": f"{_SGLANG_OPTIONS}/device.py",
+        "--mem-fraction-static": f"{_SGLANG_OPTIONS}/schedule.py",
     },
 }  # fmt: skip
 """By package: what a command line or an environment says to it, and the file in which that is a string, or a field of a

@@ -123,7 +123,7 @@ def gpus_to_train_on(recipe: ConfigRoot, num_gpus: int) -> int:
     """How many of a run's GPUs have a rank; says where the others are."""
     servers, train_on = recipe.generation_servers(), recipe.gpus_to_train_on(num_gpus)
     if servers is not None and servers.gpus:
-        size = f"{servers.number} vLLM server{'s' * (servers.number > 1)} of {servers.gpus} GPUs"
+        size = f"{servers.number} server{'s' * (servers.number > 1)} of {servers.gpus} GPUs"
         where = "on the GPUs that train, in turns" if servers.colocated else f"on {servers.own_gpus} of {num_gpus} GPUs"
         click.echo(f"generation: {size}, {where}; the rest is of the {train_on} GPUs that train\n")
     return train_on

@@ -97,7 +97,7 @@ def cluster_options(*, required: bool) -> Callable[[F], F]:
     "--rollout-nodes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Further nodes, for the vLLM servers of rollout.engine.servers.",
+    help="Further nodes, for the generation servers of rollout.engine.servers.",
 )
 @click.option("--rollout-gpus-per-node", type=click.IntRange(min=0), metavar="G", help="[default: --gpus-per-node]")
 @click.option("--rollout-image", metavar="IMAGE", help="The servers' container.  [default: --image]")
@@ -123,7 +123,8 @@ def submit(
     of a step, the job is requeued, and the run goes on where it stopped. The run folder and this Python must be on a
     file system that all nodes see.
 
-    With --rollout-nodes the job has two components: --nodes that train, and further nodes that generate with vLLM.
+    With --rollout-nodes the job has two components: --nodes that train, and further nodes that generate with vLLM or
+    SGLang.
     """
     from automodel_cli.run.run_folder import run_folder
 
@@ -202,7 +203,7 @@ def _rollout_nodes(
         return None
     if to != "slurm":
         raise ConfigError(
-            f"--rollout-nodes is Slurm's; for --to {to} start vLLM yourself and name it",
+            f"--rollout-nodes is Slurm's; for --to {to} start the servers yourself and name them",
             keys=("rollout.engine.url",),
             fix="remove --rollout-nodes; rollout.engine.servers=null rollout.engine.url=http://localhost:8000",
         )

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine import Capabilities
+from automodel_cli.rollout.servers.started import StartedServers
 from automodel_cli.rollout.servers.vllm_servers import VLLMServers
 
 if TYPE_CHECKING:
@@ -173,6 +174,9 @@ class LiveServerConfig(ServerConfig):
     goes to `logs/rollout_server.log` in the run's folder. It must answer at `url` within `start_timeout` seconds. Null:
     you have started it. It is a list of words, or one text that is cut into words as a shell does; no shell runs it, so
     nothing in it is expanded. The command line must allow it: `--trust command`.
+
+    `servers` in the place of `url`: the run starts as many as it needs, by a command of its own, or
+    `automodel submit --rollout-nodes` does so on nodes of their own; `rollout.placement` says on which GPUs.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -184,6 +188,7 @@ class LiveServerConfig(ServerConfig):
     """What is said to trust_logprobs=false."""
 
     url: str | list[str] | None = None
+    servers: StartedServers | None = None
     concurrency: int = 256
     weights_folder: str | None = None
     address: str | None = None
@@ -230,7 +235,28 @@ class LiveServerConfig(ServerConfig):
 
     @property
     def num_servers(self) -> int:
-        return len(self.urls)
+        return len(self.urls) if self.servers is None else self.servers.number
+
+    def _check_urls(self) -> None:
+        if (self.url is None) == (self.servers is None):
+            given = "both are" if self.servers is not None else "neither is"
+            raise ConfigError(
+                f"generation servers are either at `url` or started by the run (`servers`), and {given} given",
+                keys=("url", "servers"),
+                fix="servers=null" if self.servers is not None else "url=http://localhost:8000",
+            )
+        if self.url is not None:
+            super()._check_urls()
+        elif self.command is not None:
+            raise ConfigError(
+                f"command={self.command!r} starts the server at `url`; what `servers` starts has a command of its own",
+                keys=("command", "servers"),
+                fix="command=null",
+            )
+
+    def _started(self, host: Host) -> list[str]:
+        """The address of each server, once those that the run starts answer. Collective."""
+        return self.urls if self.servers is None else host.start_servers(timeout=self.start_timeout)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ConfigError for a distribution that the server cannot be asked for."""
@@ -275,9 +301,6 @@ class VLLMConfig(LiveServerConfig):
     (`rollout.placement=colocated`, one machine), with the package vllm and its backend `ipc`. Neither has run on GPUs.
 
     `command` starts the server at `url` with the run (see `LiveServerConfig`).
-
-    `servers` in the place of `url`: the run starts as many as it needs, by a command of its own, or
-    `automodel submit --rollout-nodes` does so on nodes of their own; `rollout.placement` says on which GPUs.
     """
 
     capabilities: ClassVar[Capabilities] = replace(LiveServerConfig.capabilities, routing=True)
@@ -291,34 +314,13 @@ class VLLMConfig(LiveServerConfig):
     def way(self) -> str:
         return self.transport
 
-    @property
-    def num_servers(self) -> int:
-        return self.servers.number if self.servers is not None else super().num_servers
-
-    def _check_urls(self) -> None:
-        if (self.url is None) == (self.servers is None):
-            given = "both are" if self.servers is not None else "neither is"
-            raise ConfigError(
-                f"a vLLM server is either at `url` or started by the run (`servers`), and {given} given",
-                keys=("url", "servers"),
-                fix="servers=null" if self.servers is not None else "url=http://localhost:8000",
-            )
-        if self.url is not None:
-            super()._check_urls()
-        elif self.command is not None:
-            raise ConfigError(
-                f"command={self.command!r} starts the server at `url`; what `servers` starts has a command of its own",
-                keys=("command", "servers"),
-                fix="command=null",
-            )
-
     def build(self, host: Host) -> Engine:
         """See `EngineConfig`. What this machine lacks is said before a server is started and waited for."""
         if self.transport != "files":
             from automodel_cli.rollout.servers.transfer import check_gpus
 
             check_gpus(self.transport, host.device.type)
-        urls = self.urls if self.servers is None else host.start_servers(timeout=self.start_timeout)
+        urls = self._started(host)
         if self.transport == "files":
             return host.on_first_rank(lambda: self._served(host, urls))
         from automodel_cli.rollout.servers.transfer import FactoryTransfer, ipc_init, nccl_init

@@ -11,8 +11,9 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch.servers import GenerationServers
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.rollout.engine import EngineConfig, SamplingParams
-from automodel_cli.rollout.engine_configs import LiveServerConfig, SamplerConfig, VLLMConfig
+from automodel_cli.rollout.engine_configs import LiveServerConfig, SamplerConfig
 from automodel_cli.rollout.environment import EnvironmentNode
+from automodel_cli.rollout.servers.started import Wanted
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class RolloutConfig:
                 keys=("max_staleness", "placement"),
                 fix="rollout.max_staleness=0, or rollout.placement=separate",
             )
-        if isinstance(self.engine, VLLMConfig) and self.engine.transport == "ipc" and not self.shares_gpus:
+        if isinstance(self.engine, LiveServerConfig) and self.engine.way == "ipc" and not self.shares_gpus:
             raise ConfigError(
                 "transport=ipc lets vLLM read the memory of the ranks on its GPUs, and it has others than they",
                 keys=("engine.transport", "placement"),
@@ -261,11 +262,10 @@ class RolloutConfig:
     def generation_servers(self, model: ModelConfig, max_tokens: int) -> GenerationServers | None:
         """What the run starts besides its ranks; `max_tokens`: the longest prompt with its response."""
         engine = self.engine
-        if not isinstance(engine, VLLMConfig) or engine.servers is None:
+        if not isinstance(engine, LiveServerConfig) or engine.servers is None:
             return None
-        backend = None if engine.transport == "files" else engine.transport
-        able = {"colocated": self.shares_gpus, "routing": self.replay_routing}
-        return engine.servers.started_for(model, max_tokens=max_tokens, backend=backend, **able)
+        wanted = Wanted(model, max_tokens, engine.way, colocated=self.shares_gpus, routing=self.replay_routing)
+        return engine.servers.started_for(wanted)
 
     def _check_baseline(self) -> None:
         def refuse(key: str, what: str, fix: str) -> None:
@@ -316,10 +316,10 @@ class RolloutConfig:
                 keys=("replay_routing", "engine"),
                 fix="replay_routing=false",
             )
-        servers = self.engine.servers if isinstance(self.engine, VLLMConfig) else None
-        if self.replay_routing and servers is not None and not servers.gpus:
+        servers = self.engine.servers if isinstance(self.engine, LiveServerConfig) else None
+        if self.replay_routing and servers is not None and not servers.gpus and servers.routing_needs_gpus:
             raise ConfigError(
-                "replay_routing=true: vLLM tells experts on GPUs only (its second model runner needs Triton), and "
+                f"replay_routing=true: {servers.engine} tells experts on GPUs only ({servers.routing_needs_gpus}), and "
                 "engine.servers.gpus=0",
                 keys=("replay_routing", "engine.servers.gpus"),
                 fix="replay_routing=false",

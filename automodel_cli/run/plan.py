@@ -77,7 +77,7 @@ def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | 
     fits = (stays + taken) * 2**30 <= usable_bytes(memory_gib)
     verdict = "fits" if fits else "DOES NOT FIT (a smaller rollout.engine.servers.memory_share)"
     return (
-        f"while it generates, {verdict}: {taken:.1f} GiB of vLLM (memory_share={servers.memory_share:g}) beside "
+        f"while it generates, {verdict}: {taken:.1f} GiB of a server (memory_share={servers.memory_share:g}) beside "
         f"{stays:.1f} GiB of parameters and optimizer and {RESERVE_GIB:g} set aside, of {memory_gib:g} GiB"
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine_configs import LiveServerConfig, address_for
+from automodel_cli.rollout.servers.sglang_servers import SGLangServers
 
 if TYPE_CHECKING:
     from automodel_cli.rollout.engine import Engine, Host, SamplingParams
@@ -18,13 +19,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SGLangConfig(LiveServerConfig):
     """An SGLang server (0.5.21 or later) whose weights are replaced after each step; docs/rollout.md has its command
-    line. A list of addresses is several servers of the same model.
+    line. A list of addresses: several of the same model.
 
-    `transport` is how weights travel. `files`: the run writes them to `weights_folder`, which the servers see under the
-    same path, and the servers read them. null: `rollout_weights` in the run's folder. `broadcast`: from the first rank
-    to all servers at once, over NCCL from GPU to GPU, over gloo where the run is on the CPU; `address` is the first
-    rank's machine as the servers see it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one
-    on it.
+    `transport` is how weights travel. `files`: the run writes them to `weights_folder`, which SGLang sees under that
+    path and reads. null: `rollout_weights` in the run's folder. `broadcast`: from the first rank to every server at
+    once, over NCCL from GPU to GPU, over gloo where the run is on the CPU; `address` is the first rank's machine as
+    SGLang sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it.
 
     `command` starts the server at `url` with the run (see `LiveServerConfig`).
     """
@@ -32,6 +32,7 @@ class SGLangConfig(LiveServerConfig):
     transports: ClassVar[tuple[str, ...]] = ("files", "broadcast")
     untrusted: ClassVar[str] = "SGLang's log-probs are those of the distribution that it is asked to draw from"
 
+    servers: SGLangServers | None = None
     transport: Literal["files", "broadcast"] = "files"
 
     @property
@@ -46,6 +47,14 @@ class SGLangConfig(LiveServerConfig):
                 keys=("model",),
                 fix="model=null",
             )
+        if self.transport == "broadcast" and self.servers is not None and self.servers.copies > 1:
+            raise ConfigError(
+                f"transport=broadcast with {self.servers.copies} copies of the model in a server (servers.gpus="
+                f"{self.servers.gpus}, tensor_parallel={self.servers.tensor_parallel}): SGLang takes broadcast weights "
+                "with tensor parallelism alone",
+                keys=("transport", "servers.gpus", "servers.tensor_parallel"),
+                fix="transport=files",
+            )
 
     def check_params(self, params: SamplingParams) -> None:
         """See `LiveServerConfig`: SGLang takes top_p of the whole vocabulary, also where top_k cuts it, and does not
@@ -59,12 +68,13 @@ class SGLangConfig(LiveServerConfig):
 
     def build(self, host: Host) -> Engine:
         """See `EngineConfig`."""
+        urls = self._started(host)
         if self.transport == "files":
-            return host.on_first_rank(lambda: self._served(host, self.urls))
+            return host.on_first_rank(lambda: self._served(host, urls))
         from automodel_cli.rollout.servers.group_transfer import GroupTransfer
 
-        address = self.address or address_for(self.urls[0])
-        return host.on_first_rank(lambda: self._served(host, self.urls, GroupTransfer(address, self.port, host.device)))
+        address = self.address or address_for(urls[0])
+        return host.on_first_rank(lambda: self._served(host, urls, GroupTransfer(address, self.port, host.device)))
 
     def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
         from automodel_cli.rollout.servers.sglang import SGLangEngine

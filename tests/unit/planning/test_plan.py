@@ -319,7 +319,7 @@ def test_nodes_that_generate_are_not_planned_as_ranks(tmp_path: Path) -> None:
     """The recipes of four nodes: two of them serve, or all do both in turns."""
     separate = automodel(tmp_path, "plan", "-c", "grpo_qwen3_moe_30b_separate", "--gpus", "32")
     assert separate.returncode == 0, separate.stderr
-    assert "2 vLLM servers of 8 GPUs, on 16 of 32 GPUs" in separate.stdout
+    assert "2 servers of 8 GPUs, on 16 of 32 GPUs" in separate.stdout
     assert "layout    16 GPUs, fsdp2: dp=16 x ep=8" in separate.stdout and "\nfits: " in separate.stdout
     assert "an update is counted as 512 full rows; a run packs its 512 samples into fewer" in separate.stdout
     few = automodel(tmp_path, "plan", "-c", "grpo_qwen3_moe_30b_separate", "--gpus", "16")
@@ -328,5 +328,5 @@ def test_nodes_that_generate_are_not_planned_as_ranks(tmp_path: Path) -> None:
     assert "layout    32 GPUs, fsdp2: dp=32 x ep=8" in colocated.stdout
     row = next(line.split() for line in colocated.stdout.splitlines() if line.startswith("   0  "))
     parameters, optimizer = float(row[1]), float(row[3])
-    said = re.search(r"while it generates, fits: 39.5 GiB of vLLM .* beside (\d+\.\d) GiB", colocated.stdout)
+    said = re.search(r"while it generates, fits: 39.5 GiB of a server .* beside (\d+\.\d) GiB", colocated.stdout)
     assert said is not None and float(said[1]) == pytest.approx(parameters + optimizer, abs=0.1)

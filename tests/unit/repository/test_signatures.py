@@ -129,13 +129,20 @@ def test_what_vllm_calls_of_a_client_is_what_ours_has() -> None:
         assert list(ours) == ["self", *recorded["required"], *recorded["optional"]]
 
 
-def test_the_words_that_start_a_vllm_server_are_in_its_files() -> None:
-    source = (ROOT / "automodel_cli/rollout/servers/vllm_servers.py").read_text()
+@pytest.mark.parametrize(
+    ("package", "least", "num_variables", "more"),
+    [("vllm", 13, 3, {"nccl", "ipc", "processed_logprobs"}), ("sglang", 13, 1, {"serve"})],
+)
+def test_the_words_that_start_a_server_are_in_its_files(
+    package: str, least: int, num_variables: int, more: set[str]
+) -> None:
+    source = (ROOT / f"automodel_cli/rollout/servers/{package}_servers.py").read_text()
     said = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     options = {text for text in said if isinstance(text, str) and text.startswith("--")}
-    variables = {text.split("=")[0] for text in said if isinstance(text, str) and text.startswith("VLLM_")}
-    assert len(options) > 12 and len(variables) == 3
-    assert options | variables | {"nccl", "ipc", "processed_logprobs"} <= set(SIGNATURES["vllm"]["words"])
+    prefix = f"{package.upper()}_"
+    variables = {text.split("=")[0] for text in said if isinstance(text, str) and text.startswith(prefix)}
+    assert len(options) >= least and len(variables) == num_variables
+    assert options | variables | more <= set(SIGNATURES[package]["words"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where vLLM generates: what goes together, the command of a server that the run starts, and on which GPUs."""
+"""Where servers generate: what goes together, the command of a server that the run starts, and on which GPUs."""
 
 from __future__ import annotations
 
@@ -69,6 +69,30 @@ def test_a_server_tells_experts_where_they_are_replayed() -> None:
     assert not {"--enable-return-routed-experts", "VLLM_USE_V2_MODEL_RUNNER=1"} & set(plain)
 
 
+SGLANG = ("rollout=sglang",)
+SHARDED = "rollout.engine.servers={number: 2, gpus: 4, tensor_parallel: 2, expert_parallel: true}"
+
+
+def test_an_sglang_server_is_told_the_same_in_its_own_words() -> None:
+    servers = loaded(*SGLANG, SHARDED, "data.seq_len=4096").generation_servers()
+    words = servers.words("0.0.0.0", "30001")
+    assert words[:4] == ["sglang", "serve", "--model-path", "Qwen/Qwen3-0.6B"]
+    assert (after(words, "--host"), after(words, "--port")) == ("0.0.0.0", "30001") and servers.port == 30_000
+    assert after(words, "--context-length") == "4096" and after(words, "--dtype") == "auto"
+    assert [after(words, f"--{way}-size") for way in ("tp", "dp", "ep")] == ["2", "2", "2"]
+    assert not {"--enable-memory-saver", "--mem-fraction-static", "--device"} & set(words)
+    assert (servers.number, servers.own_gpus) == (2, 8)
+    shared = loaded(*SGLANG, TWO, COLOCATED).generation_servers()
+    assert after(shared.command, "--mem-fraction-static") == "0.5" and "--enable-memory-saver" in shared.command
+    assert shared.own_gpus == 0 and "--ep-size" not in shared.command
+    on_cpu = "rollout.engine.servers={gpus: 0, program: [other/sglang], options: [--disable-overlap-schedule]}"
+    words = loaded(*SGLANG, on_cpu).generation_servers().command
+    assert words[:4] == ("env", "SGLANG_USE_CPU_ENGINE=1", "other/sglang", "serve")
+    assert words[-3:] == ("--device", "cpu", "--disable-overlap-schedule") and "--tp-size" not in words
+    with pytest.raises(ConfigError, match="--trust command"):
+        check(compose("mine.yaml", [*SGLANG, on_cpu]))
+
+
 def test_colocated_servers_sleep_and_take_their_share_of_the_trainers_gpus() -> None:
     servers = loaded(*VLLM, TWO, COLOCATED).generation_servers()
     assert after(servers.command, "--gpu-memory-utilization") == "0.5" and "--enable-sleep-mode" in servers.command
@@ -109,6 +133,12 @@ def test_gpus_of_servers_are_no_gpus_of_ranks() -> None:
         ((*VLLM, TWO, "rollout.placement=beside"), "rollout.placement"),
         ((*VLLM, "rollout.engine.servers={gpus: 0}", "rollout.replay_routing=true"), "on GPUs only"),
         ((*VLLM, TWO, COLOCATED, "rollout.max_staleness=1", *STALE), "do both in turns"),
+        (SGLANG, "neither is given"),
+        ((*SGLANG, TWO, "rollout.engine.command=x"), "has a command of its own"),
+        ((*SGLANG, "rollout.engine.servers={gpus: 4, expert_parallel: true}"), "over the GPUs of a copy"),
+        ((*SGLANG, TWO, "rollout.engine.transport=broadcast"), "with tensor parallelism alone"),
+        ((*SGLANG, TWO, COLOCATED, "rollout.engine.transport=broadcast"), "with tensor parallelism alone"),
+        ((*SGLANG, "rollout.engine.servers={memory_share: 0}"), "above 0"),
         (("rollout=vllm", "rollout.engine.url=http://a:1", COLOCATED), "needs GPUs of its own"),
         (("rollout.placement=separate",), "in the processes that train"),
         ((*VLLM[:1], "rollout.engine.url=http://a:1", "rollout.engine.transport=ipc"), "it has others than they"),

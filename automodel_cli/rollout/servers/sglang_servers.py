@@ -1,0 +1,50 @@
+"""The SGLang servers that a run starts itself. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch.servers import HOST, PORT
+from automodel_cli.rollout.servers.started import StartedServers, Wanted, unless
+
+
+@dataclass(frozen=True)
+class SGLangServers(StartedServers):
+    """SGLang servers that the run starts and ends, each with the whole model (`sglang serve`, see `StartedServers`).
+
+    `expert_parallel` spreads the experts of a mixture over the GPUs of a copy, in the place of cutting each.
+    """
+
+    engine: ClassVar[str] = "SGLang"
+
+    port: int = 30_000
+    program: str | list[str] = field(default="sglang", metadata=unless("sglang"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "expert_parallel spreads experts over the GPUs of a copy in SGLang, and tensor_parallel=1 is its only "
+                "one",
+                keys=("expert_parallel", "tensor_parallel"),
+                fix=f"tensor_parallel={self.gpus}" if self.gpus > 1 else "expert_parallel=false",
+            )
+
+    def command(self, model: str, wanted: Wanted) -> list[str]:
+        """See `StartedServers`."""
+        words = [] if self.gpus else ["env", "SGLANG_USE_CPU_ENGINE=1"]
+        words += [*self.words(), "serve", "--model-path", model, "--host", HOST, "--port", PORT]
+        words += ["--context-length", str(wanted.max_tokens), "--dtype", self.dtype]
+        words += [] if wanted.model.revision is None else ["--revision", wanted.model.revision]
+        words += ["--trust-remote-code"] if wanted.model.trust_remote_code else []
+        words += ["--enable-return-routed-experts"] if wanted.routing else []
+        return words + (self._on_gpus(colocated=wanted.colocated) if self.gpus else ["--device", "cpu"])
+
+    def _on_gpus(self, *, colocated: bool) -> list[str]:
+        words = ["--tp-size", str(self.tensor_parallel), "--dp-size", str(self.copies)]
+        words += ["--ep-size", str(self.tensor_parallel)] if self.expert_parallel else []
+        if (share := self.share(colocated=colocated)) is not None:
+            words += ["--mem-fraction-static", f"{share:g}"]
+        return [*words, "--enable-memory-saver"] if colocated else words
