@@ -152,6 +152,11 @@ class Host(Protocol):
         ...
 
     @property
+    def num_layers(self) -> int:
+        """Of the model, as its config counts them."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
     @property
     def run_dir(self) -> Path:

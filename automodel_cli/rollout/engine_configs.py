@@ -8,7 +8,7 @@ import re
 import shlex
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine import Capabilities
+from automodel_cli.rollout.servers.commands import VLLM_WITH_EXPERTS
 from automodel_cli.rollout.servers.started import StartedServers
 from automodel_cli.rollout.servers.vllm_servers import VLLMServers
 
@@ -180,12 +181,14 @@ class LiveServerConfig(ServerConfig):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        logprobs=True, weight_updates=True, seeds=False, hub_names=True, in_flight_updates=True
+        logprobs=True, weight_updates=True, seeds=False, hub_names=True, in_flight_updates=True, routing=True
     )
     transports: ClassVar[tuple[str, ...]]
     """What `transport` may be."""
     untrusted: ClassVar[str]
     """What is said to trust_logprobs=false."""
+    with_experts: ClassVar[str]
+    """The command of a server that tells which experts tokens go to."""
 
     url: str | list[str] | None = None
     servers: StartedServers | None = None
@@ -303,9 +306,9 @@ class VLLMConfig(LiveServerConfig):
     `command` starts the server at `url` with the run (see `LiveServerConfig`).
     """
 
-    capabilities: ClassVar[Capabilities] = replace(LiveServerConfig.capabilities, routing=True)
     transports: ClassVar[tuple[str, ...]] = ("files", "nccl", "ipc")
     untrusted: ClassVar[str] = "start vLLM with --logprobs-mode processed_logprobs"
+    with_experts: ClassVar[str] = VLLM_WITH_EXPERTS
 
     servers: VLLMServers | None = None
     transport: Literal["files", "nccl", "ipc"] = "nccl"

@@ -63,6 +63,11 @@ class EngineHost:
         self.stop_token_ids = stop_token_ids(session.tokenizer, session.model.parts[0].model.config)
 
     @property
+    def num_layers(self) -> int:
+        """See `Host`."""
+        return int(self._source_config.get_text_config().num_hidden_layers)
+
+    @property
     def device(self) -> torch.device:
         return self._session.mesh.device
 

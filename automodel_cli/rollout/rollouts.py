@@ -392,6 +392,7 @@ class Rollouts(Callback):
         params = dataclasses.replace(params, max_new_tokens=min(MAX_NEW_TOKENS, params.max_new_tokens))
         answers = self.engine.generate([prompt.tokens for _, _, prompt in requests[few]], params, seeds[few])
         samples = self._of_all_ranks(self._routed(unscored_samples(requests[few], answers, session.tokenizer)))
+        RoutingReplay.check_told(samples)
         self._rest(weights_follow=False)
         mesh, stages = self.mesh, self.model.stages
         every = [(number,) for number in range(len(samples))]

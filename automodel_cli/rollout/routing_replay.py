@@ -11,9 +11,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS, Batch
 from automodel_cli.models.routing import Routing, install_routing
 from automodel_cli.rollout.experience import Sample, Update
@@ -44,6 +46,24 @@ class RoutingReplay:
             else dataclasses.replace(sample, routed_experts=self.routing.of_layers(sample.routed_experts))
             for sample in samples
         ]
+
+    @staticmethod
+    def check_told(samples: Sequence[Sample]) -> None:
+        """Raise RunError where a token went to an expert twice: what an engine does not know of a layer stays 0."""
+        for sample in samples:
+            if sample.routed_experts is None:
+                continue
+            chosen_TLK = np.sort(sample.routed_experts, -1)
+            twice_TLK = (chosen_TLK[..., 1:] == chosen_TLK[..., :-1]) & (chosen_TLK[..., 1:] >= 0)
+            if twice_TLK.any():
+                token, layer, place = np.argwhere(twice_TLK)[0].tolist()
+                raise RunError(
+                    f"the engine told expert {chosen_TLK[token, layer, place]} twice of token {token} of a sample, in "
+                    f"the layer with experts {layer}: it does not know what that layer chose. A server with pipeline "
+                    "parallelism, or with kernels that choose by themselves, tells 0",
+                    keys=("rollout.replay_routing", "rollout.engine"),
+                    fix="rollout.replay_routing=false",
+                )
 
     def gaps(self, updates: Sequence[Update], scorer: Scorer) -> dict[str, float]:
         """`logprob_gap` and `logprob_gap_unreplayed`: mean |sampler's log-prob - trainer's| in nats over the tokens

@@ -91,7 +91,7 @@ def check_routing_engine(rollout: RolloutConfig, able: Capabilities) -> None:
             f"rollout.replay_routing=true: the server of {type(rollout.engine).__name__} does not tell which experts "
             "its tokens went to",
             keys=("rollout.replay_routing", "rollout.engine"),
-            fix="vllm serve MODEL --enable-return-routed-experts",
+            fix=getattr(rollout.engine, "with_experts", "rollout.replay_routing=false"),
         )
 
 

@@ -1,12 +1,10 @@
 """A real SGLang server on the CPU, our client and a whole run on it.
 
-AUTOMODEL_SGLANG names a virtual environment with SGLang in it (`.ci/sglang ENV` makes one). The model's
-generation_config.json recommends what the run does not want.
+The model's generation_config.json recommends what the run does not want.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -26,37 +24,11 @@ from automodel_cli.rollout.servers.pool import LivePool
 from automodel_cli.rollout.servers.sglang import SGLangEngine
 from automodel_cli.rollout.servers.transfer import FileTransfer, Transfer
 from tests.e2e.command import automodel, curve
-from tests.real_servers import RUN, Served, built, gap_of_versions, largest_gap, moved, prompts, saved, weights_of
+from tests.real_servers import RUN, built, gap_of_versions, largest_gap, moved, prompts, saved, weights_of
+from tests.sglang.server import MARKS, SGLangServed
 from tests.unit.rollout.servers.test_http_servers import free_port
 
-SGLANG = os.environ.get("AUTOMODEL_SGLANG")
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.skipif(not SGLANG, reason="AUTOMODEL_SGLANG names no environment with SGLang"),
-    pytest.mark.timeout(600),
-]
-
-
-class SGLangServed(Served):
-    start_timeout = 500
-
-    def command_for(self, model: Path) -> list[str]:
-        """See `Served`."""
-        about = {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "PATH": f"{SGLANG}/bin:{os.environ['PATH']}",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        return [
-            *("env", *(f"{name}={value}" for name, value in about.items())),
-            *(f"{SGLANG}/bin/python", "-m", "sglang.launch_server", "--model-path", str(model)),
-            *("--host", "127.0.0.1", "--port", self.port, "--device", "cpu", "--dtype", "float32"),
-            *("--attention-backend", "torch_native", "--max-total-tokens", "8192", "--mem-fraction-static", "0.3"),
-            *("--disable-overlap-schedule", "--skip-server-warmup"),
-        ]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

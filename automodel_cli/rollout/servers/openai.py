@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Capabilities, Completion, FinishReason, SamplingParams, WeightStream
-from automodel_cli.rollout.routing_record import compact, from_text
+from automodel_cli.rollout.routing_record import from_text
+from automodel_cli.rollout.servers.commands import VLLM_WITH_EXPERTS
 from automodel_cli.rollout.servers.http import Server
 from automodel_cli.rollout.servers.served import ServedEngine
+from automodel_cli.rollout.servers.told_experts import experts_told
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 _PATH = "/v1/completions"
@@ -90,7 +91,10 @@ class OpenAIEngine(ServedEngine):
             raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
         read = choice.get("prompt_token_ids")  # where the server says so
         other = None if read is None or list(read) == list(prompt) else list(read)
-        experts = routed_experts(choice, len(prompt) + len(tokens) - 1) if params.routing else None
+        experts = None
+        if params.routing:
+            text = choice.get("routed_experts")
+            experts = experts_told(text, len(prompt) + len(tokens) - 1, from_text, start=VLLM_WITH_EXPERTS)
         oldest, several = self._drawn_by(choice, len(tokens), asked)
         return Completion(list(tokens), logprobs, reason, oldest, other, several, experts)
 
@@ -174,23 +178,6 @@ class OpenAIEngine(ServedEngine):
             )
         name: str = names[0]
         return name
-
-
-def routed_experts(choice: dict[str, Any], num_read: int) -> np.ndarray:
-    """The experts of each of `num_read` tokens that were read, as vLLM tells them: `[tokens, layers, k]` of all layers
-    of the model, 0 where a layer has none. Raises RunError for an answer without them, or with those of other tokens.
-    """
-    text = choice.get("routed_experts")
-    if text is None:
-        raise RunError(
-            "the server told no experts this time, which it did before",
-            keys=("rollout.replay_routing", "rollout.engine.url"),
-            fix="vllm serve MODEL --enable-return-routed-experts",
-        )
-    found = compact(from_text(text))
-    if len(found) != num_read:
-        raise RunError(f"the server read {num_read} tokens and told the experts of {len(found)}")
-    return found
 
 
 def _token_logprobs(choice: dict[str, Any]) -> list[float]:

@@ -7,18 +7,22 @@ Its versions, what of this has been run and on what: docs/rollout.md. Its packag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams
+from automodel_cli.rollout.servers.commands import SGLANG, SGLANG_WITH_EXPERTS
 from automodel_cli.rollout.servers.http import Server, ServerError
 from automodel_cli.rollout.servers.live_weights import LiveWeights
 from automodel_cli.rollout.servers.release import check_release
+from automodel_cli.rollout.servers.told_experts import experts_told, from_int32
 from automodel_cli.rollout.servers.transfer import Transfer, once
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 OLDEST = (0, 5, 21)
@@ -31,6 +35,8 @@ class SGLangEngine(LiveWeights):
     SGLang's log-probs are those after temperature and before top-k; of what top-k leaves it tells the drawn token's
     log-prob where it is asked for its sampling mask.
 
+    Experts come as bare numbers: `num_layers` of the model is their shape; without it none are asked for.
+
     Raises ConfigError for a server that is no SGLang, too old a one, or one whose model has another vocabulary.
     """
 
@@ -42,13 +48,13 @@ class SGLangEngine(LiveWeights):
         *,
         concurrency: int = 256,
         stop_token_ids: Sequence[int] = (),
+        num_layers: int | None = None,
     ):
         super().__init__(server, tokenizer, concurrency=concurrency, stop_token_ids=stop_token_ids)
-        self.info = check_release(
-            server, "/server_info", "SGLang", OLDEST, start="python -m sglang.launch_server --model-path MODEL"
-        )
+        self.info = check_release(server, "/server_info", "SGLang", OLDEST, start=SGLANG)
         self.receive_by(transfer)
         self._freed: set[str] = set()
+        tells_experts = bool(self.info.get("enable_return_routed_experts")) and num_layers is not None
         self.capabilities = Capabilities(
             logprobs=True,
             weight_updates=True,
@@ -56,8 +62,10 @@ class SGLangEngine(LiveWeights):
             hub_names=True,
             at_once=concurrency,
             in_flight_updates=True,
+            routing=tells_experts,
         )
-        self._check_vocabulary()
+        first = self._check_vocabulary(SamplingParams(1, temperature=0.0, routing=tells_experts))
+        self._experts_of_token = self._shape_of_experts(first, num_layers) if num_layers and tells_experts else (0, 0)
 
     def check_params(self, params: SamplingParams) -> None:
         """See `ServedEngine`."""
@@ -67,6 +75,13 @@ class SGLangEngine(LiveWeights):
                 f"top_k={params.top_k} is above --sampling-mask-max-tokens {most} of {self.server.url}",
                 keys=("rollout.top_k",),
                 fix="rollout.top_k=0",
+            )
+        stages = int(self.info.get("pp_size", 1))
+        if params.routing and stages > 1:
+            raise ConfigError(
+                f"{self.server.url} has pp_size={stages}: SGLang tells the experts of one stage alone",
+                keys=("rollout.replay_routing",),
+                fix="rollout.replay_routing=false",
             )
 
     def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
@@ -88,7 +103,11 @@ class SGLangEngine(LiveWeights):
         oldest, several = self.versions_in(told.get("weight_versions"), len(tokens), asked)
         read = answer.get("prompt_token_ids")
         other = None if read is None or list(read) == list(prompt) else list(read)
-        return Completion(tokens, logprobs, reason, oldest, other, several)
+        experts = None
+        if params.routing:
+            num_read = len(prompt) + len(tokens) - 1
+            experts = experts_told(told.get("routed_experts"), num_read, self._decoded, start=SGLANG_WITH_EXPERTS)
+        return Completion(tokens, logprobs, reason, oldest, other, several, experts)
 
     def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
         """All that shapes the distribution: what is left out is filled in from `--preferred-sampling-params`."""
@@ -97,6 +116,7 @@ class SGLangEngine(LiveWeights):
             "return_logprob": True,
             "return_prompt_token_ids": True,
             "return_sampling_mask": bool(params.top_k),
+            "return_routed_experts": params.routing,
             "sampling_params": {
                 "max_new_tokens": params.max_new_tokens,
                 "min_new_tokens": 0,
@@ -163,12 +183,15 @@ class SGLangEngine(LiveWeights):
             once(self.server, "/resume_memory_occupation", {"tags": [what]})
             self._freed.remove(what)
 
-    def _check_vocabulary(self) -> None:
-        """A token beyond the server's vocabulary would end it. It is asked for the log-prob of the last token."""
+    # -- what the server is
+
+    def _check_vocabulary(self, params: SamplingParams) -> dict[str, Any]:
+        """A token beyond the server's vocabulary would end it. It is asked for the log-prob of the last token, and what
+        it answers to a prompt of one is returned."""
         last = len(self.tokenizer) - 1
-        body = self._body([0], SamplingParams(1, temperature=0.0), 0) | {"token_ids_logprob": [last]}
+        body = self._body([0], params, 0) | {"token_ids_logprob": [last]}
         try:
-            self.server.post("/generate", body)
+            answer: dict[str, Any] = self.server.post("/generate", body)
         except ServerError as error:
             if error.is_busy_or_gone or "vocabulary" not in error.message:
                 raise
@@ -178,3 +201,22 @@ class SGLangEngine(LiveWeights):
                 keys=("rollout.engine.url",),
                 fix="python -m sglang.launch_server --model-path MODEL, with the model of this run",
             ) from error
+        return answer
+
+    def _shape_of_experts(self, first: dict[str, Any], num_layers: int) -> tuple[int, int]:
+        """Of a token: layers, and experts of each; from the answer to a prompt of one token."""
+        text = first["meta_info"].get("routed_experts")
+        number = 0 if text is None else from_int32(text).size
+        if not number or number % num_layers:
+            raise ConfigError(
+                f"{self.server.url} serves a model of other layers: it told {number} experts of a token, and the model "
+                f"of this run has {num_layers} layers",
+                keys=("rollout.engine.url",),
+                fix="python -m sglang.launch_server --model-path MODEL, with the model of this run",
+            )
+        return num_layers, number // num_layers
+
+    def _decoded(self, text: str) -> np.ndarray:
+        """`[T, L, K]` of whole tokens."""
+        numbers, of_token = from_int32(text), math.prod(self._experts_of_token)
+        return numbers[: len(numbers) // of_token * of_token].reshape(-1, *self._experts_of_token)

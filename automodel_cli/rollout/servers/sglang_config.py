@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine_configs import LiveServerConfig, address_for
+from automodel_cli.rollout.servers.commands import SGLANG_WITH_EXPERTS
 from automodel_cli.rollout.servers.sglang_servers import SGLangServers
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class SGLangConfig(LiveServerConfig):
 
     transports: ClassVar[tuple[str, ...]] = ("files", "broadcast")
     untrusted: ClassVar[str] = "SGLang's log-probs are those of the distribution that it is asked to draw from"
+    with_experts: ClassVar[str] = SGLANG_WITH_EXPERTS
 
     servers: SGLangServers | None = None
     transport: Literal["files", "broadcast"] = "files"
@@ -80,5 +82,10 @@ class SGLangConfig(LiveServerConfig):
         from automodel_cli.rollout.servers.sglang import SGLangEngine
 
         return SGLangEngine(
-            server, host.tokenizer, transfer, concurrency=self.concurrency, stop_token_ids=host.stop_token_ids
+            server,
+            host.tokenizer,
+            transfer,
+            concurrency=self.concurrency,
+            stop_token_ids=host.stop_token_ids,
+            num_layers=host.num_layers,
         )

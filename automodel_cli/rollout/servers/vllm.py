@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.engine import Capabilities, SamplingParams
+from automodel_cli.rollout.servers.commands import VLLM
 from automodel_cli.rollout.servers.http import Server, ServerError
 from automodel_cli.rollout.servers.live_weights import LiveWeights
 from automodel_cli.rollout.servers.openai import OpenAIEngine
@@ -44,8 +45,7 @@ class VLLMEngine(LiveWeights, OpenAIEngine):
         concurrency: int = 256,
         stop_token_ids: Sequence[int] = (),
     ):
-        start = "vllm serve MODEL --logprobs-mode processed_logprobs"
-        self.version = str(check_release(server, "/version", "vLLM", OLDEST, start=start)["version"])
+        self.version = str(check_release(server, "/version", "vLLM", OLDEST, start=VLLM)["version"])
         super().__init__(
             server,
             tokenizer,
@@ -58,7 +58,7 @@ class VLLMEngine(LiveWeights, OpenAIEngine):
             raise ConfigError(
                 f"{server.url} does not answer with token ids and log-probs",
                 keys=("rollout.engine.url",),
-                fix=start,
+                fix=VLLM,
             )
         self.capabilities = Capabilities(
             logprobs=True,

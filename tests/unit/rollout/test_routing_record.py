@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,16 +30,20 @@ from automodel_cli.rollout.kept_answers import packed, unpacked
 from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.routing_record import compact, first_known, from_text, joined, to_text
+from automodel_cli.rollout.routing_replay import RoutingReplay
 from automodel_cli.rollout.rules import check_routing_engine
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
 from automodel_cli.rollout.servers.http import Server
-from automodel_cli.rollout.servers.openai import routed_experts
+from automodel_cli.rollout.servers.sglang import SGLangEngine
+from automodel_cli.rollout.servers.sglang_config import SGLangConfig
+from automodel_cli.rollout.servers.told_experts import experts_told, from_int32
 from automodel_cli.rollout.servers.transfer import FileTransfer
 from automodel_cli.rollout.servers.vllm import VLLMEngine
 from tests import tiny
 from tests.dist.parity import tiny_part
 from tests.unit.rollout.servers.test_http_servers import VLLMDouble
+from tests.unit.rollout.servers.test_sglang import SGLangDouble
 
 STOP = list(range(2, 160, 6))
 PARAMS = SamplingParams(max_new_tokens=9, seed=4, routing=True)
@@ -204,8 +209,59 @@ def test_vllm_tells_the_experts_of_every_token_that_it_read(part, prompts, scale
         assert torch.equal(torch.from_numpy(np.sort(chosen).astype(np.int64)), want)
 
 
+OF_SGLANG = "AAAAAAEAAAACAAAAAwAAAAQAAAAFAAAABgAAAAcAAAAIAAAACQAAAAoAAAALAQAA"
+"""What `DetokenizerManager._b64_encode_per_request` of SGLang 0.5.23 makes of int32 0 to 10 and 267."""
+
+
+def test_sglang_tells_the_experts_of_every_token_that_it_read(part, prompts):
+    assert from_int32(OF_SGLANG).tolist() == [*range(11), 267]
+    tokenizer, routing = ByteTokenizer().build(), part.routing
+    assert routing is not None
+    double = SGLangDouble(HFEngine(replica_of(part), stop_token_ids=STOP, pad_token_id=0))
+    double.vocabulary = len(tokenizer)
+    config = SGLangConfig(url=double.url)
+    rollout = RolloutConfig(engine=config, replay_routing=True)
+
+    def engine(num_layers: int = routing.num_slots) -> SGLangEngine:
+        return SGLangEngine(Server(double.url), tokenizer, FileTransfer(Path("unused")), num_layers=num_layers)
+
+    try:
+        with pytest.raises(ConfigError, match="does not tell which experts") as error:
+            check_routing_engine(rollout, engine().capabilities)
+        assert "sglang.launch_server --model-path MODEL --enable-return-routed-experts" in str(error.value)
+        double.info["enable_return_routed_experts"] = True
+        double.moe_layers = [layer in routing.slots for layer in range(routing.num_slots)]
+        with pytest.raises(ConfigError, match=r"other layers: it told \d+ experts of a token, and .* has 7 layers"):
+            engine(7)
+        check_routing_engine(rollout, engine().capabilities)
+        found = engine().generate(prompts, PARAMS)
+        assert engine().generate(prompts[:1], SamplingParams(2))[0].routed_experts is None
+        double.info["pp_size"] = 2
+        with pytest.raises(ConfigError, match="has pp_size=2: SGLang tells the experts of one stage alone"):
+            engine().generate(prompts, PARAMS)
+        assert engine().generate(prompts[:1], SamplingParams(2))
+    finally:
+        double.server.shutdown()
+    for prompt, completion in zip(prompts, found, strict=True):
+        chosen = routing.of_layers(completion.routed_experts)
+        want = called_experts(part, [*prompt, *completion.tokens])[:-1]
+        assert torch.equal(torch.from_numpy(np.sort(chosen).astype(np.int64)), want)
+
+
 def test_experts_of_other_tokens_than_were_read_are_refused():
     with pytest.raises(RunError, match="read 3 tokens and told the experts of 2"):
-        routed_experts({"routed_experts": OF_VLLM}, 3)
+        experts_told(OF_VLLM, 3, from_text, start="serve")
     with pytest.raises(RunError, match="told no experts"):
-        routed_experts({}, 3)
+        experts_told(None, 3, from_text, start="serve")
+
+
+def test_an_expert_that_is_told_twice_of_a_token_is_no_choice():
+    """Before the first step: a server that does not know of a layer tells 0 of it."""
+    chosen = np.array([[[1, 0], [2, 3]], [[0, 4], [0, 0]]], np.uint8)
+    known = {"score": Score(1.0, {}, {}), "text": "", "finish_reason": "stop", "weight_version": 0}
+    prompt = Prompt(0, [11, 12], [], {}, "0")
+    sample = Sample(0, 0, prompt, tokens=[21], logprobs=[-1.0], routed_experts=chosen[:1], **known)
+    RoutingReplay.check_told([sample, dataclasses.replace(sample, routed_experts=None)])
+    RoutingReplay.check_told([dataclasses.replace(sample, routed_experts=np.array([[[-1, -1]]], np.int16))])
+    with pytest.raises(RunError, match="told expert 0 twice of token 1 of a sample, in the layer with experts 1"):
+        RoutingReplay.check_told([dataclasses.replace(sample, routed_experts=chosen)])

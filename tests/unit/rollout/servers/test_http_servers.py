@@ -250,12 +250,15 @@ class VLLMDouble:
         """As `RoutedExpertsCapturer` and `numpy2base64` of vLLM 0.32: uint8 of all layers, zeros where one is dense."""
         if self.moe_layers is None:
             return {}
+        with io.BytesIO() as buffer:
+            np.save(buffer, self.of_all_layers(completion), allow_pickle=False)
+            return {"routed_experts": base64.b64encode(buffer.getvalue()).decode("ascii")}
+
+    def of_all_layers(self, completion):
         chosen = completion.routed_experts
         every = np.zeros((len(chosen), len(self.moe_layers), chosen.shape[2]), np.uint8)
         every[:, np.flatnonzero(self.moe_layers)] = chosen
-        with io.BytesIO() as buffer:
-            np.save(buffer, every, allow_pickle=False)
-            return {"routed_experts": base64.b64encode(buffer.getvalue()).decode("ascii")}
+        return every
 
     def reads(self, prompt):
         """The prompt as the server has it."""

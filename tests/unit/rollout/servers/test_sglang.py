@@ -6,8 +6,11 @@ weights that it is given are put into it. tests/sglang asks the same of a real S
 
 from __future__ import annotations
 
+import base64
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -44,6 +47,7 @@ class SGLangDouble(VLLMDouble):
 
     def __init__(self, oracle: HFEngine):
         self.info = {"version": "0.5.23", "tp_size": 1, "dp_size": 1, "pp_size": 1, "sampling_mask_max_tokens": 64}
+        self.info["enable_return_routed_experts"] = False
         self.vocabulary = oracle.model.config.vocab_size
         super().__init__(oracle)
 
@@ -84,8 +88,11 @@ class SGLangDouble(VLLMDouble):
         if asked["top_k"] == 0:
             raise Refused(400, "top_k must be -1 (disable) or at least 1")
         top_k = max(asked["top_k"], 0)
-        params = SamplingParams(asked["max_new_tokens"], asked["temperature"], asked["top_p"], top_k)
-        (found,) = self.oracle.generate([body["input_ids"]], params, [asked["sampling_seed"]])
+        routing = body["return_routed_experts"] and self.info["enable_return_routed_experts"]
+        shape = (asked["max_new_tokens"], asked["temperature"], asked["top_p"], top_k)
+        params = SamplingParams(*shape, routing=routing)
+        with self.step if routing else nullcontext():  # what it records is of one forward at a time
+            (found,) = self.oracle.generate([body["input_ids"]], params, [asked["sampling_seed"]])
         # its log-probs leave filters out of account, other than those that come with the mask
         plain = [
             [value - (5.0 if top_k else 0.0), token, None]
@@ -98,6 +105,9 @@ class SGLangDouble(VLLMDouble):
         }
         if body["return_sampling_mask"]:
             told["output_token_sampling_logprobs"] = found.logprobs
+        if routing:  # as `DetokenizerManager._b64_encode_per_request`
+            numbers = self.of_all_layers(found).astype(np.int32)
+            told["routed_experts"] = base64.b64encode(numbers.tobytes()).decode("utf-8")
         return {"output_ids": found.tokens, "meta_info": told, "prompt_token_ids": self.reads(body["input_ids"])}
 
 
