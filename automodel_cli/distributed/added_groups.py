@@ -1,9 +1,9 @@
 """Gradients of experts' weights, added to the float32 sum over microbatches in the products that make them.
 
-torch's grouped product cannot add to what it writes. Where an expert has work enough for a product of its own, one
-product for each expert that adds (`added.add_product_`) takes no longer than the grouped one, and saves 10 bytes of
-traffic a parameter; how many rows each has is known to the host since the dispatch. An operator of its own, so that a
-dry run counts it as the grouped product that it stands for, with a launch for each expert.
+torch's grouped product cannot add to what it writes, which is then read and added. Where an expert has work enough for
+a product of its own (`product_speed.adds_faster`), one product for each expert that adds (`added.add_product_`) is
+sooner done; how many rows each has is known to the host since the dispatch. An operator of its own, so that a dry run
+sees which products it stands for.
 """
 
 from __future__ import annotations
@@ -12,15 +12,6 @@ import torch
 from torch import Tensor
 
 from automodel_cli.distributed.added import add_product_
-
-WORTH_FLOPS = 30e9
-"""Of one expert's product, on average. On an H100 cuBLAS reaches 515 TFLOP/s on squares of 2048 (17e9), where little
-is won, and 614 on 2048 x 4096 x 4096 (69e9; triton issue 2339), what grouped products are measured to do."""
-
-
-def is_worth_it(rows: int, num_experts: int, weights: int) -> bool:
-    """With so many rows for all experts, of which each has so many weights."""
-    return 2.0 * rows / num_experts * weights >= WORTH_FLOPS
 
 
 @torch.library.custom_op("automodel::add_grouped_", mutates_args=("total_LIO",))

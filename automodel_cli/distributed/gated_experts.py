@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
-from automodel_cli.distributed import added, added_groups, dispatch_kernels, fp8_experts
+from automodel_cli.distributed import added, added_groups, dispatch_kernels, fp8_experts, product_speed
 from automodel_cli.distributed.added import WeightSum, of_local
 from automodel_cli.distributed.fp8 import Arithmetic
 from automodel_cli.distributed.fused import Fuser, Glue
@@ -121,11 +121,11 @@ class GatedExperts:
         return grouped_mm(first.t(), second, offs=ends_L)
 
     def add_weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, count_L: list[int], weight_sum: WeightSum) -> bool:
-        """Add it to the sum, where that takes it and a product for each expert is worth it; none of 8 bits is one."""
+        """Add it to the sum, where that takes it and a product for each expert is faster; none of 8 bits is one."""
         if self._fp8 is not None and not self._fp8.paused:
             return False
         weights = rows_NI.shape[1] * grad_NO.shape[1]
-        if not added_groups.is_worth_it(len(rows_NI), len(count_L), weights):
+        if not product_speed.adds_faster(len(rows_NI) / len(count_L), weights):
             return False
         place = weight_sum.place(rows_NI.dtype)
         if place is not None:

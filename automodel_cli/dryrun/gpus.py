@@ -1,17 +1,15 @@
 """What a dry run assumes about GPUs and the links between them. Torch-free.
 
 Peaks are those of the vendors' data sheets. Shares of them are what others have published of single kernels on an H100
-or H200, granted to every GPU; this project has measured none of them.
+or H200, granted to every GPU; this project has measured none of them. Those of products: `product_speed`.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+from automodel_cli.distributed import product_speed
 from automodel_cli.planning.reserve import CARD_GIB
 from automodel_cli.training.flops import device_peak_flops
 
@@ -46,26 +44,15 @@ GPUS = {
     "l40s": Gpu("NVIDIA L40S", 44.5, 91.6e12, 0.864e12, (8, 9), 32e9),
 }
 
-GEMM = 0.75
-"""Large matrix products in bfloat16. cuBLAS on an H100 SXM does 789 TFLOP/s on squares of 4096, 798 of 8192, 720 of
-10240 (github.com/zzc0721/torch-performance-test-data, issue 79, torch 2.7), 743 on 2048 x 8192 (pytorch issue 100850):
-0.73 to 0.81 of the peak. A step runs longer than such a benchmark, and hotter. The peak of
-8-bit floats is twice that of bfloat16."""
 FLEX = 0.29
 """Of attention that torch compiles: 0.85 of FlashAttention-2's in long documents, of the blocks that it computes."""
 FP32_PRODUCTS = 0.77
-"""51.9 of 67 TFLOP/s on squares of 4096 (the same issue 79)."""
-MEMORY = 0.85
+"""51.9 of 67 TFLOP/s on squares of 4096 (issue 79 of `product_speed`)."""
 LINK = 0.70
-"""Copies and exchanges: assumed."""
-_GROUPED = ((512, 0.54), (1024, 0.57), (2048, 0.61), (128_000, 0.71))
-"""`torch._grouped_mm` by rows of a group: 525 and 545 TFLOP/s on 16 uneven groups of 8,192 x 5,120 x 8,192 on an H100
-(pytorch/ao pull request 2490); 569 and 608 on 32 groups, 6,144 x 2,048, on an H200, whose tensor cores are the same
-(pytorch issue 163425, its seconds taken for those of 1,000 calls); 705 on groups of 128,000 (pytorch pull request
-156203)."""
+"""Of a link's bandwidth: assumed."""
 GROUPED_IN_8_BITS = 1.48
-"""How much faster than in bfloat16 `torch._scaled_grouped_mm` with a scale for each row is: 0.885 ms for 1.31 on the
-first of these shapes, on an H100 (pytorch/ao pull request 2490)."""
+"""How much faster than in bfloat16 `torch._scaled_grouped_mm` with a scale for each row is: 0.885 ms for 1.31 on 16
+uneven groups of 8,192 x 5,120 x 8,192, on an H100 (pytorch/ao pull request 2490)."""
 _ATTENTION = (
     (512, 0.193, 0.134), (1024, 0.263, 0.195), (2048, 0.301, 0.242),
     (4096, 0.323, 0.272), (8192, 0.337, 0.289), (16384, 0.339, 0.294),
@@ -75,27 +62,14 @@ TFLOP/s forward, and 214 to 322 backward without a mask, to which a mask is take
 and 6 of arXiv:2407.08608)."""
 
 
-def grouped(rows: float) -> float:
-    """Share of the BF16 peak that a grouped product is granted whose groups have so many rows on average."""
-    return _between([(at, share) for at, share in _GROUPED], rows)
-
-
 def attention(tokens: float, *, backward: bool) -> float:
     """Share of the BF16 peak that attention is granted in documents of so many tokens."""
-    return _between([(at, back if backward else forth) for at, forth, back in _ATTENTION], tokens)
-
-
-def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Linear in the logarithm; the first and the last value outside."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if at < x1:
-            return y0 + (y1 - y0) * max(0.0, math.log(at / x0) / math.log(x1 / x0)) if at > 0 else y0
-    return points[-1][1]
+    return product_speed.between([(at, back if backward else forth) for at, forth, back in _ATTENTION], tokens)
 
 
 KERNEL_SECONDS = 3e-6
 """The shortest kernel."""
-LAUNCH_SECONDS = 5e-6
+LAUNCH_SECONDS = product_speed.LAUNCH_SECONDS
 """What a call costs the host; kernels start when the host has come to them."""
 COLLECTIVE_SECONDS = 15e-6
 

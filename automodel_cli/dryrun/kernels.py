@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from automodel_cli.distributed import product_speed
 from automodel_cli.dryrun import gpus
 from automodel_cli.dryrun.gpus import Gpu
 from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
@@ -142,12 +143,22 @@ def _name(func: Any) -> str:
 def seconds(
     gpu: Gpu, func: Any, args: Sequence[Any], work: float, moved: int, real: Callable[[Tensor], Tensor | None]
 ) -> float:
-    """The slower of arithmetic and memory, and never below a kernel's floor."""
-    return max(work / _rate(gpu, func, args, real), memory_seconds(gpu, moved)) if work else memory_seconds(gpu, moved)
+    """The slower of arithmetic and memory, and never below a kernel's floor. A product that adds to a float32 sum does
+    not do all of both at once."""
+    if not work:
+        return memory_seconds(gpu, moved)
+    arithmetic = work / _rate(gpu, func, args, work, real)
+    if _adds_to_float32(func, args):
+        return product_speed.adding(arithmetic, memory_seconds(gpu, 2 * _size(args[0])))
+    return max(arithmetic, memory_seconds(gpu, moved))
 
 
-def _rate(gpu: Gpu, func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> float:
-    """FLOP/s that a product is granted."""
+def _adds_to_float32(func: Any, args: Sequence[Any]) -> bool:
+    return "add" in _name(func) and args[0].dtype == torch.float32 != args[1].dtype
+
+
+def _rate(gpu: Gpu, func: Any, args: Sequence[Any], work: float, real: Callable[[Tensor], Tensor | None]) -> float:
+    """FLOP/s that a product of so many is granted."""
     name = _name(func)
     if name.startswith("_flash_attention"):
         _, tokens = _pairs(name, args, real)
@@ -155,14 +166,12 @@ def _rate(gpu: Gpu, func: Any, args: Sequence[Any], real: Callable[[Tensor], Ten
     factor = args[1] if "add" in name else args[0]
     if factor.dtype == torch.float32:
         return gpu.peak_fp32 * gpus.FP32_PRODUCTS
-    if name == "add_grouped_":
-        return gpu.peak_bf16 * gpus.grouped(len(args[1]) / launches(func, args))
     if name == "_grouped_mm":
-        return gpu.peak_bf16 * gpus.grouped(_rows_of_a_group(*args[:3]))
+        return gpu.peak_bf16 * product_speed.grouped(_rows_of_a_group(*args[:3]))
     if name == "_scaled_grouped_mm_v2":
         rows = _rows_of_a_group(args[0], args[1], args[_ENDS])
-        return gpu.peak_bf16 * gpus.grouped(rows) * gpus.GROUPED_IN_8_BITS
-    return gpu.peak_bf16 * gpus.GEMM * (2 if factor.dtype.itemsize == 1 else 1)
+        return gpu.peak_bf16 * product_speed.grouped(rows) * gpus.GROUPED_IN_8_BITS
+    return gpu.peak_bf16 * product_speed.single(work / launches(func, args)) * (2 if factor.dtype.itemsize == 1 else 1)
 
 
 def _rows_of_a_group(a: Tensor, b: Tensor, ends: Tensor | None = None) -> float:
@@ -182,4 +191,4 @@ def flex_seconds(gpu: Gpu, work: float, moved: int, dtype: torch.dtype) -> float
 
 def memory_seconds(gpu: Gpu, moved: int) -> float:
     """Of a kernel without products."""
-    return max(moved / (gpu.bandwidth * gpus.MEMORY), gpus.KERNEL_SECONDS)
+    return max(moved / (gpu.bandwidth * product_speed.MEMORY), gpus.KERNEL_SECONDS)

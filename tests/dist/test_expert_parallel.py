@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
-from automodel_cli.distributed import added_groups, process_group
+from automodel_cli.distributed import process_group, product_speed
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
 from automodel_cli.distributed.expert_parallel import apply_expert_parallel, is_experts
 from automodel_cli.distributed.layout import MeshConfig
@@ -344,8 +344,8 @@ def test_tokens_have_a_communicator_of_their_own_and_all_groups_one_timeout():
     assert launch_all(_groups, 2, process_group=False) == [(True, {7.0}, 2)] * 2
 
 
-def each_expert_is_worth_a_product():
-    added_groups.WORTH_FLOPS = 0.0
+def each_expert_adds_in_a_product():
+    product_speed.adds_faster = lambda rows, weights: True
 
 
 def test_gradients_of_experts_that_products_add():
@@ -358,7 +358,7 @@ def test_gradients_of_experts_that_products_add():
         Case("gpt_oss", on_stages, "1f1b", config=adding),
         Case("deepseek_v3", on_stages, "zb_h1", config=adding),  # splits the backward: nothing is added in products
     ]
-    for case, errors in zip(cases, launch(compare, 4, cases, each_expert_is_worth_a_product), strict=True):
+    for case, errors in zip(cases, launch(compare, 4, cases, each_expert_adds_in_a_product), strict=True):
         assert errors.within(TOLERANCE), f"{case}: {errors}"
 
 
