@@ -155,7 +155,7 @@ def _run(run: Traced, plan: Plan, mesh: Mesh, fake: Any, columns: list[rows.Colu
     stages = empty_stages(recipe, mesh)
     run.phase, run.parts = "buffers", list(stages.parts)
     if recipe.frozen_model is not None:
-        run.frozen = list(empty_stages(replace(recipe, model=recipe.frozen_model), mesh).parts)
+        run.frozen = list(empty_stages(replace(recipe, model=recipe.frozen_model), mesh, frozen=True).parts)
     with run.faking(fake):
         device = recipe.parallelizer.parameter_device(mesh.device)
         for part in (*run.frozen, *run.parts):

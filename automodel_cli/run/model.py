@@ -48,9 +48,10 @@ class Model:
     step_hooks: list[StepHook] = field(default_factory=list)
 
     @classmethod
-    def build(cls, recipe: Recipe, mesh: Mesh) -> Model:
-        """From config to loaded weights under the parallelizer, whole or cut into pipeline stages. Collective."""
-        stages = empty_stages(recipe, mesh)
+    def build(cls, recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Model:
+        """From config to loaded weights under the parallelizer, whole or cut into pipeline stages; see `empty_stages`.
+        Collective."""
+        stages = empty_stages(recipe, mesh, frozen=frozen)
         device = recipe.parallelizer.parameter_device(mesh.device)
         for part in _parts(stages):
             load_weights(part, recipe.model, device=device, buffer_device=mesh.device, seed=recipe.seed)
@@ -102,9 +103,10 @@ def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_
     )
 
 
-def empty_stages(recipe: Recipe, mesh: Mesh) -> Stages:
-    """The model as the config says, probed, cut and under the parallelizer, its parameters still on meta. Collective.
-    Raises ConfigError."""
+def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
+    """The model as the config says, probed, cut and under the parallelizer, its parameters still on meta. A `frozen`
+    one is told so before it is sharded, so that no strategy makes room for gradients. Collective. Raises
+    ConfigError."""
     config = recipe.model
     _check_compile(recipe, mesh)
     if config.attention == PACKED:
@@ -114,13 +116,15 @@ def empty_stages(recipe: Recipe, mesh: Mesh) -> Stages:
     probe_packing(
         hf_config(config),
         attention=config.attention,
-        rows=_rows(recipe),
+        rows=rows_of(recipe),
         trust_remote_code=config.trust_remote_code,
     )
     if mesh.layout.cp > 1:
         probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
     recipe.check_model(hf_config(config))
     part = build_part(config, request=request_of(recipe.trained_objective))
+    if frozen:
+        part.requires_grad_(False)
     _check_one_graph(recipe, mesh.device, part)
     return build_stages(
         part,
@@ -136,7 +140,7 @@ def _parts(stages: Stages) -> list[ModelPart]:
     return [part for part in stages.parts if isinstance(part, ModelPart)]
 
 
-def _rows(recipe: Recipe) -> Rows:
+def rows_of(recipe: Recipe) -> Rows:
     """What a microbatch's rows hold. A row alone needs no padding, unless all are made equally long."""
     if recipe.data.packing != "none":
         return "packed"

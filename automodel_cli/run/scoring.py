@@ -51,7 +51,8 @@ class ReferenceModel:
             without_adapters = False
             self._model = build_teacher(session, teacher)
         else:
-            self._model = session.model if without_adapters else _frozen_copy(session)
+            model = session.model
+            self._model = model if without_adapters else Model.build(session.recipe, session.mesh, frozen=True)
         self._without_adapters = without_adapters
         self._shaping = Shaping(temperature)  # no filters: a token that they would drop here has been drawn
         self._stack = ExitStack()
@@ -91,13 +92,6 @@ def mix(into: Tensor, other: Tensor, alpha: float) -> None:
         to.copy_(of)
     else:
         to.lerp_(of, alpha)
-
-
-def _frozen_copy(session: Session) -> Model:
-    copy = Model.build(session.recipe, session.mesh)
-    for part in copy.parts:
-        part.requires_grad_(False)
-    return copy
 
 
 def draws_while_training(model: Model) -> bool:

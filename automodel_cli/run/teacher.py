@@ -27,10 +27,7 @@ def build_teacher(session: Session, config: TeacherConfig) -> Model:
     the student's."""
     model = config.as_model()
     check_vocabulary(session, config)
-    built = Model.build(dataclasses.replace(session.recipe, model=model), session.mesh)
-    for part in built.parts:
-        part.requires_grad_(False)
-    return built
+    return Model.build(dataclasses.replace(session.recipe, model=model), session.mesh, frozen=True)
 
 
 def taught(stages: Stages, batches: Sequence[Batch], top_k: int | None, device: torch.device) -> list[Batch]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
-from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
@@ -58,3 +59,23 @@ def test_planned_shards_are_the_real_ones(family: str) -> None:
     ]
     found = launch(_of_every_layout, 4, family, names)
     assert {name: real for name, (real, _) in found.items()} == {name: planned for name, (_, planned) in found.items()}
+
+
+def _left_behind(rank: int, world: int, frozen: bool) -> tuple[int, int]:
+    """Bytes that wrapping allocates and keeps, and those of the parameters."""
+    part = build_part(ModelConfig(config=tiny_fields("llama")))
+    part.requires_grad_(not frozen)
+    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        module = parallelize(part, mesh, DDPConfig())
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    assert module is not None
+    return sum(e.nbytes() for e in events if e.name() == "[memory]"), sum(p.nbytes for p in part.parameters())
+
+
+def test_a_frozen_copy_has_no_buckets_for_gradients_under_ddp() -> None:
+    """By the allocator."""
+    trained, parameters = launch(_left_behind, 2, False)
+    frozen, _ = launch(_left_behind, 2, True)
+    assert trained >= 2 * parameters
+    assert parameters <= frozen <= 1.02 * parameters

@@ -43,14 +43,17 @@ class DDPSharded(Sharded):
             yield
 
 
-def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> DistributedDataParallel:
+def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> nn.Module:
     """Wrap a part whose parameters are whole on every rank. Meta parameters are allocated first, still unfilled: DDP
-    builds its buckets around the tensors themselves. Whoever fills them must give every rank the same values."""
+    builds its buckets around the tensors themselves. Whoever fills them must give every rank the same values. A part
+    that trains nothing has nothing to reduce, and stays as it is."""
     layers = prepare_layers(part, config, mesh.device.type)
     if config.enable_compile is True:
         # Cuts graphs at bucket boundaries, which layers do already, and cannot cut a checkpointed layer.
         torch._dynamo.config.optimize_ddp = False
     materialize(part, mesh.device)
+    if not any(param.requires_grad for param in part.parameters()):
+        return part
     wrapped = DistributedDataParallel(
         part,
         process_group=mesh.dp.get_group(),
