@@ -42,6 +42,7 @@ from automodel_cli.training.step import train_step
 
 _LARGEST = 14
 _UNLIKE = 2  # microbatches of a step: the first one begins the sums of gradients, the last one ends them
+_MEAN_OF = 6  # where microbatches do not hold as much as each other
 
 
 class Traced:
@@ -124,7 +125,8 @@ def trace(recipe: Any, request: Request) -> RankResult:
         recipe, recomputed = decided(recipe, layout, request.device.memory_gib * GIB)
         documents = rows.document_lengths(recipe, request.document, read=request.data)
         plan = make_plan(plan_request(recipe, layout))
-        columns = rows.microbatches(recipe, documents, number_to_run(recipe, plan, request.microbatches))
+        number = number_to_run(recipe, plan, request.microbatches, alike=documents.alike)
+        columns = rows.microbatches(recipe, documents, number)
         run = Traced(recipe, request)
         fake_cuda.pretend(request.device, run.clock, run.mode.synchronised)
         fake = torch_compat.install(CUDA)
@@ -207,13 +209,14 @@ def _materialise(part: nn.Module, device: torch.device) -> None:
                 store[name] = done[id(old)]
 
 
-def number_to_run(recipe: Any, plan: Plan, asked: int | None) -> int:
+def number_to_run(recipe: Any, plan: Plan, asked: int | None, *, alike: bool = True) -> int:
     """Microbatches of the measured step: `asked`, or those that show what the config's step does. All but the first and
-    the last are alike; a pipeline's must keep as many alive at once. Raises ConfigError for what a schedule cannot run.
+    the last do the same, if their rows are alike; a pipeline's must keep as many alive at once. Raises ConfigError for
+    what a schedule cannot run.
     """
     count, pp = plan.request.num_microbatches, plan.request.layout.pp
     if pp == 1:
-        return asked or min(count, _UNLIKE + 1)
+        return asked or min(count, _UNLIKE + (1 if alike else _MEAN_OF))
     if asked is None:
         enough = (n for n in range(4 * pp, count) if _can_run(plan, n) and _alive(plan, n) == _alive(plan, count))
         return next(enough, count)
@@ -264,7 +267,7 @@ def check_covered(recipe: Any) -> None:
 
 def _model_flops(run: Traced, plan: Plan, columns: list[rows.Columns]) -> float | None:
     """Of one token, training, in documents as long as those of the step."""
-    lengths = torch.cat([one.cu_seqlens.diff() for one in columns]).double()
+    lengths = torch.tensor([length for one in columns for length in one.lengths], dtype=torch.float64)
     context = float(lengths.square().sum() / lengths.sum())
     part = next(part for part in run.parts if isinstance(part, ModelPart))
     return flops_per_token(run.recipe, part, context, plan.num_trained)
@@ -273,7 +276,8 @@ def _model_flops(run: Traced, plan: Plan, columns: list[rows.Columns]) -> float 
 def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[rows.Columns]) -> RankResult:
     counts, recipe, request, layout = run.mode.counts, run.recipe, run.request, mesh.layout
     snapshot = run.memory.result()
-    tokens = recipe.train.microbatch_size * recipe.data.seq_len
+    tokens = round(sum(sum(one.lengths) for one in columns) / len(columns))
+    longest = max(one.input_ids.numel() for one in columns)
     per_stage = request.num_gpus // layout.pp
     in_actions = sum(sum(seconds) for seconds in run.actions.values())
     apart = max(times.num_measured - times.num_warm, 1)
@@ -309,7 +313,7 @@ def _result(run: Traced, mesh: Mesh, plan: Plan, times: Times, columns: list[row
         once_seconds=times.measured - step * (times.num_measured - 1),
         microbatch_seconds=step,
         outside_seconds=max(0.0, times.measured - in_actions),
-        hop_seconds=_hop(recipe, request, layout, tokens),
+        hop_seconds=_hop(recipe, request, layout, longest),
         model_flops_per_token=_model_flops(run, plan, columns),
         cpu_seconds=0.0,
         rss_gib=0.0,

@@ -83,6 +83,7 @@ class RankResult:
     """Of the config, per step and data-parallel rank."""
     measured_microbatches: int
     tokens_per_microbatch: int
+    """Of documents, on average; without padding."""
     peak: int
     peak_by_kind: dict[str, int]
     largest: list[Line]

@@ -18,8 +18,10 @@ from automodel_cli.models.source import hf_config
 
 @dataclass(frozen=True)
 class Columns:
-    """One microbatch on the host: integers with values, and columns without (meta tensors)."""
+    """One microbatch on the host: integers with values, and columns without (meta tensors). `lengths` are those of its
+    documents, without the padding between them."""
 
+    lengths: tuple[int, ...]
     input_ids: Tensor
     labels: Tensor
     positions: Tensor
@@ -31,47 +33,84 @@ class Columns:
 
 @dataclass(frozen=True)
 class Documents:
-    """Lengths in the order in which rows take them, again and again, and where they come from."""
+    """`lengths` in the order in which packed rows take them, again and again, and where they come from. `rows`: those
+    of each row instead, where rows are not packed."""
 
     lengths: tuple[int, ...]
     source: str
+    rows: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def alike(self) -> bool:
+        """Whether all microbatches hold as much."""
+        return len(set(self.rows)) <= 1
 
 
 def document_lengths(recipe: Any, asked: int | None, *, read: bool = False) -> Documents:
     """`asked` tokens each; else those of the recipe's data, which is prepared for it with `read`, or if it is made in
     code; else a stated default.
 
-    Rows that are not packed hold one document, as long as the row.
+    Rows that are not packed hold one document, or a pair of them: as long as the row where nothing is known.
     """
-    whole = recipe.data.seq_len
+    whole, unpacked = recipe.data.seq_len, recipe.data.packing == "none" and recipe.kind != "grpo"
+    if asked is None and (read or recipe.data.task is not None) and recipe.kind != "grpo":
+        return _prepared_lengths(recipe, unpacked)
+    in_row = 2 if unpacked and "pairs_P2" in getattr(recipe.objective, "columns", ()) else 1
+    length = min(asked or (whole if unpacked else DEFAULT_DOCUMENT), whole // in_row)
+    rows = ((length,) * in_row,) if unpacked else ()
     if asked is not None:
-        return Documents((min(asked, whole),), f"{min(asked, whole)} tokens each, as asked")
-    if (read or recipe.data.task is not None) and recipe.kind != "grpo":
-        return _prepared_lengths(recipe)
-    if recipe.data.packing == "none":
-        return Documents((whole,), f"one of {whole} tokens a row (the longest there can be)")
-    length = min(DEFAULT_DOCUMENT, whole)
+        return Documents((length,), f"{length} tokens each, as asked", rows)
+    if unpacked:
+        return Documents((length,), f"{in_row} of {length} tokens a row (the longest there can be)", rows)
     return Documents((length,), f"{length} tokens each (assumed: the data was not read; --document N)")
 
 
-def _prepared_lengths(recipe: Any) -> Documents:
+def _prepared_lengths(recipe: Any, unpacked: bool) -> Documents:
     """Of the first rows of the data as a run would read it."""
     from automodel_cli.models.tokenizer import load_tokenizer
 
     found = recipe.prepared(load_tokenizer(recipe.model)).train
-    batches = [found.collate([i]) for i in range(min(64, len(found)))]
-    lengths = tuple(int(n) for batch in batches for n in batch.cu_seqlens.diff() if n > 0)
-    return Documents(lengths, f"{sum(lengths) / len(lengths):.0f} tokens on average, as in the prepared data")
+    bounds = [found.tokens(i)[2] for i in range(min(64, len(found)))]
+    rows = tuple(tuple(int(n) for n in of_row[1:] - of_row[:-1]) for of_row in bounds)
+    lengths = tuple(n for row in rows for n in row)
+    source = f"{sum(lengths) / len(lengths):.0f} tokens on average, as in the prepared data"
+    return Documents(lengths, source, rows if unpacked else ())
 
 
 def microbatches(recipe: Any, documents: Documents, number: int) -> list[Columns]:
-    """Rows filled with documents to the last token. Every token but a document's last is a label, as it is where
+    """Rows filled with documents to the last token; rows that are not packed as they are collated, padded to the
+    longest of their microbatch or to the row's length. Every token but a document's last is a label, as it is where
     `mask=all`: nothing needs more memory."""
-    rows, tokens = recipe.train.microbatch_size, recipe.data.seq_len
-    lengths = cycle(documents.lengths)
     names = frozenset(getattr(recipe.objective, "columns", ()))
     compared = _tokens_of_a_teacher(recipe) if any(name.endswith("_BTN") for name in names) else 0
-    return [_microbatch(index, rows, tokens, lengths, names, compared) for index in range(number)]
+    taken = _unpacked(recipe, documents) if documents.rows else _packed(recipe, documents)
+    return [_microbatch(index, *next(taken), names, compared) for index in range(number)]
+
+
+Rows = list[list[int]]
+"""Lengths of the documents of each row."""
+
+
+def _packed(recipe: Any, documents: Documents) -> Iterator[tuple[Rows, int]]:
+    """Rows, and how many tokens each of them has."""
+    tokens, lengths = recipe.data.seq_len, cycle(documents.lengths)
+    while True:
+        rows: Rows = []
+        for _ in range(recipe.train.microbatch_size):
+            rows.append([])
+            while (left := tokens - sum(rows[-1])) > 0:
+                rows[-1].append(min(next(lengths), left))
+        yield rows, tokens
+
+
+def _unpacked(recipe: Any, documents: Documents) -> Iterator[tuple[Rows, int]]:
+    """The same for rows that the data gave; what they are padded with follows."""
+    data, given = recipe.data, cycle(documents.rows)
+    while True:
+        rows = [list(next(given)) for _ in range(recipe.train.microbatch_size)]
+        longest = max(map(sum, rows))
+        tokens = data.seq_len if data.pad_to == "seq_len" else -(-longest // data.pad_multiple) * data.pad_multiple
+        yield rows, tokens
 
 
 def _tokens_of_a_teacher(recipe: Any) -> int:
@@ -80,32 +119,31 @@ def _tokens_of_a_teacher(recipe: Any) -> int:
     return recipe.objective.top_k or whole
 
 
-def _microbatch(
-    index: int, rows: int, tokens: int, lengths: Iterator[int], names: frozenset[str], compared: int
-) -> Columns:
-    bounds = [0]
-    for row in range(rows):
-        end = (row + 1) * tokens
-        while bounds[-1] < end:
-            bounds.append(min(bounds[-1] + next(lengths), end))
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    sizes = cu_seqlens.diff().tolist()
-    ids = torch.arange(rows * tokens).remainder(1000).view(rows, tokens)
-    labels = ids.clone()
-    labels.view(-1)[cu_seqlens[1:].long() - 1] = IGNORE_INDEX
-    positions = torch.cat([torch.arange(n) for n in sizes]).view(rows, tokens)
-    pairs = max(1, len(sizes) // 2)
+def _microbatch(index: int, rows: Rows, tokens: int, names: frozenset[str], compared: int) -> Columns:
+    lengths = [n for row in rows for n in row]
+    padded = [[*row, *([tokens - sum(row)] if sum(row) < tokens else [])] for row in rows]
+    sizes = torch.tensor([n for row in padded for n in row])
+    ends = sizes.cumsum(0)
+    is_padding = torch.tensor(
+        [i >= len(row) for row, others in zip(rows, padded, strict=True) for i in range(len(others))]
+    )
+    ids = torch.arange(len(rows) * tokens).remainder(1000).view(len(rows), tokens)
+    labels = ids.masked_fill(is_padding.repeat_interleave(sizes).view_as(ids), IGNORE_INDEX)
+    labels.view(-1)[ends - 1] = IGNORE_INDEX
+    positions = torch.cat([torch.arange(n) for n in sizes.tolist()]).view_as(ids)
+    pairs, documents = max(1, len(lengths) // 2), is_padding.logical_not().nonzero()[:, 0]
     known = {
-        "pairs_P2": torch.arange(2 * pairs).view(-1, 2) % len(sizes),
+        "pairs_P2": documents[torch.arange(2 * pairs) % len(documents)].view(-1, 2),
         "desirable_S": torch.arange(len(sizes)) % 2,
     }
-    letters = {"B": rows, "T": tokens, "S": len(sizes), "P": pairs, "N": compared}
+    letters = {"B": len(rows), "T": tokens, "S": len(sizes), "P": pairs, "N": compared}
     return Columns(
+        tuple(lengths),
         ids,
         labels,
         positions,
-        cu_seqlens,
-        torch.full((rows,), index),
+        torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
+        torch.full((len(rows),), index),
         {name: column for name, column in known.items() if name in names},
         {name: _column(name, letters) for name in names - known.keys()},
     )
