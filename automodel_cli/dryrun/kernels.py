@@ -42,6 +42,7 @@ _OVERWRITES = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "_for
 _PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm_v2", "add_grouped"}
 )
+_SDPA = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 _ENDS = 8  # where `_scaled_grouped_mm_v2` has the ends of its groups
 
 
@@ -67,7 +68,19 @@ def flops(func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None
         pairs, _ = _pairs(name, args, real)
         query = args[1] if name.endswith("backward") else args[0]
         return 4.0 * pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1.0)
+    if name.startswith(_SDPA):
+        return _sdpa_flops(name, args)
     return 0.0
+
+
+def _sdpa_flops(name: str, args: Sequence[Any]) -> float:
+    """Of all pairs of a row, or the lower half of them where that is all that a kernel knows of its mask."""
+    backward = name.endswith("backward")
+    query, key, value = args[1:4] if backward else args[:3]
+    position = 11 if backward else 6 if "efficient" in name else 4
+    is_causal = len(args) > position and args[position] is True
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * (0.5 if is_causal else 1.0)
+    return 2.0 * pairs * (query.shape[3] + value.shape[3]) * (2.5 if backward else 1.0)
 
 
 def _pairs(name: str, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> tuple[float, float]:
@@ -164,6 +177,8 @@ def _rate(gpu: Gpu, func: Any, args: Sequence[Any], work: float, real: Callable[
         _, tokens = _pairs(name, args, real)
         return gpu.peak_bf16 * gpus.attention(tokens, backward=name.endswith("backward"))
     factor = args[1] if "add" in name else args[0]
+    if name.startswith(_SDPA) and factor.dtype != torch.float32:
+        return gpu.peak_bf16 * gpus.attention(args[1].shape[2], backward=name.endswith("backward"))
     if factor.dtype == torch.float32:
         return gpu.peak_fp32 * gpus.FP32_PRODUCTS
     if name == "_grouped_mm":

@@ -17,7 +17,7 @@ from automodel_cli.distributed import dispatch_kernels, fused, route_kernels
 from automodel_cli.distributed.context_parallel import RankGroup
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.dryrun import fake_cuda, flex, rows, torch_compat
+from automodel_cli.dryrun import fake_cuda, flex, rows, sdpa, torch_compat
 from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.estimate import program_to_json
@@ -26,7 +26,7 @@ from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
 from automodel_cli.dryrun.mode import Counts, TracedRank, Work
 from automodel_cli.dryrun.request import GIB, Line, RankResult, Request
 from automodel_cli.dryrun.strategies import Strategies
-from automodel_cli.models import attention_flex, head_kernels, shipped
+from automodel_cli.models import attention_flex, compat, head_kernels, shipped
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.source import hf_config
 from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
@@ -152,6 +152,9 @@ def _run(run: Traced, plan: Plan, mesh: Mesh, fake: Any, columns: list[rows.Colu
         kernels.usable = lambda device_type: device_type == "cuda"  # nothing could be compared, nor be compiled
     ring: Any = RankGroup
     ring.pass_on = run.collectives.passed_on(RankGroup.pass_on)
+    functional: Any = torch.nn.functional
+    functional.scaled_dot_product_attention = sdpa.on_cuda(functional.scaled_dot_product_attention)
+    compat.look_at_positions()
     attention_flex.use_instead(flex.modelled(run.mode.twins.get, run.mode.ran_as_one))
     run.strategies = Strategies(run.clock, lambda part: _materialise(part, CUDA), lambda: run.faking(fake))
     stages = empty_stages(recipe, mesh)

@@ -228,6 +228,13 @@ def assume_unpacked() -> None:
     modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
 
 
+def look_at_positions() -> None:
+    """Let the library ask whether rows are packed also of fake tensors, which it takes to have no values."""
+    from transformers import masking_utils
+
+    masking_utils.is_tracing = lambda tensor=None: False
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the library's progress bars, and its warnings about tiny copies of a config (odd rope factors)."""

@@ -68,11 +68,13 @@ def trace_activations(
     rows: int,
     seq_len: int,
     exchanges_tokens: bool = False,
+    masks: bool = False,
     fuses_glue: bool = False,
 ) -> Activations:
     """Run `part` (on the meta device, not touched) forward in `dtype` on rows x seq_len tokens and count.
 
     `exchanges_tokens`: experts are distributed over ranks, each of which receives as many tokens as it sends.
+    `masks`: every call of attention makes numbers of a mask of all tokens of a row, and keeps them.
     `fuses_glue`: what is between products is compiled.
     """
     from transformers import AttentionInterface
@@ -83,6 +85,9 @@ def trace_activations(
     if fuses_glue:
         fuse_layers(model, as_one(nullcontext, lambda name, read, written: None))
     watch = _Watch(layers, {StorageWeakRef(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())})
+    if masks:
+        watch.bytes_of_mask = rows * seq_len**2 * dtype.itemsize
+        watch.kept.add(-1, rows * seq_len**2)  # the mask itself, one byte each
     if exchanges_tokens:
         for experts in experts_modules(model):
             watch.distribute(experts)
@@ -138,7 +143,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, layers: Sequence[nn.Module], parameters: set[StorageWeakRef]):
         super().__init__()
         self.kept, self.inputs, self.products, self.exchanges = _Tallies(), _Tallies(), _Tallies(), _Tallies()
-        self._place, self._seen = -1, set(parameters)
+        self._place, self._seen, self.bytes_of_mask = -1, set(parameters), 0
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._enter(index))
         layers[-1].register_forward_hook(lambda *_: setattr(self, "_place", len(layers)))
@@ -192,6 +197,7 @@ class _Watch(TorchDispatchMode):
     ) -> tuple[Tensor, None]:
         """In the library's place for attention functions."""
         output: Tensor = _FusedAttention.apply(query, key, value)
+        self.kept.add(self._place, self.bytes_of_mask)
         self.products.add(self._place, output.nbytes)
         return output, None
 

@@ -48,6 +48,8 @@ class Request:
     head: HeadRequest = LOGPROBS
     frozen: ModelConfig | None = None
     """A model beside the trained one, cut and sharded like it."""
+    masks: bool = False
+    """Whether attention is torch's own and reads a mask, tokens x tokens, that keeps the documents of a row apart."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -129,6 +131,7 @@ def _make_plan(request: Request) -> Plan:
         rows=request.rows,
         seq_len=tokens,
         exchanges_tokens=request.layout.ep > 1,
+        masks=request.masks,
         fuses_glue=request.parallelizer.enable_compile in (AUTO, GLUE),  # what is planned is for GPUs
     )
     if request.parallelizer.axis_options().sequence_parallel:

@@ -86,6 +86,7 @@ def plan_request(recipe: Recipe, layout: Layout) -> Request:
     """What the plan of a recipe on these ranks depends on."""
     from automodel_cli.objectives.base import request_of
     from automodel_cli.planning.plan import Request
+    from automodel_cli.run.model import rows_of
 
     return Request(
         model=recipe.model,
@@ -98,6 +99,7 @@ def plan_request(recipe: Recipe, layout: Layout) -> Request:
         seq_len=recipe.data.seq_len,
         head=request_of(recipe.trained_objective),
         frozen=recipe.frozen_model,
+        masks=recipe.model.attention == "sdpa" and rows_of(recipe) != "whole",
     )
 
 
