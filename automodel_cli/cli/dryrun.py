@@ -34,6 +34,7 @@ _gigabytes = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--network-gbs", default=50.0, show_default=True, type=_gigabytes, help="GB/s of a GPU to other machines."
 )
+@click.option("--host-gbs", type=_gigabytes, help="GB/s to a machine's memory, one way.  [default: the GPU's]")
 @click.option("--gpus-per-node", default=8, show_default=True, type=click.IntRange(min=1), help="GPUs of a machine.")
 @click.option(
     "--changes",
@@ -54,6 +55,7 @@ def dryrun(
     svg: Path | None,
     node_gbs: float | None,
     network_gbs: float,
+    host_gbs: float | None,
     changes: int,
     **options: object,
 ) -> int:
@@ -77,6 +79,7 @@ def dryrun(
         number or 0,
         network=network_gbs * 1e9,
         node=node_gbs and node_gbs * 1e9,
+        host=host_gbs and host_gbs * 1e9,
         trust_words=tuple(trust.words),
         trust_packages=trust.packages,
         **options,  # type: ignore[arg-type]

@@ -34,6 +34,10 @@ class Clock:
         self.host += LAUNCH_SECONDS
         self.streams[self.stream] = max(self.at(self.stream), self.host) + seconds
 
+    def copy(self, direction: str, seconds: float) -> None:
+        """On the current stream, between a host and a device: one at a time each way."""
+        self.collective(direction, seconds, asynchronous=False)
+
     def collective(self, group: str, seconds: float, *, asynchronous: bool) -> float:
         """Returns when it ends."""
         self.host += LAUNCH_SECONDS

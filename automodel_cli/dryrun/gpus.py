@@ -27,6 +27,8 @@ class Gpu:
     capability: tuple[int, int]
     link: float
     """Bytes/s between GPUs of one machine, one way."""
+    host: float
+    """Bytes/s to the memory of the machine, one way."""
 
     @property
     def peak_bf16(self) -> float:
@@ -37,11 +39,11 @@ class Gpu:
 
 
 GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", CARD_GIB, 67e12, 3.35e12, (9, 0), 450e9),
-    "h200": Gpu("NVIDIA H200", 139.8, 67e12, 4.8e12, (9, 0), 450e9),
-    "b200": Gpu("NVIDIA B200", 178.3, 80e12, 8.0e12, (10, 0), 900e9),
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", CARD_GIB, 19.5e12, 2.04e12, (8, 0), 300e9),
-    "l40s": Gpu("NVIDIA L40S", 44.5, 91.6e12, 0.864e12, (8, 9), 32e9),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", CARD_GIB, 67e12, 3.35e12, (9, 0), 450e9, 64e9),
+    "h200": Gpu("NVIDIA H200", 139.8, 67e12, 4.8e12, (9, 0), 450e9, 64e9),
+    "b200": Gpu("NVIDIA B200", 178.3, 80e12, 8.0e12, (10, 0), 900e9, 64e9),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", CARD_GIB, 19.5e12, 2.04e12, (8, 0), 300e9, 32e9),
+    "l40s": Gpu("NVIDIA L40S", 44.5, 91.6e12, 0.864e12, (8, 9), 32e9, 32e9),
 }
 
 FLEX = 0.29
@@ -49,7 +51,10 @@ FLEX = 0.29
 FP32_PRODUCTS = 0.77
 """51.9 of 67 TFLOP/s on squares of 4096 (issue 79 of `product_speed`)."""
 LINK = 0.70
-"""Of a link's bandwidth: assumed."""
+"""Of a link's bandwidth, also that to the machine's memory: assumed."""
+HOST_MEMORY = 40e9
+"""Bytes/s of a machine's memory for each of its GPUs, which optimizers of offloaded parameters read and write: assumed,
+as of 12 channels of DDR5 for 8 GPUs."""
 GROUPED_IN_8_BITS = 1.48
 """How much faster than in bfloat16 `torch._scaled_grouped_mm` with a scale for each row is: 0.885 ms for 1.31 on 16
 uneven groups of 8,192 x 5,120 x 8,192, on an H100 (pytorch/ao pull request 2490)."""

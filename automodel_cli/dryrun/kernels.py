@@ -99,14 +99,17 @@ def _pairs(name: str, args: Sequence[Any], real: Callable[[Tensor], Tensor | Non
         return pairs, float((queries * keys).sum() / queries.sum().clamp(min=1))
 
 
-def num_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor]) -> int:
-    """Read and written. What an operator works on in place counts as both, unless it is overwritten whole; of a table
-    that is looked up, and of what is scattered into, only what is touched; of an expanded tensor, what is there."""
+def num_bytes(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor], device: str = "cuda"
+) -> int:
+    """Read and written on `device`. What an operator works on in place counts as both, unless it is overwritten whole;
+    of a table that is looked up, and of what is scattered into, only what is touched; of an expanded tensor, what is
+    there."""
     name = _name(func)
     if name in _GATHERS:
-        return 2 * _total(outs)
+        return 2 * _total(outs, device)
     if name == "all_gather_copy_in":  # its own part of a buffer for all ranks
-        return 2 * _total(args[0])
+        return 2 * _total(args[0], device)
     read, written = _arguments(func, args, kwargs)
     if name in _SCATTERS:
         return 3 * _size([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)][-1])
@@ -114,7 +117,7 @@ def num_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequ
         read = []
     elif name not in _OVERWRITES:
         read += [t for t, is_out in written if not is_out]
-    return _total(read) + _total([*(t for t, _ in written), *outs])
+    return _total(read, device) + _total([*(t for t, _ in written), *outs], device)
 
 
 def _arguments(
@@ -134,9 +137,9 @@ def _arguments(
     return read, written
 
 
-def _total(tensors: Iterable[Tensor]) -> int:
+def _total(tensors: Iterable[Tensor], device: str) -> int:
     """Bytes, every tensor once."""
-    on_device = {id(t): t for t in tensors if isinstance(t, FakeTensor) and t.fake_device.type == "cuda"}
+    on_device = {id(t): t for t in tensors if isinstance(t, FakeTensor) and t.fake_device.type == device}
     return sum(map(_size, on_device.values()))
 
 

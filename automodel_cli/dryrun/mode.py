@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from automodel_cli.distributed import route_kernels  # noqa: F401  # registers an operator
-from automodel_cli.dryrun import integers, kernels, torch_compat
+from automodel_cli.dryrun import gpus, integers, kernels, torch_compat
 from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.fake_cuda import CUDA
@@ -35,6 +35,7 @@ _DYNAMIC = {
     _aten.repeat_interleave.Tensor: 0,
 }
 _BOOLEAN = (torch.bool, torch.uint8)
+_COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _CHOOSES = (_aten.topk.default, torch.ops.automodel.route.default)
 
 
@@ -67,9 +68,19 @@ class Counts:
 class TracedRank(TorchDispatchMode):
     """Enter it inside the fake mode. `route`: see `Request`."""
 
-    def __init__(self, gpu: Gpu, clock: Clock, memory: MemoryTracker, collectives: Collectives, route: str):
+    def __init__(
+        self,
+        gpu: Gpu,
+        clock: Clock,
+        memory: MemoryTracker,
+        collectives: Collectives,
+        route: str,
+        to_host: float | None = None,
+    ):
+        """`to_host`: bytes/s to the machine's memory; None: the GPU's."""
         super().__init__()
         self.gpu, self.clock, self.memory, self.collectives, self.route = gpu, clock, memory, collectives, route
+        self._to_host = to_host or gpu.host
         self.counts, self.twins, self._aside = Counts(), collectives.twins, False
         FakeTensor.tolist = self._tolist_of()  # type: ignore[method-assign, assignment]
 
@@ -121,8 +132,6 @@ class TracedRank(TorchDispatchMode):
             return args[0]  # a fake has no memory that could be pinned
         if func is _aten.index.Tensor:
             args = (args[0], self._positions(args[1], tensors))
-        if func in (_aten._to_copy.default, _aten.copy_.default) and _reaches_host(func, args, kwargs):
-            self.synchronised("copy to host")
         if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # The shape function knows bf16 only. On a device the others go one by one, by offsets read on the host.
             out = func(*(t.bfloat16() for t in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
@@ -134,10 +143,28 @@ class TracedRank(TorchDispatchMode):
             if _is_cuda(t):
                 self.memory.add(t, func._schema.name.removeprefix("aten::"))
         self._keep_integers(func, args, flat, spec, outs, known)
+        if func in _COPIES and self._crossed(func, args, kwargs, outs):
+            return out
         launches = func not in kernels.FREE and not kernels.is_view(func) and not kernels.is_to_itself(func, args)
         if launches and any(_is_cuda(t) for t in (*outs, *tensors)):
             self._launch(func, args, kwargs, outs)
+        elif launches and any(t.is_floating_point() for t in outs):
+            self.clock.host += kernels.num_bytes(func, args, kwargs, outs, "cpu") / gpus.HOST_MEMORY
         return out
+
+    def _crossed(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> bool:
+        """Whether it copied between host and device; then that takes the link's time on the current stream, and the
+        host waits for what comes to it, unless it said that it would not."""
+        copied, to = (args[1], args[0]) if func is _aten.copy_.default else (args[0], outs[0])
+        if _is_cuda(copied) is _is_cuda(to):
+            return False
+        name, size = func._schema.name.removeprefix("aten::"), copied.numel() * copied.element_size()
+        self.clock.copy("to device" if _is_cuda(to) else "to host", size / (self._to_host * gpus.LINK))
+        self._count(name, kernels.memory_seconds(self.gpu, size), 0.0, size)
+        waits = not (kwargs.get("non_blocking") or (func is _aten.copy_.default and len(args) > 2 and args[2]))
+        if _is_cuda(copied) and waits:
+            self.synchronised("copy to host")
+        return True
 
     def _scalar(self, func: Any, args: Any) -> Any:
         tensor = args[0]
@@ -233,6 +260,9 @@ class TracedRank(TorchDispatchMode):
 
     def _took(self, name: str, took: float, work: float, moved: int) -> None:
         self.clock.kernel(took)
+        self._count(name, took, work, moved)
+
+    def _count(self, name: str, took: float, work: float, moved: int) -> None:
         if self.counts.on:
             self.counts.kernels[name] += 1
             self.counts.moved[name] += moved
@@ -262,13 +292,6 @@ def _is_cuda(tensor: Tensor) -> bool:
 def _plausible(dtype: torch.dtype) -> Any:
     """A value of a tensor that has none: finite, and true where it is asked."""
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-
-
-def _reaches_host(func: Any, args: Any, kwargs: Any) -> bool:
-    if func is _aten._to_copy.default:
-        device = kwargs.get("device")
-        return _is_cuda(args[0]) and device is not None and torch.device(device).type == "cpu"
-    return _is_cuda(args[1]) and not _is_cuda(args[0])
 
 
 __all__ = ["Counts", "TracedRank", "Twins"]

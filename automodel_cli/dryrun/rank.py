@@ -60,7 +60,8 @@ class Traced:
         self.strategies: Strategies | None = None
         self.memory = MemoryTracker(self._what, self._owned)
         self.collectives = Collectives(self.clock, request.links)
-        self.mode = TracedRank(request.device, self.clock, self.memory, self.collectives, request.route)
+        held = self.memory, self.collectives
+        self.mode = TracedRank(request.device, self.clock, *held, request.route, request.host)
 
     def _what(self) -> str:
         if torch_compat.in_backward():

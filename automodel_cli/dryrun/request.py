@@ -28,7 +28,7 @@ DDP's reducer is one in Python that follows its rules. Not run: torch.compile (g
 class Request:
     """One rank of one config. `data`: read the config's data for the lengths of documents. `route` is how tokens choose
     experts: "balanced", or "worst": all choose those of the first rank. `microbatches` to run; None: enough to tell.
-    Bandwidths in bytes/s, one way.
+    Bandwidths in bytes/s, one way: `host` is to the machine's memory, None the GPU's own, as of `node`.
     """
 
     conf: str
@@ -43,6 +43,7 @@ class Request:
     network: float = 50e9
     node: float | None = None
     gpus_per_node: int = 8
+    host: float | None = None
     trust_words: tuple[str, ...] = ()
     trust_packages: tuple[str, ...] = ()
 
