@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.strategies.megatron_fsdp import sharding as megatron_fsdp
-from automodel_cli.distributed.config import MegatronFSDPConfig
+from automodel_cli.distributed.config import DDPConfig, MegatronFSDPConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
@@ -90,6 +90,29 @@ def test_under_tensor_and_context_parallelism():
 @pytest.mark.slow
 def test_other_strategies_under_tensor_parallelism():
     _check(4, _of_mesh({"tp_size": 2}, 0, 1))
+
+
+def _scores(rank, world, configs, frozen):
+    """Log-probs of one microbatch under each strategy."""
+    cuda_stand_in.install()
+    mesh = build_mesh(MeshConfig().resolve(world), "cpu")
+    model, found = ModelConfig(config=tiny.tiny_fields("qwen3", tie_word_embeddings=False)), []
+    for config in configs:
+        part = build_part(model)
+        part.requires_grad_(not frozen)
+        stages = SingleStage(parallelize(part, mesh, config))
+        load_weights(part, model, device=mesh.device, seed=3)
+        weights_changed([part])
+        assert not frozen or not any(param.requires_grad for param in part.parameters())
+        found += stages.forward(step_batches(Case("qwen3"), 1)[0], lambda output, _: output.logprobs_BT)
+    return found
+
+
+def test_a_model_that_is_frozen_before_it_is_sharded_scores_as_one_that_trains():
+    configs = [*(replace(MEGATRON, zero_dp_strategy=strategy) for strategy in (0, 3)), DDPConfig(), FSDP2]
+    frozen, trained = (launch(_scores, 2, configs, given) for given in (True, False))
+    for mine, theirs in zip(frozen, trained, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
 def _trained(config, world, folder, *, resume=False, async_save=False):

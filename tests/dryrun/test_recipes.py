@@ -1,4 +1,5 @@
-"""Bundled recipes at real size or width: memory against `plan`, and bounds of what a microbatch waits for and launches.
+"""Every bundled recipe at real size or width: memory against `plan`, and of most of them bounds of what a microbatch
+waits for and launches.
 
 The bounds are what was measured, so that one more kernel or wait in each layer fails. Who needs fewer lowers them; who
 needs more says in the commit why. With `layers`, the model has only so many, of the real width.
@@ -6,12 +7,14 @@ needs more says in the commit why. With `layers`, the model has only so many, of
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
 
+from automodel_cli.config import bundled
 from automodel_cli.dryrun.request import RankResult, Request
 from automodel_cli.models import shipped
 from tests.dryrun.traces import trace_in_fork
@@ -33,19 +36,20 @@ _DDP = ("parallelizer=ddp", "parallelizer.activation_checkpointing=false")
 
 @dataclass(frozen=True)
 class Case:
-    """A rank of a recipe. `waits` of the host and `kernels` are bounds for `microbatches` of them together."""
+    """A rank of a recipe. `waits` of the host and `kernels` are bounds for `microbatches` of them together; without
+    them only memory is looked at. `microbatches` None: as many as it takes."""
 
     recipe: str
     gpus: int
     rank: int
-    waits: int
-    kernels: int
-    microbatches: int = 2
+    waits: int | None = None
+    kernels: int | None = None
+    microbatches: int | None = 2
     layers: int | None = None
     more: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.recipe}-{self.layers or 'all'}"
+        return f"{self.recipe}-{self.rank}-{self.layers or 'all'}"
 
 
 DEFAULT = [
@@ -58,7 +62,27 @@ SLOW = [
     Case("dpo_llama3_8b_pp2", 8, 4, waits=1, kernels=2168),
     Case("grpo_moonlight_16b_pp2ep4", 8, 4, waits=27, kernels=4321),
     Case("grpo_qwen3_moe_30b_separate", 16, 0, waits=5, kernels=1228, layers=2, more=_ELSEWHERE),
+    Case("moonlight_16b_pp2ep4", 8, 0, waits=113, kernels=14264, microbatches=8),
+    Case("gpt_oss_pp2ep4", 8, 0, waits=105, kernels=13037, microbatches=8),
+    Case("gpt_oss_pp2ep4", 8, 4, waits=89, kernels=11777, microbatches=8),
+    Case("dpo_llama3_8b_pp2", 8, 0, waits=1, kernels=5965, microbatches=8),
 ]
+PLANNED = [
+    Case("deepseek_v3_pp16_ep64", 1024, 0, microbatches=None),
+    Case("deepseek_v3_pp16_ep64", 1024, 448, microbatches=None),
+    Case("deepseek_v3_pp16_ep64", 1024, 960, microbatches=None),
+    Case("gpt_oss_pp2ep4_seqpack", 8, 4, microbatches=None),
+    Case("grpo_gsm8k_qwen3_0_6b", 1, 0),
+    Case("grpo_qwen3_moe_30b_colocated", 32, 0),
+    Case("grpo_smollm2_tools", 1, 0),
+    Case("llama3_8b_tp2cp2", 8, 0),
+    Case("qwen3_0_6b", 1, 0),
+    Case("qwen3_moe_30b_ep8", 8, 0),
+    Case("smollm2_135m", 1, 0),
+]
+EVERY = [*DEFAULT, *SLOW, *PLANNED]
+_NOT_OF_REAL_SIZE = re.compile(r"quickstart.*|.*_tiny|sft|dpo|grpo|kd|rm")
+"""Toys, and what recipes begin with."""
 
 
 @cache
@@ -94,7 +118,13 @@ def _literal(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW)], ids=str)
+def test_every_bundled_recipe_of_real_size_is_dry_run() -> None:
+    assert {case.recipe for case in EVERY} == {
+        name for name in bundled.names() if not _NOT_OF_REAL_SIZE.fullmatch(name)
+    }
+
+
+@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW, *PLANNED)], ids=str)
 def test_a_plan_is_within_ten_percent_of_the_peak_of_the_real_step(case: Case) -> None:
     found = traced(case)
     assert found.plan == pytest.approx(found.peak, rel=0.10)
@@ -103,6 +133,7 @@ def test_a_plan_is_within_ten_percent_of_the_peak_of_the_real_step(case: Case) -
 @pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW)], ids=str)
 def test_a_microbatch_waits_and_launches_no_more_than_it_did(case: Case) -> None:
     found = traced(case)
+    assert case.waits is not None and case.kernels is not None
     assert found.measured_microbatches == case.microbatches
     assert found.num_syncs <= case.waits, found.syncs
     assert found.num_kernels <= case.kernels, found.kernels
