@@ -8,9 +8,9 @@ exact, and `approx_entropy` its estimate from the drawn tokens alone;
 `probs_ratio`, `probs_ratio_clamped` with `_min` and `_max`; `clip_fraction` tokens whose ratio the clamp changes, and
 of them, since there the gradient ends, `clip_low_fraction` below with A < 0 and `clip_high_fraction` above with A > 0;
 `clip_dual_fraction` tokens that dual clip bounds;
-`kl_penalty` the KL as the loss aggregates it, without its coefficient; `is_oob_ratio` what the correction's bounds
-touch (tokens; sequence_mask: responses); `uncertain_fraction` tokens that `top_entropy` trains; `num_valid_samples`
-responses with a label token.
+`kl_penalty` the KL, in the loss or in the reward, as the loss aggregates it, without its coefficient; `is_oob_ratio`
+what the correction's bounds touch (tokens; sequence_mask: responses); `uncertain_fraction` tokens that `top_entropy`
+trains; `num_valid_samples` responses with a label token.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
     found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.corrects_by_sequence else _TOKENS)
     if objective.dual_clip is not None:
         found["clip_dual_fraction"] = Metric(_TOKENS)
-    if objective.loss_kl_coef:
+    if objective.kl_coef:
         found["kl_penalty"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES, shown=True)
     if objective.correction_max is not None:
         found["is_oob_ratio"] = Metric(_SEQUENCES if objective.correction == "sequence_mask" else _TOKENS)
@@ -184,7 +184,7 @@ class PolicyTerms:
         if objective.dual_clip is not None:
             bounded_BT = (q_BT > objective.dual_clip) & (self.advantages_BT < 0)
             found["clip_dual_fraction"] = self._sum(bounded_BT.float())
-        if objective.loss_kl_coef:
+        if objective.kl_coef:
             found["kl_penalty"] = self.aggregate(self._kl())
         if outside is not None:
             found["is_oob_ratio"] = outside

@@ -96,8 +96,10 @@ def test_the_least_certain_tokens_have_the_policy_loss_and_every_token_the_kl():
     assert with_kl - loss == pytest.approx(step_of(GRPO(kl_coef=0.1), now, advantages=0.0)[0])
 
 
-def test_kl_in_the_reward_leaves_the_loss_alone():
-    assert step_of(GRPO(kl_coef=0.1, kl_in="reward"), [0.0, -1.0, -2.0], advantages=0.0)[0] == 0
+def test_kl_in_the_reward_leaves_the_loss_alone_and_is_measured():
+    loss, _, metrics = step_of(GRPO(kl_coef=0.1, kl_in="reward"), [0.0, -1.0, -2.0], advantages=0.0)
+    assert loss == 0
+    assert metrics["kl_penalty"] == pytest.approx(0.362, abs=1e-3)
 
 
 RATIOS = [[0.5, 3.0, 1.0], [2.0, 2.0, 1.5]]  # trainer / sampler of two responses; their products are 1.5 and 6
