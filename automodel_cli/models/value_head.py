@@ -31,7 +31,8 @@ class ValueHead(nn.Linear):
         super().__init__(hidden_size, 1, bias=False, dtype=dtype, device=device)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        return F.linear(hidden_BTD.float(), self.weight.float()).squeeze(-1)
+        values_BT1 = F.linear(hidden_BTD.float(), self.weight.float())
+        return values_BT1.squeeze(-1).clone()  # FSDP2 warns of wrong gradients where a module returns a view
 
 
 def fill(head: ValueHead, folder: Path | None) -> None:
