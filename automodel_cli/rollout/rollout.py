@@ -24,10 +24,11 @@ class Rollout:
     """All samples of a step, whole groups in the order of the prompts; the same on every rank.
 
     `trained`: numbers of the samples that are trained on. `differs_N`: of each sample, whether the rewards of its group
-    are not all the same. `num_sampled`: samples drawn, those of dropped groups too. `version`: that of the weights
-    which the step updates. `seconds` of the whole rollout, `reward_seconds` those of them in which rewards judged;
-    `wait_seconds` in which training waited for samples that are drawn beside it (None: the two take turns).
-    `of_engine`: what the engine tells about itself, and how far the trainer is from it.
+    are not all the same. `num_sampled`: samples drawn, those of dropped groups too, and `num_drawn_tokens` the tokens
+    that the model drew in them. `version`: that of the weights which the step updates. `seconds` of the whole rollout,
+    `reward_seconds` those of them in which rewards judged; `wait_seconds` in which training waited for samples that are
+    drawn beside it (None: the two take turns). `of_engine`: what the engine tells about itself, and how far the trainer
+    is from it.
     """
 
     version: int
@@ -38,6 +39,7 @@ class Rollout:
     updates: list[Update]
     num_passes: int
     num_sampled: int
+    num_drawn_tokens: int
     seconds: float
     reward_seconds: float
     wait_seconds: float | None
@@ -86,9 +88,9 @@ class Rollout:
             **_by_source(samples),
             "rollout_seconds": self.seconds,
             "generate_seconds": self.seconds - self.reward_seconds,
-            "generate_tokens_per_second": sum(lengths) / max(self.seconds - self.reward_seconds, 1e-9),
+            "generate_tokens_per_second": self.num_drawn_tokens / max(self.seconds - self.reward_seconds, 1e-9),
             "reward_seconds": self.reward_seconds,
-            "rollout_tokens_per_second": sum(lengths) / max(self.seconds, 1e-9),
+            "rollout_tokens_per_second": self.num_drawn_tokens / max(self.seconds, 1e-9),
             "weight_version": min(sample.weight_version for sample in samples),
             "staleness": self.staleness,
             **environment_metrics(samples),

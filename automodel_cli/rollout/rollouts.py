@@ -213,12 +213,12 @@ class Rollouts(Callback):
         dynamic = self.config.dynamic_sampling
         self._wait_seconds, self._drawing_seconds = 0.0, 0.0
         samples = self._sample(step, prompts)
-        num_sampled, num_batches = len(samples), 1
+        drawn, num_batches = list(samples), 1
         if dynamic is not None:
             samples, equal = self._credit.different(samples)
             while len(samples) < self.config.samples_per_step and num_batches < dynamic.max_batches:
                 more = self._sample(step, self.session.loader.next_step())
-                num_sampled, num_batches = num_sampled + len(more), num_batches + 1
+                drawn, num_batches = drawn + more, num_batches + 1
                 different, rest = self._credit.different(more)
                 samples, equal = samples + different, equal + rest
             if len(samples) < self.config.samples_per_step:
@@ -243,7 +243,8 @@ class Rollouts(Callback):
             trained=learnt.trained,
             updates=learnt.updates,
             num_passes=self.config.passes,
-            num_sampled=num_sampled,
+            num_sampled=len(drawn),
+            num_drawn_tokens=sum(sample.num_generated for sample in drawn),
             seconds=seconds,
             reward_seconds=self._reward_seconds,
             wait_seconds=waited,

@@ -242,6 +242,10 @@ def test_dynamic_sampling_fills_steps_with_groups_that_teach(tmp_path: Path) -> 
     for row in (row for row in metrics(folder) if "loss" in row):
         assert row["num_groups"] == PROMPTS and row["num_equal_groups"] == 0
         assert row["num_sampled"] >= PROMPTS * GROUP
+        kept = [s["num_tokens"] for s in samples_of(folder) if s["step"] == row["step"]]
+        dropped = row["num_sampled"] - len(kept)  # their responses have 1 to 8 tokens
+        drawn = row["rollout_tokens_per_second"] * row["rollout_seconds"]
+        assert sum(kept) + dropped - 1e-6 <= drawn <= sum(kept) + 8 * dropped + 1e-6
 
 
 def test_wrong_configs_are_refused_with_a_fix(tmp_path: Path) -> None:

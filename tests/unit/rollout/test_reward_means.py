@@ -55,10 +55,10 @@ def test_groups_all_right_and_all_wrong_and_rewards_by_source_are_told_apart():
         for index, total in enumerate(of_group)
     ]
     nothing = torch.zeros(8)
-    told = Rollout(0, samples, nothing, nothing.bool(), [], [], 1, 8, 1.0, 0.25, None, {}).unshown
+    told = Rollout(0, samples, nothing, nothing.bool(), [], [], 1, 16, 24, 1.0, 0.25, None, {}).unshown
     assert (told["num_solved_groups"], told["num_failed_groups"]) == (1, 1)
     assert (told["reward_source_a"], told["reward_source_b"]) == (0.75, 0.25)
-    assert (told["generate_seconds"], told["generate_tokens_per_second"]) == (0.75, pytest.approx(8 / 0.75))
+    assert (told["generate_seconds"], told["generate_tokens_per_second"]) == (0.75, pytest.approx(24 / 0.75))
 
 
 def test_samples_left_out_after_an_error_count_in_no_mean():
@@ -76,7 +76,7 @@ def test_samples_left_out_after_an_error_count_in_no_mean():
         "val_pass_at_k": 1.0,
     }
     differs = torch.tensor([False, False, True, True, False, False])
-    rollout = Rollout(0, samples, torch.zeros(6), differs, [], [], 1, 6, 1.0, 0.25, None, {})
+    rollout = Rollout(0, samples, torch.zeros(6), differs, [], [], 1, 6, 6, 1.0, 0.25, None, {})
     assert rollout.shown["reward"] == pytest.approx(2.5 / 3)
     told = rollout.unshown
     assert (told["num_left_out"], told["reward_errors"], told["num_equal_groups"]) == (3, 3, 0)
@@ -96,7 +96,7 @@ def test_an_environment_that_fails_is_told_once_and_not_as_a_reward_too():
         account=Account(),
         environment="environment",
     )
-    rollout = Rollout(0, [lost], torch.zeros(1), torch.tensor([False]), [], [], 1, 1, 1.0, 0.25, None, {})
+    rollout = Rollout(0, [lost], torch.zeros(1), torch.tensor([False]), [], [], 1, 1, 1, 1.0, 0.25, None, {})
     alarms = Alarms(max_new_tokens=8)
     *_, said = [alarms.of({**rollout.unshown, "truncated": 0.0}, rollout.failures) for _ in range(5)]
     assert len(said) == 1 and "failed in their environment" in said[0]
