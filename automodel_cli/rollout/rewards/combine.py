@@ -25,6 +25,7 @@ Given = float | Exception | None
 """What a reward gave a sample; None: it is not for it."""
 Way = Literal["single", "async", "group", "batch"]
 
+_RAISED = (Exception, SystemExit)  # belongs to the sample, also where a script exits, which would end the run unheard
 _CONCURRENCY = 32
 _MOST_WORDS = 300  # characters of an error that are printed and kept with the sample
 _SHOWN = 5  # errors of one reward that one call prints; the rest is counted
@@ -274,8 +275,8 @@ def _attempt_many(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Giv
         values = list(reward.scores(samples))
         if len(values) != len(samples):
             raise ValueError(f"gave {len(values)} scores for {len(samples)} samples")
-    except Exception as error:  # whatever a reward raises belongs to its samples
-        return [error] * len(samples)
+    except _RAISED as error:
+        return [_error_of(error)] * len(samples)
     return [_number(value) for value in values]
 
 
@@ -292,8 +293,8 @@ async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[Given]
                 return _number(await asyncio.wait_for(score, reward.timeout))
             except TimeoutError:
                 return TimeoutError(f"took longer than {reward.timeout} s")
-            except Exception as error:  # whatever a reward raises belongs to its sample
-                return error
+            except _RAISED as error:
+                return _error_of(error)
 
     return await asyncio.gather(*map(attempt, samples))
 
@@ -301,8 +302,12 @@ async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[Given]
 def _attempt(judge: Judge, sample: Judged) -> Given:
     try:
         return _number(judge(sample))
-    except Exception as error:  # whatever a reward raises belongs to its sample
-        return error
+    except _RAISED as error:
+        return _error_of(error)
+
+
+def _error_of(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(f"called sys.exit({error})")
 
 
 def _number(value: Any) -> Given:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -123,6 +124,22 @@ def test_a_reward_that_gives_none_for_everything_is_told_once(caplog):
     assert [r.getMessage() for r in caplog.records if "None for all 2 samples" in r.getMessage()] == [
         caplog.records[0].getMessage()
     ]
+
+
+def test_a_reward_that_exits_costs_its_samples_only():
+    @dataclass(frozen=True, kw_only=True)
+    class Exits(Reward):
+        def score(self, sample: Judged) -> float:
+            sys.exit(3)
+
+    @dataclass(frozen=True, kw_only=True)
+    class ExitsLater(Reward):
+        async def score(self, sample: Judged) -> float:
+            sys.exit("no")
+
+    rewards = {"now": Exits(on_error="skip"), "later": ExitsLater(), "length": Length(max_tokens=4, free_tokens=0)}
+    (score,) = RewardSum(rewards)([judged("a")])
+    assert not score.valid and score.errors == {"now": "called sys.exit(3)", "later": "called sys.exit(no)"}
 
 
 def test_a_long_error_is_kept_as_one_line_that_can_be_read():
