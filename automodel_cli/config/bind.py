@@ -17,6 +17,7 @@ from automodel_cli.config.suggest import section as nearest_section
 from automodel_cli.config.suggest import suggest
 from automodel_cli.config.trust import Need, Trust
 
+_WHOLE = 10_000  # characters: nothing that is to be pasted is cut
 WRONG = object()
 """A value that has already been reported."""
 
@@ -158,6 +159,8 @@ class Binder:
             return self.targeted(value, hint, key)
         if isinstance(value, dict) and len(nodes := schema.dataclass_members(hint)) == 1:
             return self.node(value, key, nodes[0]) or WRONG
+        if isinstance(value, dict) and (wrapper := schema.wrapper_for(hint)) and "function" in value:
+            raise values.Mismatch("has no _target_", wrapper, "._target_")
         if isinstance(value, dict) and len(nodes) > 1:
             choices = " or ".join(f"{n.__module__}.{n.__qualname__}" for n in nodes)
             raise values.Mismatch(f"needs a _target_: {choices}")
@@ -194,7 +197,8 @@ class Binder:
         return node
 
     def refuse_bare_function(self, value: dict[str, Any], hint: Any, key: str) -> None:
-        """A function in place of a node, which would be called with what stands beside it: say what wraps it."""
+        """A function in place of a node, which would be called with what stands beside it: say what wraps it. Of the
+        keys beside it those that the wrapper knows (weights) stay its own, the others are the function's."""
         if value.get("_partial_"):
             return
         try:
@@ -202,8 +206,10 @@ class Binder:
         except ConfigError:
             return  # said when it is bound
         if wrapper := schema.wrapper_of(target, hint):
-            name = value["_target_"]
-            node = f"{{_target_: {wrapper}, function: {{_target_: {name}, _partial_: true}}}}"
+            name, known = value["_target_"], schema.signature(targets.resolve(wrapper, self.trust.packages)).parameters
+            beside = {key: kept for key, kept in value.items() if key in known}
+            function = {key: given for key, given in value.items() if key not in known} | {"_partial_": True}
+            node = show({"_target_": wrapper, **beside, "function": function}, limit=_WHOLE)
             raise values.Mismatch(f"names the function {name}, which is called when the config is read", f"'{node}'")
 
     def check_kind(self, node: Node, hint: Any, value: dict[str, Any]) -> None:

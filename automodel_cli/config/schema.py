@@ -126,7 +126,12 @@ def wrapper_of(target: Callable[..., Any], hint: Any) -> str | None:
     made = returned(target) if isinstance(target, types.FunctionType) else target
     if isinstance(target, type) or any(isinstance(made, type) and not lacks(made, n) for n in protocols.values()):
         return None
-    return next((_WRAPPERS[protocol] for protocol in protocols if protocol in _WRAPPERS), None)
+    return wrapper_for(hint)
+
+
+def wrapper_for(hint: Any) -> str | None:
+    """What makes a node that `hint` asks for of any plain function; None where nothing does."""
+    return next((_WRAPPERS[protocol] for protocol in protocol_members(hint) if protocol in _WRAPPERS), None)
 
 
 def _protocol_names(protocol: type) -> Iterator[str]:

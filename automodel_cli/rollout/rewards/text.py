@@ -109,8 +109,8 @@ class FunctionReward(Reward):
         parameters = [p.name for p in inspect.signature(self.function).parameters.values() if p.kind not in _VARIADIC]
         inner = getattr(self.function, "func", self.function)  # of a partial
         name = getattr(inner, "__name__", type(inner).__name__)
-        if not parameters or parameters[0] == "completions":
-            takes = f"`{parameters[0]}`, a list" if parameters else "no completion"
+        if not parameters or "completions" in parameters:  # TRL calls `prompts, completions` too
+            takes = "`completions`, a list" if parameters else "no completion"
             raise ConfigError(
                 f"function {name} takes {takes}; a reward is asked for one completion at a time",
                 keys=("function",),

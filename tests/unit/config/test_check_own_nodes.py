@@ -136,12 +136,19 @@ def test_a_node_is_told_what_it_lacks(conf: str, override: str, message: str) ->
     assert message in str(caught.value)
 
 
-def test_what_is_said_of_a_bare_function_makes_a_reward_of_it() -> None:
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rewards.own={_target_: mine.right, weight: 0.25}",
+        "rewards.own={function: {_target_: mine.right, _partial_: true}, weight: 0.25}",
+    ],
+)
+def test_what_is_said_of_a_bare_function_makes_a_reward_of_it(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build("quickstart_grpo", "rewards.own={_target_: mine.right}")
+        build("quickstart_grpo", override)
     assert caught.value.fix is not None
-    reward = build("quickstart_grpo", shlex.split(caught.value.fix)[0]).rewards["own"]
-    assert reward.columns == ("answer",)
+    reward = build("quickstart_grpo", override, shlex.split(caught.value.fix)[0]).rewards["own"]
+    assert reward.columns == ("answer",) and reward.weight == 0.25
     assert reward.score(Judged("s", "7", {"answer": "7"})) == 1.0
 
 

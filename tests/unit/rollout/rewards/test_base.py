@@ -114,6 +114,7 @@ async def waits(completion):
     ("function", "message"),
     [
         (lambda completions, **columns: [1.0], "takes `completions`, a list"),
+        (lambda prompts, completions, **columns: [1.0], "takes `completions`, a list"),
         (lambda: 1.0, "takes no completion"),
         (waits, "waits is async"),
         (lambda prompt, completion: 1.0, "is given the completion as its first parameter, `prompt`"),
