@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -34,4 +35,6 @@ def import_config(file: Path, slug: str | None, output: Path | None, gpus: int, 
     if output.exists():
         raise ConfigError(f"{output} exists already", fix=f"-o {output.with_stem(output.stem + '_2')}")
     output.write_text(text, encoding="utf-8")
-    click.echo(f"wrote {output}\nnext  automodel check -c {output}")
+    num_left = len(re.findall(r"^#   \S", text, flags=re.M))
+    left = f"   ({num_left} of its keys have no counterpart: the end of the file says why)" if num_left else ""
+    click.echo(f"wrote {output}{left}\nnext  automodel check -c {output}")

@@ -19,7 +19,10 @@ _LOSSES = (
     *("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
     *("apo_zero", "apo_down", "discopop", "aot", "aot_unpaired"),
 )
-_AGGREGATION = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "max_tokens", "cispo": "token"}
+_AGGREGATION = {
+    **{"grpo": "sequence", "sapo": "sequence", "bnpo": "token", "dapo": "token", "cispo": "token"},
+    "dr_grpo": "max_tokens",
+}
 
 
 def _kind(draft: Draft) -> Kind:
@@ -129,6 +132,11 @@ def _grpo(draft: Draft, ranks: int) -> None:
         draft.put("objective.clip_low", 1.0, "epsilon", note="theirs has no lower bound")
         note = "theirs bounds the ratio itself, ours 1 + clip_high, which is at least 1"
         draft.put("objective.clip_high", max(0.0, high - 1), "epsilon_high", note=note)
+    elif loss == "sapo":
+        draft.put("objective.sapo_positive", draft.get("sapo_temperature_pos", 1.0), "sapo_temperature_pos")
+        draft.put("objective.sapo_negative", draft.get("sapo_temperature_neg", 1.05), "sapo_temperature_neg")
+        for key in ("epsilon", "epsilon_high", "delta"):
+            draft.leave(key, "sapo has a gate in the clip's place")
     else:
         draft.put("objective.clip_low", low, "epsilon")
         draft.put("objective.clip_high", high, "epsilon_high")
@@ -139,8 +147,10 @@ def _grpo(draft: Draft, ranks: int) -> None:
         )
         if loss == "dr_grpo":
             draft.put("objective.max_tokens", int(draft.get("max_completion_length", 256)), "max_completion_length")
-        if loss == "cispo":
-            draft.put("objective.surrogate", "cispo", "loss_type")
+        if loss in ("cispo", "sapo"):
+            draft.put("objective.surrogate", loss, "loss_type")
+    if draft.get("scale_rewards") == "batch":
+        draft.put("rollout.scale", "batch", "scale_rewards")
     if draft.get("use_vllm") and draft.get("vllm_mode", "server") == "server":
         host, port = draft.get("vllm_server_host", "127.0.0.1"), draft.get("vllm_server_port", 8000)
         url = draft.get("vllm_server_base_url", f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}")
@@ -149,6 +159,7 @@ def _grpo(draft: Draft, ranks: int) -> None:
         draft.put("rollout.engine.url", url, *keys, note="a server as docs/rollout.md starts it, not `trl vllm-serve`")
 
 
+_LEVELS: dict[str, Any] = {level: level for level in ("token", "sequence", "sequence_token")}
 _FALSE_IS_NONE: dict[str, Any] = {"true": True, "group": True, "false": False, "none": False}
 
 TABLE = Table(
@@ -205,7 +216,7 @@ TABLE = Table(
         "num_iterations": to("rollout.passes"),
         "delta": to("objective.dual_clip"),
         "scale_rewards": Row("rollout.normalise", values=_FALSE_IS_NONE),
-        "importance_sampling_level": to("objective.ratio", token="token", sequence="sequence"),
+        "importance_sampling_level": Row("objective.ratio", values=_LEVELS),
         "mask_truncated_completions": to("rollout.overlong.filter"),
         "reward_funcs": none("rewards are nodes of the section rewards (docs/rollout.md); theirs are Python functions"),
         "reward_weights": none("each node of rewards has a weight"),

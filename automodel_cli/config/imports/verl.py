@@ -68,18 +68,10 @@ def _grpo(draft: Draft) -> None:
         _ACTOR + "clip_ratio",
     )
     draft.put("objective.clip_high", draft.get(_ACTOR + "clip_ratio_high", both), _ACTOR + "clip_ratio_high")
-    draft.put(
-        "objective.dual_clip",
-        draft.get(_ACTOR + "clip_ratio_c", 3.0),
-        _ACTOR + "clip_ratio_c",
-        note="their default 3, ours none",
-    )
-    mode = draft.get(_ACTOR + "loss_agg_mode", "token-mean")
-    if mode in _AGGREGATION:
-        draft.put("objective.aggregation", _AGGREGATION[mode], _ACTOR + "loss_agg_mode")
-        if _AGGREGATION[mode] == "max_tokens":
-            draft.put("objective.max_tokens", response, "data.max_response_length")
+    _advantages(draft)
+    _policy_loss(draft, response)
     _kl(draft)
+    _held_out(draft)
     _warmup(draft, _ACTOR + "optim.", "lr_warmup_steps_ratio")
     hf.clipping(draft, _ACTOR + "grad_clip", 1.0)
     if int(draft.get(_MODEL + "lora_rank", 0)):
@@ -88,6 +80,58 @@ def _grpo(draft: Draft) -> None:
         draft.put(
             "model.lora.target_modules", draft.get(_MODEL + "target_modules", "all-linear"), _MODEL + "target_modules"
         )
+
+
+def _advantages(draft: Draft) -> None:
+    key = "algorithm.adv_estimator"
+    name = str(draft.get(key, "gae"))
+    if name == "rloo":
+        draft.put("rollout.leave_one_out", True, key)
+        draft.put("rollout.normalise", False, note="theirs divides rloo by no deviation")
+    elif name == "gae":
+        draft.put("objective", "ppo", key, note="their default")
+        draft.put("rollout.baseline", "critic", key, note="their critic is a model of its own, ours a head on the policy")
+        draft.put("rollout.gae_lambda", draft.get("algorithm.lam", 1.0), "algorithm.lam", note="their default 1")
+        clip = draft.get("critic.cliprange_value", 0.5)
+        draft.put("objective.value_clip", clip, "critic.cliprange_value", note="their default 0.5, ours 0.2")
+    elif name == "reinforce_plus_plus":
+        draft.put("rollout.baseline", "batch", key)
+    elif name == "grpo":
+        draft.put("rollout.leave_one_out", False, key)
+    else:
+        draft.leave(key, "rollout.baseline, .leave_one_out and .scale have no such estimator: this file is GRPO's")
+    if name in ("gae", "reinforce_plus_plus"):
+        draft.put("rollout.gamma", draft.get("algorithm.gamma", 1.0), "algorithm.gamma")
+    if name != "grpo":
+        draft.leave("algorithm.norm_adv_by_std_in_grpo", f"theirs reads it with grpo only, not with {name}")
+
+
+def _policy_loss(draft: Draft, response: int) -> None:
+    key, own = _ACTOR + "policy_loss.loss_mode", _ACTOR + "loss_agg_mode"
+    loss, mode = draft.get(key, "vanilla"), draft.get(own, "token-mean")
+    if loss == "gspo":
+        draft.put("objective.ratio", "sequence_token", key)
+        draft.put("objective.aggregation", "sequence", own, note="gspo takes means over sequences there, whatever is set")
+        return
+    if loss == "cispo":
+        draft.put("objective.surrogate", "cispo", key)
+    elif loss == "vanilla":
+        keys = (_ACTOR + "clip_ratio_c", key)
+        draft.put("objective.dual_clip", draft.get(keys[0], 3.0), *keys, note="their default 3, ours none")
+    if mode in _AGGREGATION:
+        draft.put("objective.aggregation", _AGGREGATION[mode], own)
+        if _AGGREGATION[mode] == "max_tokens":
+            draft.put("objective.max_tokens", response, "data.max_response_length")
+
+
+def _held_out(draft: Draft) -> None:
+    """Theirs samples or is greedy, ours is greedy and samples besides."""
+    prefix = _ROLLOUT + "val_kwargs."
+    if not draft.get(prefix + "do_sample") or not draft.get("data.val_files"):
+        return
+    draft.put("rollout.validation_samples", int(draft.get(prefix + "n", 1)), prefix + "n", prefix + "do_sample")
+    if draft.get(prefix + "temperature"):
+        draft.put("rollout.validation_temperature", draft.get(prefix + "temperature"), prefix + "temperature")
 
 
 def _kl(draft: Draft) -> None:
@@ -108,9 +152,15 @@ def _kl(draft: Draft) -> None:
         keys = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
         draft.put("objective.kl_coef", draft.get("algorithm.kl_ctrl.kl_coef", 0.001), *keys)
         draft.put("objective.kl_in", "reward", "algorithm.use_kl_in_reward")
-        draft.put("objective.kl_type", "k1", note="theirs in the reward")
+        kind = _KL.get(draft.get("algorithm.kl_penalty", "kl"))
+        if kind:
+            draft.put("objective.kl_type", kind, "algorithm.kl_penalty", note="their default kl is k1")
     else:
         draft.put("objective.kl_coef", 0.0, _ACTOR + "use_kl_loss", "algorithm.use_kl_in_reward")
+    if draft.options.get("objective") == "ppo" and not draft.is_set("objective.kl_in"):
+        draft.put("objective.kl_in", "loss", note="ours has it in the reward with ppo")
+        if not draft.is_set("objective.kl_type"):
+            draft.put("objective.kl_type", "k3", note="as without ppo")
 
 
 def _sft(draft: Draft) -> None:
@@ -194,7 +244,7 @@ TABLE = Table(
         _ACTOR + "use_kl_loss": none("objective.kl_coef"),
         _ACTOR + "kl_loss_*": none("no KL loss there: objective.kl_coef=0"),
         _ACTOR + "strategy": to("parallelizer", fsdp="fsdp2", fsdp2="fsdp2"),
-        _ACTOR + "policy_loss.loss_mode": none("objective=grpo, dapo, gspo, cispo"),
+        _ACTOR + "policy_loss.loss_mode": none("objective.surrogate and .ratio have no such loss: this file is GRPO's"),
         _ACTOR + "use_torch_compile": hf.SPEED,
         _ACTOR + "fsdp_config.*": hf.PLACE,
         _ACTOR + "*": none("not in our step: docs/grpo.md has what there is"),
@@ -205,10 +255,9 @@ TABLE = Table(
         _ROLLOUT + "name": none("rollout=vllm takes a server (docs/rollout.md); the default needs none"),
         _ROLLOUT + "*": _OWN,
         "actor_rollout_ref.*": _OWN,
-        "algorithm.adv_estimator": to("rollout.leave_one_out", grpo=False, rloo=True),
         "algorithm.norm_adv_by_std_in_grpo": to("rollout.normalise"),
-        "algorithm.*": none("no critic and no estimator that needs one"),
-        "critic.*": none("no critic"),
+        "algorithm.*": none("docs/algorithms.md has what there is"),
+        "critic.*": none("a critic is a head on the policy here: objective.value_coef and .value_clip"),
         "reward_model.*": _REWARD,
         "reward.*": _REWARD,
         "custom_reward_function.*": _REWARD,

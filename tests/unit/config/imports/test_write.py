@@ -24,6 +24,8 @@ FILES = sorted(path.name for path in VECTORS.iterdir())
 NOT_HERE = r"no such (file|folder): (\S+=)?(/|~|\./|data/|train\.jsonl)|needs the package '\w+'"
 """What is missing on this machine and not in the file."""
 
+DEFAULT = "(not in the file)"
+
 # Worked out by hand from the documentation of each tool, for 8 ranks.
 EXPECTED: dict[str, dict[str, Any]] = {
     "axolotl_lora.yml": {
@@ -154,6 +156,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 def at(tree: Any, key: str) -> Any:
     for name in key.split("."):
+        if name not in tree:
+            return DEFAULT
         tree = tree[name]
     return tree
 
@@ -196,6 +200,92 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
     (tmp_path / "ours.yaml").write_text(imported(tmp_path / "theirs.yaml", gpus=8))
     objective = compose(str(tmp_path / "ours.yaml")).tree["objective"]
     assert [objective[key] for key in ("surrogate", "clip_low", "clip_high")] == ["cispo", 1.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "was", "now", "wanted"),
+    [
+        (
+            "verl_grpo.yaml",
+            "adv_estimator: grpo",
+            "adv_estimator: rloo",  # scores minus the mean of the others there, divided by nothing
+            {"rollout.leave_one_out": True, "rollout.normalise": False, "rollout.baseline": DEFAULT},
+        ),
+        (
+            "verl_grpo.yaml",
+            "adv_estimator: grpo",
+            "adv_estimator: gae\n  gamma: 0.99\n  lam: 0.9",
+            {
+                "objective._target_": "automodel_cli.objectives.ppo.PPO",
+                "objective.value_clip": 0.5,
+                "objective.kl_in": "loss",
+                "rollout.baseline": "critic",
+                "rollout.gamma": 0.99,
+                "rollout.gae_lambda": 0.9,
+            },
+        ),
+        (
+            "verl_grpo.yaml",
+            "adv_estimator: grpo\n  use_kl_in_reward: false",
+            "use_kl_in_reward: true\n  kl_penalty: mse",  # gae is their default; the loss has its own KL here
+            {"rollout.baseline": "critic", "rollout.gae_lambda": 1.0, "objective.kl_coef": 0.001},
+        ),
+        (
+            "verl_grpo.yaml",
+            "adv_estimator: grpo",
+            "adv_estimator: reinforce_plus_plus",
+            {"rollout.baseline": "batch", "rollout.normalise": DEFAULT, "rollout.gamma": 1.0},
+        ),
+        (
+            "verl_grpo.yaml",
+            "clip_ratio: 0.2",
+            "policy_loss: {loss_mode: gspo}",
+            {"objective.ratio": "sequence_token", "objective.aggregation": "sequence", "objective.dual_clip": DEFAULT},
+        ),
+        (
+            "verl_grpo.yaml",
+            "    n: 5",
+            "    n: 5\n    val_kwargs: {n: 4, temperature: 0.6, do_sample: true}",
+            {"rollout.validation_samples": 4, "rollout.validation_temperature": 0.6},
+        ),
+        (
+            "trl_grpo.yaml",
+            "loss_type: dr_grpo",
+            "loss_type: sapo\nsapo_temperature_neg: 1.1",
+            {
+                "objective.surrogate": "sapo",
+                "objective.aggregation": "sequence",
+                "objective.sapo_negative": 1.1,
+                "objective.clip_high": DEFAULT,
+                "objective.dual_clip": DEFAULT,
+            },
+        ),
+        (
+            "trl_grpo.yaml",
+            "scale_rewards: false",
+            "scale_rewards: batch",
+            {"rollout.scale": "batch", "rollout.normalise": DEFAULT},
+        ),
+    ],
+)
+def test_another_algorithm_of_theirs_is_that_algorithm_here(
+    theirs: str, was: str, now: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    text = (VECTORS / theirs).read_text()
+    assert was in text
+    (tmp_path / "theirs.yaml").write_text(text.replace(was, now))
+    (tmp_path / "ours.yaml").write_text(imported(tmp_path / "theirs.yaml", gpus=8))
+    composed = compose(str(tmp_path / "ours.yaml"))
+    assert {key: at(composed.tree, key) for key in wanted} == wanted
+    with pytest.raises(ConfigError, match=NOT_HERE):  # nothing else is wrong with it
+        for missing in check(composed, untrusted=[]).missing_files():
+            raise missing
+
+
+def test_an_estimator_without_a_counterpart_is_named(tmp_path: Path) -> None:
+    text = (VECTORS / "verl_grpo.yaml").read_text().replace("adv_estimator: grpo", "adv_estimator: remax")
+    (tmp_path / "theirs.yaml").write_text(text)
+    assert "#   algorithm.adv_estimator: remax   rollout.baseline" in imported(tmp_path / "theirs.yaml")
 
 
 def test_a_key_that_no_table_knows_and_a_second_one_for_the_same_are_named(tmp_path: Path) -> None:
