@@ -40,10 +40,15 @@ def commands(page: Path) -> list[str]:
     return [line for line in single if line.startswith("automodel ")]
 
 
+def documented_metrics() -> set[str]:
+    """Keys that docs/metrics.md names."""
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    return {name for row in re.findall(r"^\| (`[^|]*) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
+
+
 def undocumented_metrics(run: Path) -> set[str]:
     """Keys of a run's metrics.jsonl that docs/metrics.md does not name."""
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    named = {name for row in re.findall(r"^\| (`[^|]*) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
+    named = documented_metrics()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     keys = {key.removeprefix("val_") if key.removeprefix("val_") in named else key for row in rows for key in row}
     return {key for key in keys - named if not key.startswith("reward_")}

@@ -105,8 +105,8 @@ def step_label(step: int, num_steps: int) -> str:
 
 
 def step_text(row: Row, num_ranks: int) -> str:
-    """A metrics row as text; what is null is left out, unknown columns come last under their own names. Rewards and
-    what belongs to them lead where there are any. A step without an update has no loss.
+    """A metrics row as text; what is null or a mean of nothing is left out, unknown columns come last under their own
+    names. Rewards and what belongs to them lead where there are any. A step without an update has no loss.
     """
     lead = [f"{name} {show_number(row[key])}" for key, name in _LEAD.items() if key in row and not _is_nan(row[key])]
     loss, norm = row["loss"], row["grad_norm"]
@@ -122,7 +122,7 @@ def step_text(row: Row, num_ranks: int) -> str:
         text += f"  MFU {row['mfu']:.0%}"
     if row["memory_gib"] is not None:
         text += f"  mem {row['memory_gib']:.1f} GiB"
-    rest = ((key, value) for key, value in row.items() if key not in _KNOWN and key not in _LEAD)
+    rest = ((key, value) for key, value in row.items() if key not in _KNOWN and key not in _LEAD and not _is_nan(value))
     return text + "".join(f"  {key} {show_number(value)}" for key, value in rest)
 
 

@@ -180,6 +180,7 @@ def test_a_line_of_reinforcement_learning_leads_with_the_reward():
         "reward 0.500  length 3.000  entropy 0.250  mismatch 1.000  loss 0.02  gnorm 0.500  lr 1.00e-03  "
         "clip_fraction 0.0"
     )
+    assert step_text({**row, "rewards_rejected": math.nan}, 1) == step_text(row, 1)  # no such response in the step
     nothing = {**row, "loss": math.nan, "grad_norm": math.nan}
     assert "  no update: no group had different rewards  lr" in step_text(nothing, 1)
     assert "nan" not in step_text(nothing, 1)

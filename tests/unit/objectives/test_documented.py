@@ -1,0 +1,36 @@
+"""Every metric that an objective can give stands in docs/metrics.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from automodel_cli.objectives.best_of_n import BestOfN
+from automodel_cli.objectives.distillation import Distillation
+from automodel_cli.objectives.dpo import DPO
+from automodel_cli.objectives.grpo import GRPO
+from automodel_cli.objectives.kto import KTO
+from automodel_cli.objectives.online_dpo import OnlineDPO
+from automodel_cli.objectives.ppo import PPO
+from automodel_cli.objectives.reward import BradleyTerry
+from tests.pages import documented_metrics
+
+EVERYTHING = {"kl_coef": 0.1, "dual_clip": 3.0, "positive_nll": 0.1, "top_entropy": 0.2}
+CORRECTED = {"correction": "truncate", "correction_max": 2.0}
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        GRPO(**EVERYTHING, **CORRECTED),
+        PPO(kl_coef=0.1, kl_in="reward"),
+        DPO(wpo=True, sft_weight=0.1),
+        OnlineDPO(),
+        KTO(),
+        BestOfN(),
+        BradleyTerry(),
+        Distillation(),
+    ],
+    ids=lambda objective: type(objective).__name__,
+)
+def test_its_metrics_stand_on_the_page(objective) -> None:
+    assert set(objective.metrics) <= documented_metrics()
