@@ -101,6 +101,12 @@ def note_run_folder(folder: Path) -> None:
         _write(_status / _RUN, str(folder))
 
 
+def forget_run_folder() -> None:
+    """Let a restart begin with the whole command line again, as this attempt did."""
+    if _status is not None:
+        (_status / _RUN).unlink(missing_ok=True)
+
+
 def run_folder_in(status: Path) -> Path | None:
     """The run folder that rank 0 has noted, or that the attempt before was in, for the launcher."""
     return _noted(status / _RUN) or _noted(status / _EARLIER_RUN)

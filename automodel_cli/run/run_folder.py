@@ -5,12 +5,13 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.remembered import remember
+from automodel_cli.launch import worker
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.run.mirror import claim, unreachable
 from automodel_cli.run.storage import Remote, fetch, is_url, local_root
@@ -63,6 +64,19 @@ def restored(folder: Path, source: Composed) -> bool:
 def _write_config(folder: Path, source: Composed) -> None:
     (folder / "config.yaml").write_text(source.to_yaml())
     remember(folder, source.trust)
+
+
+def config_before(source: Composed) -> str | None:
+    """The `config.yaml` of the run that goes on, as it is before this start writes its own; None for a new run."""
+    path = None if source.run_dir is None else source.run_dir / "config.yaml"
+    return path.read_text() if path is not None and path.is_file() else None
+
+
+def put_back(folder: Path, config: str) -> None:
+    """A start that was refused changes nothing for the next: neither the config, nor what a restart would go on in."""
+    with suppress(OSError):  # the reason of the refusal is what has to be read
+        (folder / "config.yaml").write_text(config)
+    worker.forget_run_folder()
 
 
 def copy_of(root: ConfigRoot, folder: Path) -> str | None:

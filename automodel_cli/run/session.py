@@ -33,7 +33,7 @@ from automodel_cli.run.mirror import mirrored
 from automodel_cli.run.model import Model, flops_per_token
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.recomputation import decided_together
-from automodel_cli.run.run_folder import copy_of, restored, run_folder
+from automodel_cli.run.run_folder import config_before, copy_of, put_back, restored, run_folder
 from automodel_cli.run.storage import is_url
 from automodel_cli.run_folders.record import RunRecord, summary_of
 from automodel_cli.training import rng
@@ -97,7 +97,7 @@ class Session:
         self.last_validation: tuple[int, dict[str, float]] = -1, {}
         self._owed_to: Path | None = None
         self.first_step = self._resume()
-        self.stopped_by = 0
+        self.stopped_by, self.has_begun = 0, False
         self._noticed: int | None = None
         self.at_exit = ExitStack()
         self._metrics: dict[str, float] = {}
@@ -123,6 +123,7 @@ class Session:
         After the body of the loop: what is due (validation, checkpoint), and the agreement of all ranks to stop.
         """
         startup.collect_again()
+        self.has_begun = True
         for name in self.callbacks.unclaimed():
             self.print(f"the state of callback {name} in the checkpoint is dropped: this run does not have it")
         for name in self.checkpointer.dropped():
@@ -328,6 +329,8 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
     data = recipe.prepared(tokenizer)
     device = process_group.start(recipe.parallelizer.backend)
     run_dir: Path | None = None
+    session: Session | None = None
+    earlier = config_before(source)
     try:
         with ExitStack() as held:
             mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
@@ -348,6 +351,9 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
                     record.describe(numbers=summary_of(session.meter.summary()))
                 record.end("interrupted" if session.stopped_by else "finished")
     except Exception as error:
+        refused = session is None or not session.has_begun
+        if refused and run_dir is not None and earlier is not None and dist.get_rank() == 0:
+            put_back(run_dir, earlier)
         if (cause := out_of_memory.ran_out(error)) is None:
             raise
         raise out_of_memory.explain(cause, recipe, source, run_dir, dist.get_world_size()) from error
