@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from automodel_cli.training.metrics import read_metrics
 
 _TRUNCATED = 0.5  # share of responses that were cut off
 _EQUAL = 0.9  # share of groups that teach nothing
@@ -17,9 +20,10 @@ class Alarms:
     """Looks at each step's numbers (as in metrics.jsonl) and says what a person should look at, each thing once."""
 
     max_new_tokens: int
+    first_entropies: list[float] = field(default_factory=list)
+    """Of the first steps, which a resumed run has behind it; as many as are missing come from its own steps."""
     _in_a_row: dict[str, int] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
-    _first_entropies: list[float] = field(default_factory=list)
 
     def of(self, values: Mapping[str, float], failures: Mapping[str, tuple[int, int]]) -> list[str]:
         """The sentences that are due after a step; `failures`: of each reward that should judge samples of the step, on
@@ -47,7 +51,8 @@ class Alarms:
         yield (
             "equal",
             f"more than {_EQUAL:.0%} of the groups (now {equal:g} of {groups:g}, mean reward {mean:.3g}) had no two "
-            "different rewards, and taught nothing: the prompts are too easy or too hard for this model"
+            "different rewards, and taught nothing: the prompts are too easy or too hard for this model, or its samples of "
+            "a prompt have become the same"
             if min(equal, values["num_unused_groups"]) > _EQUAL * groups
             else "",
         )
@@ -59,15 +64,14 @@ class Alarms:
             if lost > _FAILED
             else "",
         )
-        yield "entropy", self._collapse(values.get("entropy"))
+        if (entropy := values.get("entropy")) is not None:  # a step without an update measures none, and changes nothing
+            yield "entropy", self._collapse(entropy)
 
-    def _collapse(self, entropy: float | None) -> str:
-        if entropy is None:
+    def _collapse(self, entropy: float) -> str:
+        if len(self.first_entropies) < _STEPS:
+            self.first_entropies.append(entropy)
             return ""
-        if len(self._first_entropies) < _STEPS:
-            self._first_entropies.append(entropy)
-            return ""
-        first = sum(self._first_entropies) / _STEPS
+        first = sum(self.first_entropies[:_STEPS]) / _STEPS
         if entropy >= _COLLAPSED * first:
             return ""
         return (
@@ -75,6 +79,11 @@ class Alarms:
             "a prompt become the same, and nothing new is tried; objective.entropy_coef, a higher objective.clip_high "
             "or a lower optimizer.lr hold against it"
         )
+
+
+def measured_entropies(path: Path) -> list[float]:
+    """Those of the steps that a resumed run has behind it, in its metrics.jsonl; [] for a new run."""
+    return [row["entropy"] for row in read_metrics(path) if row.get("entropy") is not None]
 
 
 def _failing(failures: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,7 @@ from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
-from automodel_cli.rollout.alarms import Alarms
+from automodel_cli.rollout.alarms import Alarms, measured_entropies
 from automodel_cli.rollout.credit import Credit
 from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
@@ -116,7 +116,7 @@ class Rollouts(Callback):
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
         self._told: set[str] = set()
-        self._alarms = Alarms(config.max_new_tokens)
+        self._alarms = Alarms(config.max_new_tokens, measured_entropies(session.run_dir / "metrics.jsonl"))
         self._reward_seconds = self._wait_seconds = self._drawing_seconds = 0.0
         self._phases, self._idle, self._scored = Phases(), Idle(0.0, 0.0), False
         self.sync(session.first_step)

@@ -60,3 +60,16 @@ def test_entropy_that_collapses_is_measured_against_the_first_steps():
     found = said(*[{"entropy": 2.0}] * 5, *[{"entropy": 0.19}] * 5)
     assert not any(found[:9]) and "(2 nats, now 0.19)" in found[9][0]
     assert said(*[{"entropy": 2.0}] * 5, *[{"entropy": 0.21}] * 8) == [[]] * 13
+
+
+def test_steps_without_an_update_neither_add_to_a_collapse_nor_end_it():
+    """A model whose samples are all the same has few updates, and only those measure an entropy."""
+    nothing = {"entropy": None}
+    found = said(*[{"entropy": 2.0}] * 5, *[{"entropy": 0.1}, nothing] * 4, {"entropy": 0.1})
+    assert not any(found[:13]) and "(2 nats, now 0.1)" in found[13][0]
+
+
+def test_a_resumed_run_is_measured_against_its_beginning():
+    alarms = Alarms(max_new_tokens=128, first_entropies=[2.0] * 5 + [0.1] * 20)
+    *_, (line,) = [alarms.of({**FINE, "entropy": 0.1}, {}) for _ in range(5)]
+    assert "(2 nats, now 0.1)" in line
