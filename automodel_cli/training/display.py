@@ -9,8 +9,11 @@ from typing import Literal, Protocol, TextIO
 
 from automodel_cli.training.metrics import Row
 
+REASONS = ("num_groups", "num_equal_groups")
+"""What says why a step of reinforcement learning has no update."""
 _KNOWN = frozenset(
     {
+        *REASONS,
         "step",
         "loss",
         "grad_norm",
@@ -130,7 +133,11 @@ def _why_none(row: Row) -> str:
     reward = row.get("reward")
     if reward is None:
         return ""
-    return ": every sample was left out after an error" if _is_nan(reward) else ": no group had different rewards"
+    if _is_nan(reward):
+        return ": every sample was left out after an error"
+    if row.get("num_equal_groups") == row.get("num_groups"):
+        return ": no group had different rewards"
+    return ": none of the samples is taken (objective.threshold, rollout.overlong.filter)"
 
 
 def _is_nan(value: float | int | None) -> bool:

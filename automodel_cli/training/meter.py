@@ -16,6 +16,7 @@ from torch import Tensor
 from automodel_cli.config.errors import RunError
 from automodel_cli.training.config import LoggingConfig
 from automodel_cli.training.display import (
+    REASONS,
     Display,
     aligned,
     make_display,
@@ -122,7 +123,7 @@ class Meter:
         if self.due(step):
             self.flush()
             if self._is_main:
-                line = {key: value for key, value in self._last.items() if key not in unshown}
+                line = {key: value for key, value in self._last.items() if key not in unshown or key in REASONS}
                 self._display.step(step, step_text(line, self._machine.num_ranks), self._time_left())
 
     def due(self, step: int) -> bool:

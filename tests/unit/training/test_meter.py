@@ -184,6 +184,9 @@ def test_a_line_of_reinforcement_learning_leads_with_the_reward():
     nothing = {**row, "loss": math.nan, "grad_norm": math.nan}
     assert "  no update: no group had different rewards  lr" in step_text(nothing, 1)
     assert "nan" not in step_text(nothing, 1)
+    assert step_text({**nothing, "num_groups": 8, "num_equal_groups": 8}, 1) == step_text(nothing, 1)
+    untaken = step_text({**nothing, "num_groups": 8, "num_equal_groups": 5}, 1)
+    assert "  no update: none of the samples is taken (objective.threshold, " in untaken
     unjudged = step_text({**nothing, "reward": math.nan}, 1)
     assert "  no update: every sample was left out after an error  lr" in unjudged and "nan" not in unjudged
 
