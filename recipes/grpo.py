@@ -235,7 +235,6 @@ class GRPORecipe(Recipe):
             )
 
     def _check_batch(self, dp_size: int) -> None:
-        super()._check_batch(dp_size)
         if self.rollout.prompts_per_step % dp_size:
             raise ConfigError(
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step} is not a multiple of the {dp_size} "
@@ -243,6 +242,7 @@ class GRPORecipe(Recipe):
                 keys=("rollout.prompts_per_step",),
                 fix=f"rollout.prompts_per_step={max(1, self.rollout.prompts_per_step // dp_size) * dp_size}",
             )
+        super()._check_batch(dp_size)
 
     def generation_servers(self) -> GenerationServers | None:
         """Those that generate, where the run starts them itself."""

@@ -51,8 +51,8 @@ class Alarms:
         yield (
             "equal",
             f"more than {_EQUAL:.0%} of the groups (now {equal:g} of {groups:g}, mean reward {mean:.3g}) had no two "
-            "different rewards, and taught nothing: the prompts are too easy or too hard for this model, or its samples of "
-            "a prompt have become the same"
+            "different rewards, and taught nothing: the prompts are too easy or too hard for this model, or all its "
+            "samples of a prompt have become one"
             if min(equal, values["num_unused_groups"]) > _EQUAL * groups
             else "",
         )
@@ -64,7 +64,7 @@ class Alarms:
             if lost > _FAILED
             else "",
         )
-        if (entropy := values.get("entropy")) is not None:  # a step without an update measures none, and changes nothing
+        if (entropy := values.get("entropy")) is not None:  # a step without an update has none
             yield "entropy", self._collapse(entropy)
 
     def _collapse(self, entropy: float) -> str:

@@ -75,8 +75,13 @@ class TrainConfig:
                 f"global_batch_size={self.global_batch_size} is not a multiple of "
                 f"microbatch_size={self.microbatch_size}",
                 keys=("global_batch_size", "microbatch_size"),
-                fix=f"train.global_batch_size={self._nearest_global(self.microbatch_size)}",
+                fix=f"train.microbatch_size={self._fitting_microbatch(1)}",
             )
+
+    def _fitting_microbatch(self, dp_size: int) -> int:
+        """The largest up to the one that is asked for: smaller ones train the same, another global batch does not."""
+        of_rank = self.global_batch_size // dp_size
+        return next(rows for rows in range(self.microbatch_size, 0, -1) if of_rank % rows == 0)
 
     def _nearest_global(self, multiple: int) -> int:
         return max(1, round(self.global_batch_size / multiple)) * multiple
@@ -89,7 +94,9 @@ class TrainConfig:
                 f"global_batch_size={self.global_batch_size} is not a multiple of "
                 f"microbatch_size={self.microbatch_size} x {dp_size} data-parallel ranks = {rows}",
                 keys=("global_batch_size", "microbatch_size"),
-                fix=f"train.global_batch_size={self._nearest_global(rows)}",
+                fix=f"train.global_batch_size={self._nearest_global(rows)}"
+                if self.global_batch_size % dp_size
+                else f"train.microbatch_size={self._fitting_microbatch(dp_size)}",
             )
         return self.global_batch_size // rows
 

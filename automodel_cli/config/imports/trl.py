@@ -20,7 +20,11 @@ _LOSSES = (
     *("apo_zero", "apo_down", "discopop", "aot", "aot_unpaired"),
 )
 _AGGREGATION = {
-    **{"grpo": "sequence", "sapo": "sequence", "bnpo": "token", "dapo": "token", "cispo": "token"},
+    "grpo": "sequence",
+    "sapo": "sequence",
+    "bnpo": "token",
+    "dapo": "token",
+    "cispo": "token",
     "dr_grpo": "max_tokens",
 }
 

@@ -90,7 +90,7 @@ def _advantages(draft: Draft) -> None:
         draft.put("rollout.normalise", False, note="theirs divides rloo by no deviation")
     elif name == "gae":
         draft.put("objective", "ppo", key, note="their default")
-        draft.put("rollout.baseline", "critic", key, note="their critic is a model of its own, ours a head on the policy")
+        draft.put("rollout.baseline", "critic", key, note="theirs is a model of its own, ours a head on the policy")
         draft.put("rollout.gae_lambda", draft.get("algorithm.lam", 1.0), "algorithm.lam", note="their default 1")
         clip = draft.get("critic.cliprange_value", 0.5)
         draft.put("objective.value_clip", clip, "critic.cliprange_value", note="their default 0.5, ours 0.2")
@@ -111,7 +111,7 @@ def _policy_loss(draft: Draft, response: int) -> None:
     loss, mode = draft.get(key, "vanilla"), draft.get(own, "token-mean")
     if loss == "gspo":
         draft.put("objective.ratio", "sequence_token", key)
-        draft.put("objective.aggregation", "sequence", own, note="gspo takes means over sequences there, whatever is set")
+        draft.put("objective.aggregation", "sequence", own, note="gspo has means over sequences there in any case")
         return
     if loss == "cispo":
         draft.put("objective.surrogate", "cispo", key)

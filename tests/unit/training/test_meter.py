@@ -266,11 +266,16 @@ def test_length_of_the_run():
     [
         (lambda: TrainConfig(8), ("max_steps", "epochs"), "train.epochs=1"),
         (lambda: TrainConfig(0, epochs=1), ("global_batch_size",), "train.global_batch_size=1"),
-        (lambda: TrainConfig(7, 2, epochs=1), ("global_batch_size", "microbatch_size"), "train.global_batch_size=8"),
+        (lambda: TrainConfig(9, 8, epochs=1), ("global_batch_size", "microbatch_size"), "train.microbatch_size=3"),
         (
             lambda: TrainConfig(8, epochs=1).num_microbatches(3),
             ("global_batch_size", "microbatch_size"),
-            "train.global_batch_size=9",
+            "train.global_batch_size=9",  # no number of rows divides 8 samples over 3 ranks
+        ),
+        (
+            lambda: TrainConfig(12, 4, epochs=1).num_microbatches(2),
+            ("global_batch_size", "microbatch_size"),
+            "train.microbatch_size=3",  # the step stays what it is
         ),
         (lambda: ValidationConfig(every=0), ("every",), "validation.every=1"),
         (lambda: CheckpointConfig(resume=" "), ("resume",), "checkpoint.resume=auto"),
