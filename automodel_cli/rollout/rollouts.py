@@ -6,49 +6,32 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import answer_checker
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.config import TeacherConfig
-from automodel_cli.models.routing import Selectors, selectors_of
+from automodel_cli.models.routing import selectors_of
 from automodel_cli.models.shaping import Shaping
 from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.base import PolicyObjective
 from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
 from automodel_cli.rollout.alarms import Alarms, measured_entropies
 from automodel_cli.rollout.credit import Credit
-from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
-from automodel_cli.rollout.engine_host import EngineHost
-from automodel_cli.rollout.environments.conversation import Episode
-from automodel_cli.rollout.environments.pool import EnvironmentPool, check_rows
-from automodel_cli.rollout.episodes import (
-    episodes_beside,
-    is_group_leader,
-    play_episodes,
-    scored_samples,
-    unscored_samples,
-    what_plays,
-)
+from automodel_cli.rollout.engine import sample_seed
 from automodel_cli.rollout.experience import RowPlan, Sample, plan_updates
-from automodel_cli.rollout.model_engines import RankZeroEngine
 from automodel_cli.rollout.phases import Idle, Phases
 from automodel_cli.rollout.reward_means import counted, mean_reward, of_k_samples
 from automodel_cli.rollout.rewards.base import RewardNode
-from automodel_cli.rollout.rewards.combine import RewardSum
-from automodel_cli.rollout.rewards.combine import check_rows as check_reward_rows
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
 from automodel_cli.rollout.routing_replay import RoutingReplay
-from automodel_cli.rollout.rules import check_routing_engine
-from automodel_cli.rollout.sample_queue import Generated, SampleQueue, SampleRequest
+from automodel_cli.rollout.sample_source import SampleSource, Seconds
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.scorer import Scorer
 from automodel_cli.rollout.shared_prompts import why_apart
@@ -80,26 +63,14 @@ class Rollouts(Callback):
         reference_update: ReferenceUpdate | None = None,
     ):
         self.session, self.recipe, self.config = session, session.recipe, config
-        self.objective = objective
         self.mesh, self.model = session.mesh, session.model
-        required = teacher is None and not config.played
-        check_reward_rows(rewards, _rows(session), all_judged=required)
-        self.rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=required)
-        self.pool = self._build_pool()
-        selectors = self._selectors()
-        self._replay = None if selectors is None else RoutingReplay(session, selectors)
-        host = EngineHost(session, shares_gpus=config.shares_gpus, selectors=selectors)
-        self.engine = self.config.engine.build(host)
-        capabilities = self.engine.capabilities
-        if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
-            raise ConfigError(
-                f"{type(self.config.engine).__name__}: training needs token ids, log-probs of the distribution sampled "
-                f"from, and weight updates; this engine has {capabilities}",
-                keys=("rollout.engine",),
-                fix="rollout=sampler",
-            )
-        check_routing_engine(self.config, self.engine.capabilities)
-        self._queue = self._build_queue()
+        selectors = None
+        if config.replay_routing:
+            of_parts, trust = self.model.parts[0].source_config, self.recipe.model.trust_remote_code
+            selectors = selectors_of(of_parts, trust_remote_code=trust)
+        replay = None if selectors is None else RoutingReplay(session, selectors)
+        judged = teacher is None and not config.played
+        self._source = SampleSource(session, config, rewards, all_judged=judged, selectors=selectors, replay=replay)
         self._scorer = Scorer(session, config, objective, teacher, reference_update)
         self._prompts_are_apart = why_apart(session, config, teacher)
         self._plan = RowPlan(
@@ -111,13 +82,12 @@ class Rollouts(Callback):
             fits=session.model.stages.takes,
             share_prompts=not self._prompts_are_apart,
         )
-        self._credit = Credit(session, config, objective, self._plan, self._scorer, self._replay)
+        self._credit = Credit(session, config, objective, self._plan, self._scorer, replay)
         self.accuracy: dict[str, Accuracy] = {}
         self._answers: list[Sample] = []
         self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
         self._told: set[str] = set()
         self._alarms = Alarms(config.max_new_tokens, measured_entropies(session.run_dir / "metrics.jsonl"))
-        self._reward_seconds = self._wait_seconds = self._drawing_seconds = 0.0
         self._phases, self._idle, self._scored = Phases(), Idle(0.0, 0.0), False
         self.sync(session.first_step)
         self._check_agreement()
@@ -130,17 +100,16 @@ class Rollouts(Callback):
         shared = "in the update read once for all responses of a group in a row"
         apart = f"in the update read once for each response: {self._prompts_are_apart}"
         prompts = ("prompts", apart if self._prompts_are_apart else shared)
-        sampler = getattr(self.engine, "about", "") if self.mesh.device.type == "cuda" else ""
+        sampler = getattr(self._source.engine, "about", "") if self.mesh.device.type == "cuda" else ""
         return [("sampler", sampler), prompts] if sampler else [prompts]
 
     def on_start(self, run: Run, state: Any) -> None:
         """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""
-        if self._queue is not None and state is not None:
-            self._queue.restore(state)
+        self._source.restore(state)
 
     def on_checkpoint(self, run: Run, step: int) -> Any:
         """What is drawn and not yet trained on. Collective."""
-        return None if self._queue is None else self._queue.state()
+        return self._source.state()
 
     def on_step(self, run: Run, step: int, values: Mapping[str, Number]) -> dict[str, Number]:
         """Where the time of the step went besides drawing and judging, and how much of it nothing was trained, or
@@ -150,7 +119,7 @@ class Rollouts(Callback):
         seconds_of = dict(self._phases.taken())
         idle = self._idle.of_step(seconds_of.pop("step_seconds") + seconds_of["sync_seconds"])
         found: dict[str, Number] = {**seconds_of, **idle}
-        if isinstance(self.engine, RankZeroEngine) and (share := self.engine.idle_share()) is not None:
+        if (share := self._source.idle_share()) is not None:
             found["engine_idle_share"] = share
         passes = {"train": 1}
         if self._scored:
@@ -172,13 +141,12 @@ class Rollouts(Callback):
             prompts = prompts[: limit * self.recipe.train.microbatch_size * self.mesh.dp_size]
         mine = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
         requests = [(place, 0, prompt) for place, prompt in mine]
-        answers = self._answers = self._judged(requests, self._generated(requests, self.config.params(greedy=True)))
+        answers = self._answers = self._source.judged(requests, self.config.params(greedy=True))
         more, drawn = self.config.validation_samples, {}
         if more:
             requests = [(place, index, prompt) for place, prompt in mine for index in range(more)]
             seeds = [sample_seed(self.recipe.seed, _HELD_OUT, place, index) for place, index, _ in requests]
-            answers_k = self._generated(requests, self.config.validation_params(), seeds)
-            drawn = of_k_samples(self._judged(requests, answers_k))
+            drawn = of_k_samples(self._source.judged(requests, self.config.validation_params(), seeds))
         left_out = len(answers) - len(counted(answers))
         found = {
             **drawn,
@@ -190,13 +158,7 @@ class Rollouts(Callback):
 
     def on_end(self, run: Run, succeeded: bool) -> None:
         """End what generates and judges in other threads and processes."""
-        if self.pool is not None:
-            self.pool.stop()
-        if self._queue is not None:
-            self._queue.close()
-        self.rewards.close()
-        if self.pool is not None:
-            self.pool.close()
+        self._source.close()
         self._log.close()
 
     # -- a rollout
@@ -208,16 +170,16 @@ class Rollouts(Callback):
         begun as it allows. Further prompts are those of the next rollout drawn ahead; where there is none, the newest
         weights answer. Collective over all ranks.
         """
-        began, self._reward_seconds = time.perf_counter(), 0.0
+        began, source = time.perf_counter(), self._source
+        took = source.seconds = Seconds()
         self._phases.begin("step")
         dynamic = self.config.dynamic_sampling
-        self._wait_seconds, self._drawing_seconds = 0.0, 0.0
-        samples = self._sample(step, prompts)
+        samples = source.sample(step, prompts)
         drawn, num_batches = list(samples), 1
         if dynamic is not None:
             samples, equal = self._credit.different(samples)
             while len(samples) < self.config.samples_per_step and num_batches < dynamic.max_batches:
-                more = self._sample(step, self.session.loader.next_step())
+                more = source.sample(step, self.session.loader.next_step())
                 drawn, num_batches = drawn + more, num_batches + 1
                 different, rest = self._credit.different(more)
                 samples, equal = samples + different, equal + rest
@@ -225,16 +187,14 @@ class Rollouts(Callback):
                 self._tell_once("dynamic_sampling", too_few(step, samples, equal, self.config))
             samples = (samples + equal)[: self.config.samples_per_step]
         seconds = time.perf_counter() - began
-        elsewhere = isinstance(self.engine, RankZeroEngine) and not self.config.shares_gpus
-        self._idle = Idle.of_rollout(seconds, self._reward_seconds, draws_elsewhere=elsewhere)
-        seconds += self._drawing_seconds - self._wait_seconds  # what was waited for is a part of the drawing
-        self._draw_ahead(step)
-        self._rest(weights_follow=True)
+        self._idle = Idle.of_rollout(seconds, took.reward, draws_elsewhere=source.is_elsewhere)
+        seconds += took.ahead - took.wait  # what was waited for is a part of the drawing
+        source.draw_ahead(step)
+        source.rest(weights_follow=True)
         learnt = self._credit.learn(samples, self._phases)
         self._scored = learnt.scored
         self._phases.begin("train")
-        waited = None if self._queue is None else self._wait_seconds
-        of_engine = {**getattr(self.engine, "metrics", {}), **learnt.gaps}
+        of_engine = {**getattr(source.engine, "metrics", {}), **learnt.gaps}
         return Rollout(
             version=step - 1,
             samples=samples,
@@ -246,117 +206,15 @@ class Rollouts(Callback):
             num_sampled=len(drawn),
             num_drawn_tokens=sum(sample.num_generated for sample in drawn),
             seconds=seconds,
-            reward_seconds=self._reward_seconds,
-            wait_seconds=waited,
+            reward_seconds=took.reward,
+            wait_seconds=source.wait_seconds,
             of_engine=of_engine,
         )
-
-    def _rest(self, *, weights_follow: bool) -> None:
-        """Nothing is generated until the next weights, or the next rollout: the GPUs are the trainer's. Collective."""
-        if isinstance(self.engine, RankZeroEngine):
-            self.engine.rest(weights_follow=weights_follow)
-
-    def _draw_ahead(self, step: int) -> None:
-        """Begin what is missing of the next `max_staleness` rollouts, on the prompts that the loader gives next."""
-        if self._queue is None:
-            return
-        loader, lag = self.session.loader, self.config.max_staleness
-        for ahead in range(len(self._queue), min(lag, self.session.num_steps - step)):
-            place = loader.position + ahead * self.config.prompts_per_step
-            requests, seeds = self._requests(step + 1 + ahead, loader.peek_step(ahead), place)
-            self._queue.begin(requests, self.config.params(), seeds, oldest=step + ahead - lag)
-
-    def _sample(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> list[Sample]:
-        """Everything that all ranks draw for the prompts that the loader gave last, in their order: drawn ahead, in
-        this process or in the one whose checkpoint it goes on from, or else now."""
-        requests, seeds = self._requests(step, prompts, self.session.loader.position - self.config.prompts_per_step)
-        drawn = self._drawn_ahead(step, requests)
-        if drawn is None:
-            return self._judged(requests, self._generated(requests, self.config.params(), seeds))
-        self._drawing_seconds += drawn.seconds
-        return self._judged(drawn.requests, drawn.answers)
-
-    def _drawn_ahead(self, step: int, requests: list[SampleRequest]) -> Generated | None:
-        """The samples of `requests`, which are the oldest that were begun."""
-        if self._queue is None:
-            return None
-        began, oldest = time.perf_counter(), step - 1 - self.config.max_staleness
-        drawn = self._queue.take()
-        self._wait_seconds += time.perf_counter() - began
-        if drawn is None:
-            return self._queue.kept(requests, self.config.params(), oldest)
-        assert [sample[:2] for sample in drawn.requests] == [sample[:2] for sample in requests]
-        assert min((a.weight_version for a in drawn.answers), default=oldest) >= oldest, "older than allowed"
-        return drawn
-
-    def _requests(
-        self, step: int, prompts: Sequence[Sequence[Prompt]], first_place: int
-    ) -> tuple[list[SampleRequest], list[int]]:
-        """The samples that this rank draws of `prompts`, whose first one over all ranks is at `first_place`; and their
-        seeds."""
-        mine = [prompt for of_batch in prompts for prompt in of_batch]
-        size, dp_size = self.config.group_size, self.mesh.dp_size
-        places = [first_place + i * dp_size + self.mesh.dp_rank for i in range(len(mine))]
-        requests = [(place, index, prompt) for place, prompt in zip(places, mine, strict=True) for index in range(size)]
-        return requests, [sample_seed(self.recipe.seed, step, place, index) for place, index, _ in requests]
-
-    def _generated(
-        self, requests: Sequence[SampleRequest], params: SamplingParams, seeds: Sequence[int] | None = None
-    ) -> Sequence[Completion | Episode]:
-        if self._queue is not None:
-            self._queue.settle()
-        if self.pool is None:
-            return self.engine.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
-        return play_episodes(self.session, self.pool, self.engine, requests, params, seeds)
-
-    def _judged(self, requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode]) -> list[Sample]:
-        """Responses with their rewards, of all ranks, by place and index."""
-        found, began = None, time.perf_counter()
-        if is_group_leader(self.mesh):
-            found = self._routed(scored_samples(requests, answers, self.session.tokenizer, self.rewards, self.pool))
-        samples = self._of_all_ranks(found)
-        self._reward_seconds += time.perf_counter() - began
-        return samples
-
-    def _of_all_ranks(self, mine: list[Sample] | None) -> list[Sample]:
-        """The samples of all ranks, by place and index; of ranks that share prompts one counts. Collective."""
-        everywhere: list[list[Sample] | None] = [mine]
-        if dist.get_world_size() > 1:  # else samples would be written and read again
-            everywhere = everywhere * dist.get_world_size()
-            dist.all_gather_object(everywhere, mine if is_group_leader(self.mesh) else None)
-        samples = [sample for of_rank in everywhere for sample in of_rank or ()]
-        return sorted(samples, key=lambda sample: (sample.place, sample.index))
-
-    def _routed(self, samples: list[Sample]) -> list[Sample]:
-        return samples if self._replay is None else self._replay.of_layers(samples)
 
     def _tell_once(self, subject: str, text: str) -> None:
         if subject not in self._told:
             self._told.add(subject)
             self.session.meter.print(text)
-
-    def _selectors(self) -> Selectors | None:
-        if not self.config.replay_routing:
-            return None
-        return selectors_of(self.model.parts[0].source_config, trust_remote_code=self.recipe.model.trust_remote_code)
-
-    def _build_pool(self) -> EnvironmentPool | None:
-        environments = self.config.played
-        for environment in environments.values():
-            environment.check()
-        if self.config.environments:
-            check_rows(environments, self.config.environment_column, _rows(self.session))
-            return EnvironmentPool(environments, self.config.environment_column)
-        return EnvironmentPool(environments) if environments else None
-
-    def _build_queue(self) -> SampleQueue | None:
-        if not self.config.max_staleness:
-            return None
-        options: dict[str, Any] = {}
-        if self.pool is not None:
-            options["draw"] = episodes_beside(self.session, self.pool, self.engine)
-            options["about"] = what_plays(self.recipe.data, self.config)
-        return SampleQueue(self.engine, self.mesh.device, self.config.max_staleness, **options)
 
     def scoring(self) -> AbstractContextManager[None]:
         """Inside, the trainer's log-probs are those that the objective compares with the sampler's."""
@@ -370,31 +228,26 @@ class Rollouts(Callback):
         stream = iter_hf_weights(
             parts,
             dtype=parts[0].model.dtype,
-            hub_names=self.engine.capabilities.hub_names,
+            hub_names=self._source.engine.capabilities.hub_names,
             pp_group=self.model.pp_group,
         )
         with self._phases("sync"):
-            if self._queue is not None:
-                self._queue.update(stream, version)
-                return
-            self.engine.update_weights(stream)
-        self.engine.weight_version = version
+            self._source.update(stream, version)
 
     def _check_agreement(self) -> None:
         """Raise RunError where an engine with weights of its own gives its tokens other log-probs than the trainer.
         Collective."""
-        if self.engine.capabilities.live_weights:
+        if self._source.engine.capabilities.live_weights:
             return
         session, loader = self.session, self.session.loader
-        requests, seeds = self._requests(session.first_step + 1, loader.peek_step(), loader.position)
+        requests, seeds = self._source.requests(session.first_step + 1, loader.peek_step(), loader.position)
         size = self.config.group_size
         few = slice(0, size * max(1, MAX_PROMPTS // self.mesh.dp_size), size)  # one sample of each prompt
         params = self.config.params()
         params = dataclasses.replace(params, max_new_tokens=min(MAX_NEW_TOKENS, params.max_new_tokens))
-        answers = self.engine.generate([prompt.tokens for _, _, prompt in requests[few]], params, seeds[few])
-        samples = self._of_all_ranks(self._routed(unscored_samples(requests[few], answers, session.tokenizer)))
+        samples = self._source.responses(requests[few], params, seeds[few])
         RoutingReplay.check_told(samples)
-        self._rest(weights_follow=False)
+        self._source.rest(weights_follow=False)
         mesh, stages = self.mesh, self.model.stages
         every = [(number,) for number in range(len(samples))]
         (update,) = plan_updates(samples, every, 1, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
@@ -438,13 +291,6 @@ class Rollouts(Callback):
             elif warning is not None:  # stale samples always differ by what the weights have moved
                 reason = "the samples are drawn by older weights, as rollout.max_staleness allows; not said again"
                 self._tell_once("staleness", f"step {step}: {warning} ({reason})")
-
-
-def _rows(session: Session) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every row that rewards will see, with where it comes from."""
-    for dataset in (session.data.train, session.data.validation):
-        for prompt in () if dataset is None else dataset.prompts:
-            yield prompt.origin, prompt.row
 
 
 def _pad_id(tokenizer: Any) -> int:
