@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import automodel
+from tests.e2e.command import automodel, metrics
 from tests.pages import ROOT
 
 pytestmark = pytest.mark.slow
@@ -56,15 +57,23 @@ class NearLength(Reward):
 
 
 def test_without_correction_samples_of_earlier_steps_undo_what_was_learnt(folder: Path) -> None:
-    """The command on record, seed 0: 0.17 without correction, 0.94 and more with importance weights up to 2."""
+    """The first 60 steps of the command on record, lr 3, seed 1: the mean reward of steps 21 to 60 is 0.58 without
+    correction and 0.98 with importance weights up to 2; 0.49 to 0.75 and 0.94 to 0.99 over four seeds. Where such a run
+    ends depends on how a processor rounds, so the end is not looked at."""
     (folder / "near_length.py").write_text(NEAR_LENGTH)
-    after = {}
+    reward = {}
     for setting in ("none", "truncate"):
-        words = STALE["command"].replace("SETTING", STALE["settings"][setting]).replace("SEED", "0").split()[1:]
-        command = (*words, f"run_name=stale_{setting}", "logging.report=false")
-        before, after[setting] = before_and_after(folder, r"reward \w+ training: ([\d.]+)", *command)
-        assert 0.2 < before < 0.4
-    assert after["none"] < 0.3 and after["truncate"] > 0.7
+        values = {"SETTING": STALE["settings"][setting], "LR": "3", "SEED": "1"}
+        command = STALE["command"]
+        for name, value in values.items():
+            command = command.replace(name, value)
+        run = f"stale_{setting}"
+        more = (f"run_name={run}", "logging.report=false", "validation.at_end=false", "train.max_steps=60")
+        done = automodel(folder, *command.split()[1:], *more, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rewards = [row["reward"] for row in metrics(folder / "runs" / run) if "reward" in row]
+        reward[setting] = statistics.fmean(rewards[20:60])
+    assert reward["none"] < 0.85 and reward["truncate"] > max(0.85, reward["none"] + 0.1)
 
 
 def test_a_teacher(folder: Path) -> None:
