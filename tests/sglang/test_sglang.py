@@ -115,6 +115,15 @@ def test_what_is_aborted_is_asked_for_again(engine: SGLangEngine) -> None:
     assert all(c.finish_reason == "stop" or len(c.tokens) == 200 for c in found)
 
 
+def test_a_completion_that_the_context_cuts_is_no_sample(engine: SGLangEngine) -> None:
+    """The model has a context of 512, of which SGLang keeps 2 back without a word."""
+    prompt = (prompts()[2] * 8)[:500]
+    greedy = SamplingParams(10, temperature=0.0)
+    assert len(engine.generate([prompt], greedy)[0].tokens) == 10
+    with pytest.raises(RunError, match="ended a completion after 10 of 12 tokens"):
+        engine.generate([prompt], SamplingParams(12, temperature=0.0))
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(served: list[SGLangServed], tmp_path: Path) -> None:
     """One token too many in a prompt would end the server."""
     tokenizer = ByteTokenizer().build()

@@ -9,6 +9,10 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch.servers import HOST, PORT
 from automodel_cli.rollout.servers.started import StartedServers, Wanted, unless
 
+_KEPT_BACK = 2
+"""Tokens of its context that SGLang never fills (0.5.23: `TpWorker.get_worker_info`, `init_req_max_new_tokens`): it
+would end the longest samples so much earlier, and call that their length."""
+
 
 @dataclass(frozen=True)
 class SGLangServers(StartedServers):
@@ -36,7 +40,7 @@ class SGLangServers(StartedServers):
         """See `StartedServers`."""
         words = [] if self.gpus else ["env", "SGLANG_USE_CPU_ENGINE=1"]
         words += [*self.words(), "serve", "--model-path", model, "--host", HOST, "--port", PORT]
-        words += ["--context-length", str(wanted.max_tokens), "--dtype", self.dtype]
+        words += ["--context-length", str(wanted.max_tokens + _KEPT_BACK), "--dtype", self.dtype]
         words += [] if wanted.model.revision is None else ["--revision", wanted.model.revision]
         words += ["--trust-remote-code"] if wanted.model.trust_remote_code else []
         words += ["--enable-return-routed-experts"] if wanted.routing else []

@@ -206,6 +206,21 @@ def test_a_completion_that_is_broken_off_is_asked_for_again(double, tokenizer, t
         engine.generate([[7, 8, 9]], GREEDY)
 
 
+def test_a_completion_that_is_cut_before_its_limit_is_no_sample(double, tokenizer, tmp_path):
+    """SGLang shortens `max_new_tokens` to what its context has room for, and says `length`."""
+    engine = engine_at(double, tokenizer, FileTransfer(tmp_path))
+
+    def cut(body):
+        body["sampling_params"]["max_new_tokens"] = 3
+        return double.drawn(body)
+
+    double.hooks["/generate"] = cut
+    assert len(engine.generate([[7, 8, 9]], SamplingParams(3))[0].tokens) <= 3
+    with pytest.raises(RunError, match=r"ended a completion after 3 of 8 tokens") as error:
+        engine.generate([[7, 8, 9]], SamplingParams(8, temperature=0.0))
+    assert error.value.fix == "python -m sglang.launch_server --model-path MODEL --context-length 13"
+
+
 def test_other_servers_and_vocabularies_are_refused_before_a_step(double, tokenizer, tmp_path):
     files = FileTransfer(tmp_path)
     double.info["version"] = "0.5.20.post1"
