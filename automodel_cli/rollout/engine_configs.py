@@ -164,7 +164,12 @@ class ServerConfig:
                     keys=("api_key_env",),
                     fix=f"export {self.api_key_env}=...",
                 )
-        return [Server(url, timeout=self.timeout, retries=self.retries, api_key=key) for url in urls]
+        setting, advice = self._where()
+        return [Server(url, self.timeout, self.retries, api_key=key, setting=setting, advice=advice) for url in urls]
+
+    def _where(self) -> tuple[str, str | None]:
+        """`setting` and `advice` of `Server`."""
+        return "rollout.engine.url", None
 
 
 @dataclass(frozen=True)
@@ -256,6 +261,13 @@ class LiveServerConfig(ServerConfig):
                 keys=("command", "servers"),
                 fix="command=null",
             )
+
+    def _where(self) -> tuple[str, str | None]:
+        """See `ServerConfig`."""
+        if self.servers is None:
+            return super()._where()
+        advice = "look into logs/rollout_server-*.log of the run; automodel resume RUN starts its servers anew"
+        return "rollout.engine.servers", advice
 
     def _started(self, host: Host) -> list[str]:
         """The address of each server, once those that the run starts answer. Collective."""

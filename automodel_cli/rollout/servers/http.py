@@ -40,6 +40,8 @@ class Server:
     api_key: str | None = None
     setting: str = "rollout.engine.url"
     """What in the config says the address; errors name it."""
+    advice: str | None = None
+    """What to do where nothing answers; None: start it, or say another address."""
 
     def get(self, path: str) -> Any:
         return self.request("GET", path, None)
@@ -84,7 +86,7 @@ class Server:
         failed = ServerError(
             f"{method} {self.url.rstrip('/')}{path} failed{tries}: {reason}",
             keys=(self.setting,),
-            fix=f"start the server, or set {self.setting}",
+            fix=self.advice or f"start the server, or set {self.setting}",
         )
         failed.status = status
         return failed

@@ -94,7 +94,8 @@ def _started(
         words = servers.words(listen, str(servers.port + i))
         environment = {_VISIBLE: ",".join(gpus[i * servers.gpus : (i + 1) * servers.gpus])} if servers.gpus else {}
         log = log_dir / f"rollout_server-{first + i}.log"
-        return url, ServerProcess(words, Server(url), log, timeout=timeout, environment=environment)
+        about = {"key": "rollout.engine.servers", "elsewhere": f"rollout.engine.servers.port={servers.port + number}"}
+        return url, ServerProcess(words, Server(url), log, timeout=timeout, environment=environment, **about)
 
     with ThreadPoolExecutor(number) as threads:
         begun = [threads.submit(begin, i) for i in range(number)]
@@ -136,7 +137,7 @@ def _gpus(servers: GenerationServers, number: int, machines: Machines) -> list[s
             f"{number} server(s) of rollout.engine.servers.gpus={servers.gpus} need {number * servers.gpus} GPUs"
             f"{beside}, and this machine shows {len(visible)}",
             keys=("rollout.engine.servers.gpus", "rollout.engine.servers.number"),
-            fix="automodel submit --rollout-nodes 1, or rollout.engine.servers.gpus=0 where vLLM is a CPU build",
+            fix="automodel submit --rollout-nodes 1, or rollout.engine.servers.gpus=0 for servers on the CPU",
         )
     return found
 

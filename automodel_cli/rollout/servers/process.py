@@ -1,4 +1,4 @@
-"""A generation server that the run starts itself: the user's command, logged in the run's folder, ended with it."""
+"""A generation server that the run starts itself: its command, logged in the run's folder, ended with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 class ServerProcess:
     """`command`, run (without a shell, `environment` beside this process's) in a process group of its own, that answers
-    `/health` at `server`.
+    `/health` at `server`. `key` of the config asks for it, and `elsewhere` lets it be where nothing answers yet.
 
     Raises RunError where something answers there already, or `command` ends or does not answer within `timeout`
     seconds; it is ended then too.
@@ -37,14 +37,16 @@ class ServerProcess:
         *,
         timeout: float,
         environment: Mapping[str, str] = MappingProxyType({}),
+        key: str = "rollout.engine.command",
+        elsewhere: str = "rollout.engine.command=null to use it",
     ):
-        self._command, self._log = shlex.join(command), log
+        self._command, self._log, self._asked = shlex.join(command), log, key
         self._url, self._key = server.url, server.api_key
         if answers(self._url, self._key):
             raise RunError(
-                f"something answers at {server.url} already, so rollout.engine.command was not started",
-                keys=("rollout.engine.url", "rollout.engine.command"),
-                fix="end the other server, or rollout.engine.command=null to use it",
+                f"something answers at {server.url} already, so no server of {key} was started there",
+                keys=(key,),
+                fix=f"end the other server, or {elsewhere}",
             )
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
@@ -54,10 +56,7 @@ class ServerProcess:
                     list(command), stdout=file, stderr=file, env={**variables, **environment}, start_new_session=True
                 )
             except OSError as error:
-                raise RunError(
-                    f"rollout.engine.command `{self._command}` cannot be started: {error.strerror}",
-                    keys=("rollout.engine.command",),
-                ) from error
+                raise RunError(f"{key}: `{self._command}` cannot be started: {error.strerror}", keys=(key,)) from error
         try:
             self._wait(timeout)
         except BaseException:
@@ -91,8 +90,8 @@ class ServerProcess:
     def _failed(self, what: str, fix: str | None = None) -> RunError:
         tail = self._log.read_text(errors="replace")[-_TAIL:].strip()
         return RunError(
-            f"rollout.engine.command `{self._command}` {what}; the end of {self._log}:\n{tail}",
-            keys=("rollout.engine.command",),
+            f"{self._asked}: `{self._command}` {what}; the end of {self._log}:\n{tail}",
+            keys=(self._asked,),
             fix=fix,
         )
 

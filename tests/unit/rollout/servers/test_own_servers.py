@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from automodel_cli.config.trust import Trust
 from automodel_cli.launch.servers import ADDRESSES, GenerationServers
 from automodel_cli.launch.slurm_servers import RolloutNodes
 from automodel_cli.rollout.servers import own as own_servers
+from automodel_cli.rollout.servers.http import ServerError
 from automodel_cli.rollout.servers.own import Machines
 from tests.unit.rollout.servers.test_http_servers import free_port
 
@@ -206,6 +208,26 @@ def test_each_server_has_gpus_and_a_port_of_its_own_and_ends_with_the_run(
     assert not any(own_servers.answers(url) for url in urls)
     said = [json.loads((tmp_path / f"rollout_server-{i}.log").read_text().splitlines()[0]) for i in range(2)]
     assert said == [["1,2", False], ["3,4", False]]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_errors_of_servers_that_the_run_starts_name_what_asked_for_them(tmp_path: Path) -> None:
+    """One that a killed run has left behind holds the port; none can be given another address."""
+    port = free_port()
+    servers = GenerationServers(1, 0, port, (sys.executable, "-c", LISTENS.replace("CUDA_VISIBLE_DEVICES", "PATH")))
+    servers = dataclasses.replace(servers, command=(*servers.command, "{host}", "{port}"))
+    with ExitStack() as at_exit:
+        (url,) = own_servers.start(servers, tmp_path, at_exit, timeout=30)
+        with pytest.raises(RunError) as error:
+            own_servers.start(servers, tmp_path, at_exit, timeout=30)
+        assert f"answers at {url} already, so no server of rollout.engine.servers was started" in str(error.value)
+        assert error.value.fix == f"end the other server, or rollout.engine.servers.port={port + 1}"
+    with pytest.raises(RunError, match=r"^rollout\.engine\.servers: `false` ended with code 1 before it answered"):
+        own_servers.start(dataclasses.replace(servers, command=("false",)), tmp_path, ExitStack(), timeout=30)
+    engine = dataclasses.replace(loaded(*SGLANG, TWO).rollout.engine, retries=0)
+    with pytest.raises(ServerError) as gone:
+        engine.at([url])[0].get("/health")
+    assert gone.value.keys == ("rollout.engine.servers",) and "automodel resume RUN starts" in str(gone.value.fix)
 
 
 @pytest.mark.usefixtures("one_rank")
