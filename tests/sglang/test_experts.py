@@ -127,6 +127,7 @@ def test_a_run_replays_what_servers_of_its_own_tell(model_folder: Path, tmp_path
     config["rollout"]["engine"]["servers"] = own
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     words = ["rollout=sglang", "rollout.replay_routing=true"]
+    words += ["rollout.engine.transport=broadcast", f"rollout.engine.port={free_port()}"]
     words += ["rollout.max_staleness=2", "objective.correction=truncate", "objective.correction_max=2.0"]
     done = automodel(tmp_path, "grpo", "llm", "-c", "run.yaml", *words, "--trust", "command", timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr

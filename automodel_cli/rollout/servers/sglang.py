@@ -99,7 +99,8 @@ class SGLangEngine(LiveWeights):
                 f"{self.server.url} ended a completion after {len(tokens)} of {params.max_new_tokens} tokens, behind a "
                 f"prompt of {len(prompt)}: its cache or its --context-length, of which it keeps 2 back, has no room",
                 keys=("rollout.max_new_tokens", "rollout.engine.url"),
-                fix=f"{SGLANG} --context-length {len(prompt) + params.max_new_tokens + 2}",
+                fix="python -m sglang.launch_server --model-path MODEL --context-length "
+                f"{len(prompt) + params.max_new_tokens + 2}",
             )
         if body["return_sampling_mask"]:
             logprobs = [float(value) for value in told["output_token_sampling_logprobs"]]
