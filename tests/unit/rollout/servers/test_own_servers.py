@@ -94,6 +94,9 @@ def test_an_sglang_server_is_told_the_same_in_its_own_words() -> None:
     assert words[-3:] == ("--device", "cpu", "--disable-overlap-schedule") and "--tp-size" not in words
     with pytest.raises(ConfigError, match="--trust command"):
         check(compose("mine.yaml", [*SGLANG, on_cpu]))
+    on_nodes = RolloutNodes(servers, 1, 8).begin("")
+    assert 'sglang serve --model-path Qwen/Qwen3-0.6B --host 0.0.0.0 --port "$PORT" --context-length' in on_nodes
+    assert "PORT=$((30000 + SLURM_LOCALID))" in on_nodes
 
 
 def test_colocated_servers_sleep_and_take_their_share_of_the_trainers_gpus() -> None:
