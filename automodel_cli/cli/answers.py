@@ -56,13 +56,19 @@ def other_command(word: str) -> ConfigError | None:
 
 
 def unknown_option(error: NoSuchOption, arguments: Sequence[str]) -> ConfigError:
-    """An option that does not exist: Hydra's own, a config key with dashes, or a misspelling."""
+    """An option that does not exist: Hydra's own, a config key with dashes (of a command that takes any), or a
+    misspelling."""
     name = error.option_name
     if name in ("-m", "--multirun"):
         return ConfigError(f"no such option: {name}; several runs are a sweep", fix=_SWEEP)
     if name in ("--config-name", "--config-path", "-cn", "-cp", "--config", "--cfg"):
         given = _value(name, arguments)
         return ConfigError(f"no such option: {name}; a config is named by -c", fix=f"-c {given or 'quickstart'}")
+    command = error.ctx
+    if command is not None and not any(parameter.name == "overrides" for parameter in command.command.params):
+        known = ", ".join(name for parameter in command.command.params for name in parameter.opts if name[0] == "-")
+        near = sorted(error.possibilities or [f"{command.command_path} --help"])
+        return ConfigError(f"no such option: {error.option_name}; there are {known or 'none'}", fix=near[0])
     key, value = name.lstrip("-").replace("-", "_"), _value(name, arguments)
     fix = _override(key, value, complete.keys(_value("-c", arguments) or _value("--conf", arguments) or "sft"))
     if fix is None and error.possibilities:

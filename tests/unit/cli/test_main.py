@@ -188,6 +188,10 @@ def test_errors_go_to_stderr_with_exit_code_2(toy: Path) -> None:
             ),
         ),
         (
+            ["runs", "diff", "a", "b", "--tolerence", "1"],  # takes no config keys
+            "ConfigError: no such option: --tolerence; there are --tolerance\n  fix   --tolerance\n",
+        ),
+        (
             ["train"],
             (
                 "ConfigError: no such command: train; training is finetune, with the config of your run after -c\n"
