@@ -32,6 +32,11 @@ def counted(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.score.valid]
 
 
+def judged(samples: Sequence[Sample]) -> list[Sample]:
+    """Those that count and that some reward was asked about: without rewards (a teacher says what is good) none."""
+    return [sample for sample in counted(samples) if sample.score.parts or sample.score.errors]
+
+
 def mean_reward(samples: Sequence[Sample]) -> float:
     """Over the samples that count; NaN where none does."""
     return _over_rewards(statistics.fmean, samples)
@@ -43,14 +48,14 @@ def deviation_of_rewards(samples: Sequence[Sample]) -> float:
 
 
 def _over_rewards(measure: Callable[[list[float]], float], samples: Sequence[Sample]) -> float:
-    totals = [sample.score.total for sample in counted(samples)]
+    totals = [sample.score.total for sample in judged(samples)]
     return measure(totals) if totals else math.nan
 
 
 def of_k_samples(samples: Sequence[Sample]) -> dict[str, float]:
     """Of k samples to each prompt: their mean reward, the mean of each prompt's best, and the share of prompts with a
     right one; NaN where no sample counts, and without the prompts of which none does."""
-    groups = by_group(counted(samples))
+    groups = by_group(judged(samples))
     return {
         "val_avg_at_k": mean_reward(samples),
         "val_best_at_k": _mean([max(sample.score.total for sample in group) for group in groups]),

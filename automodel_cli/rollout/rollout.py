@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,15 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.rollout.environments.metrics import environment_metrics
 from automodel_cli.rollout.experience import Sample, Update
-from automodel_cli.rollout.reward_means import by_group, counted, deviation_of_rewards, is_right, is_wrong, mean_reward
+from automodel_cli.rollout.reward_means import (
+    by_group,
+    counted,
+    deviation_of_rewards,
+    is_right,
+    is_wrong,
+    judged,
+    mean_reward,
+)
 from automodel_cli.rollout.rules import ENVIRONMENT
 
 _MOST_SOURCES = 32  # more names than that are no sources
@@ -53,9 +62,10 @@ class Rollout:
 
     @property
     def shown(self) -> dict[str, float]:
-        """What stands on the step line."""
+        """What stands on the step line; no reward where there is none to ask."""
+        asked = any(sample.score.parts or sample.score.errors for sample in self.samples)
         return {
-            "reward": mean_reward(self.samples),
+            **({"reward": mean_reward(self.samples)} if asked else {}),
             "response_length": sum(sample.num_generated for sample in self.samples) / len(self.samples),
         }
 
@@ -67,10 +77,11 @@ class Rollout:
         differs = {s.place for s, differs in zip(samples, self.differs_N.tolist(), strict=True) if differs}
         compared = [group for group in by_group(counted(samples)) if len(group) > 1]
         equal = [group for group in compared if group[0].place not in differs]
+        of_equal = mean_reward([sample for group in equal for sample in group])
         return {
             **self._of_trained(),
-            **({"reward_equal_groups": mean_reward([s for group in equal for s in group])} if equal else {}),
-            "reward_std": deviation_of_rewards(samples),
+            **({} if math.isnan(of_equal) else {"reward_equal_groups": of_equal}),
+            **({"reward_std": deviation_of_rewards(samples)} if "reward" in self.shown else {}),
             **_by_reward(samples),
             "reward_errors": sum(bool(sample.score.errors) for sample in samples),
             "num_judged": len(samples),
@@ -136,7 +147,7 @@ class Rollout:
 def _by_source(samples: Sequence[Sample]) -> dict[str, float]:
     """The mean reward of the rows of each `source`, or `kind` as tasks call it; nothing where all have the same one."""
     found: dict[str, list[float]] = {}
-    for sample in counted(samples):
+    for sample in judged(samples):
         row = sample.prompt.row
         found.setdefault(str(row.get("source", row.get("kind", ""))), []).append(sample.score.total)
     if not 1 < len(found) <= _MOST_SOURCES:

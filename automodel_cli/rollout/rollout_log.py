@@ -127,7 +127,9 @@ def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], confi
 
 
 def reward_line(samples: Sequence[Sample], when: str) -> str:
-    """The mean reward on held-out prompts, and that of each kind where the rows tell one."""
+    """The mean reward on held-out prompts, and that of each kind where the rows tell one; nothing without rewards."""
+    if not any(sample.score.parts or sample.score.errors for sample in samples):
+        return ""
     judged = counted(samples)
     if not judged:
         return f"reward {when} training: none, all {len(samples)} held-out prompts were left out after errors"

@@ -267,7 +267,8 @@ class Rollouts(Callback):
             return
         if session.last_validation[0] != step:
             session.validate(step)
-        session.meter.print(reward_line(self._answers, when))
+        if line := reward_line(self._answers, when):
+            session.meter.print(line)
         check = answer_checker(task, (sample.prompt.row for sample in self._answers))
         if check is not None:
             self.accuracy[when] = accuracy_of(self._answers, check)

@@ -119,6 +119,7 @@ def test_on_its_own_samples_a_student_needs_a_teacher_and_no_reward(folder):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [row for row in metrics(folder / "runs" / "on_policy") if "kd_loss" in row]
     assert rows[-1]["kd_loss"] < rows[0]["kd_loss"] and rows[0]["num_trained_samples"] == 16
+    assert "reward" not in rows[0] and "reward before" not in done.stdout  # there is none that could be 0
 
 
 def test_reverse_kl_of_each_drawn_token_is_its_advantage(folder):
