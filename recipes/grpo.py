@@ -98,11 +98,24 @@ class GRPORecipe(Recipe):
                 keys=("rewards",),
                 fix="rewards=exact",
             )
+        self._check_groups_differ()
         if "sampler" not in self.parallelizer.supports and self.rollout.engine.capabilities.live_weights:
             raise ConfigError(
                 f"{type(self.rollout.engine).__name__} cannot read weights as {self.parallelizer.name} shards them",
                 keys=("parallelizer", "rollout.engine"),
                 fix="parallelizer=fsdp2, or rollout=hf",
+            )
+
+    def _check_groups_differ(self) -> None:
+        """With a teacher and without rewards all responses of a group are worth the same, so none would be trained."""
+        by_group = "advantages_BT" in self.objective.columns and self.rollout.baseline == "group"
+        judged = self.rollout.played or any(node.weight for node in self.rewards.values())
+        if self.teacher is not None and by_group and not judged:
+            raise ConfigError(
+                "rollout.baseline=group: no reward tells the responses of a group apart, so none of them would be "
+                "trained on, whatever the teacher says of their tokens",
+                keys=("rollout.baseline", "rewards", "teacher"),
+                fix="rollout.baseline=batch rollout.gamma=0.0 rollout.normalise=false",
             )
 
     def _check_teacher(self) -> None:

@@ -167,6 +167,7 @@ def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     # The library answers a missing file, a gated repository, a broken file and no network with these two.
     except (OSError, ValueError) as error:
+        _refuse_adapter(Path(source))
         where = f"{source}, {gguf_file}" if gguf_file is not None else source
         raise ConfigError(
             f"no tokenizer could be read from {where}: {error}",
@@ -176,6 +177,18 @@ def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote
     if gguf_file is not None:
         _set_gguf_split(tokenizer, _gguf_path(source, gguf_file, revision))
     return tokenizer
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Raise ConfigError for the folder of an adapter (`export/adapter` of a run): no tokenizer, and no model."""
+    if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
+        return
+    whole = folder.parent if (folder.parent / "config.json").is_file() else "<the model with the adapter merged in>"
+    raise ConfigError(
+        f"model.pretrained={folder} holds an adapter alone, without the model that it belongs to",
+        keys=("pretrained",),
+        fix=f"model.pretrained={whole}",
+    )
 
 
 def _gguf_path(source: str, gguf_file: str, revision: str | None) -> Path:

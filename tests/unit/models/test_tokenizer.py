@@ -219,3 +219,17 @@ def test_a_real_gguf_file_loses_no_digit_splitting():
     assert tokenizer.tokenize("In 1234 and 56,789") == ["In", "Ġ", *"1234", "Ġand", "Ġ", *"56,789"]
     assert tokenizer.eos_token == "<|im_end|>"
     assert json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"]["type"] == "Sequence"
+
+
+def test_the_folder_of_an_adapter_is_told_where_the_whole_model_is(tmp_path):
+    adapter = tmp_path / "export" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter alone") as error:
+        load_tokenizer(ModelConfig(pretrained=str(adapter)))
+    assert error.value.fix == "model.pretrained=<the model with the adapter merged in>"
+    ByteTokenizer().build().save_pretrained(adapter.parent)
+    (adapter.parent / "config.json").write_text("{}")
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(ModelConfig(pretrained=str(adapter)))
+    assert error.value.fix == f"model.pretrained={adapter.parent}"

@@ -34,3 +34,12 @@ def test_what_the_objective_does_not_read_is_refused(overrides):
 def test_what_it_reads_is_not():
     check(compose("grpo", [*GKD, "rollout.dynamic_sampling={max_batches: 2}", "rollout.overlong.filter=true"]))
     check(compose("grpo", [*BASE, "objective=best_of_n", "rollout.overlong.factor=0.5"]))
+
+
+def test_groups_that_no_reward_tells_apart_are_refused_before_a_run_that_never_trains():
+    distil = [*BASE, "teacher.pretrained=org/teacher", "objective.kl_in=reward", "objective.kl_coef=1.0"]
+    check(compose("grpo", distil))  # the default reward tells them apart
+    with pytest.raises(ConfigError, match="no reward tells the responses of a group apart") as error:
+        check(compose("grpo", [*distil, "rewards=none"]))
+    assert error.value.fix is not None
+    check(compose("grpo", [*distil, "rewards=none", *error.value.fix.split()]))
