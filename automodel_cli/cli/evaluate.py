@@ -74,6 +74,8 @@ def evaluate(
     assert conf is not None
     composed, config = _config(conf, overrides, trust)
     folder = _folder(target)
+    if folder is None:
+        _check_rows(target, config, conf)
     recipe = _recipe(target, folder, config, trust)
     if placement.detect().kind == "local":
         num_ranks = recipe.num_ranks(placement.num_gpus())
@@ -150,6 +152,21 @@ def _folder(target: str) -> Path | None:
         if (path / "config.yaml").is_file():
             return path.resolve()
     return None
+
+
+def _check_rows(target: str, config: EvalConfig, conf: str) -> None:
+    """Refuse tasks that ask the held-out rows of a run, where `target` is a model."""
+    from automodel_cli.evaluation.config import Generation
+
+    for name, task in config.tasks.items():
+        if isinstance(task, Generation) and task.data is None:
+            exported_by = _folder(str(Path(target).parent)) if Path(target).name == "export" else None
+            own = f"'tasks.{name}.data={{path: <file>}}'"
+            raise ConfigError(
+                f"tasks.{name} names no data of its own and asks the held-out rows of a run, but {target} is a model",
+                keys=(f"tasks.{name}.data",),
+                fix=own if exported_by is None else f"automodel eval {exported_by} -c {conf}",
+            )
 
 
 def _recipe(target: str, folder: Path | None, config: EvalConfig, trust: Trust) -> Recipe:

@@ -65,3 +65,13 @@ def test_samples_that_would_all_be_the_same_are_refused() -> None:
 def test_a_config_that_is_no_evaluation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["eval", "some/model", "-c", str(bundled.path_of("quickstart"))]) == 2
     assert "which is no evaluation" in capsys.readouterr().err
+
+
+def test_a_model_has_no_held_out_rows_to_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["eval", "org/model", "-c", "quickstart"]) == 2
+    said = capsys.readouterr().err
+    assert "tasks.answers names no data of its own" in said and "'tasks.answers.data={path: <file>}'" in said
+    (tmp_path / "export").mkdir()
+    (tmp_path / "config.yaml").write_text("")
+    assert run(["eval", str(tmp_path / "export"), "-c", "quickstart"]) == 2
+    assert f"automodel eval {tmp_path} -c quickstart" in capsys.readouterr().err
