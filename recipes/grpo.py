@@ -91,13 +91,7 @@ class GRPORecipe(Recipe):
         self._check_selection()
         self._check_what_is_read()
         self.generation_servers()  # has rules of its own
-        judged = self.rewards or self.rollout.played
-        if not judged and (self.teacher is None or selection_of(self.objective) is not None):
-            raise ConfigError(
-                "no reward says what a good response is",
-                keys=("rewards",),
-                fix="rewards=exact",
-            )
+        self._check_judged()
         self._check_groups_differ()
         if "sampler" not in self.parallelizer.supports and self.rollout.engine.capabilities.live_weights:
             raise ConfigError(
@@ -105,6 +99,23 @@ class GRPORecipe(Recipe):
                 keys=("parallelizer", "rollout.engine"),
                 fix="parallelizer=fsdp2, or rollout=hf",
             )
+
+    def _check_judged(self) -> None:
+        """Somebody says what a good response is: a reward that counts, an environment, or a teacher."""
+        counts = self.rollout.played or any(node.weight for node in self.rewards.values())
+        if counts or (self.teacher is not None and selection_of(self.objective) is None):
+            return
+        if self.rewards:
+            raise ConfigError(
+                "every reward has weight 0: all samples would be worth the same",
+                keys=tuple(f"rewards.{name}.weight" for name in self.rewards),
+                fix=f"rewards.{next(iter(self.rewards))}.weight=1.0",
+            )
+        raise ConfigError(
+            "no reward says what a good response is",
+            keys=("rewards",),
+            fix="rewards=exact",
+        )
 
     def _check_groups_differ(self) -> None:
         """With a teacher and without rewards all responses of a group are worth the same, so none would be trained."""

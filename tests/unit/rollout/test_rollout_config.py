@@ -43,3 +43,10 @@ def test_groups_that_no_reward_tells_apart_are_refused_before_a_run_that_never_t
         check(compose("grpo", [*distil, "rewards=none"]))
     assert error.value.fix is not None
     check(compose("grpo", [*distil, "rewards=none", *error.value.fix.split()]))
+
+
+def test_rewards_that_all_weigh_nothing_are_refused_at_check():
+    with pytest.raises(ConfigError, match="every reward has weight 0") as error:
+        check(compose("grpo", [*BASE, "rewards.exact.weight=0"]))
+    assert error.value.fix == "rewards.exact.weight=1.0"
+    check(compose("grpo", [*GKD, "rewards.exact.weight=0"]))  # measured, and a teacher says what is good
