@@ -11,6 +11,7 @@ from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.data.dataset import PackedDataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,17 @@ class PreferenceRecipe(Recipe):
         super().__post_init__()
         check_tasks(self)
 
+    def about(self, rows: PackedDataset) -> list[tuple[str, str]]:
+        """Rows of the header: what the data says and this loss does not hear, or what it lacks."""
+        found = []
+        if rows.has_margins and "margins_P" not in self.objective.columns:
+            reads = ": objective.margin=true does" if hasattr(self.objective, "margin") else ""
+            found.append(("margins", f"the pairs have them, and this loss does not read them{reads}"))
+        if "desirable_S" in self.objective.columns and len(kinds := rows.judgements) == 1:
+            said = "good" if kinds == {1} else "bad"
+            found.append(("labels", f"warning: all responses are judged {said}, so there is nothing to tell apart"))
+        return found
+
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.run.held_out import HeldOutLoss, print_accuracy
@@ -33,7 +45,7 @@ class PreferenceRecipe(Recipe):
         with open_session(self, source) as session:
             session.callbacks.add(HeldOutLoss(session))
             add_tasks(session)
-            session.header()
+            session.header(self.about(session.data.train))
             if session.first_step == 0:
                 print_accuracy(session, "before", 0)
             for step, batches in session.steps():

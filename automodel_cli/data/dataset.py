@@ -130,6 +130,11 @@ class PackedDataset:
         return store.margins[pieces] if len(store.margins) else np.zeros(pieces.stop - pieces.start, np.float32)
 
     @property
+    def judgements(self) -> set[int]:
+        """What responses are judged: 1 good, 0 bad."""
+        return {int(role) for store in self.stores for role in np.unique(store.roles) if role >= 0}
+
+    @property
     def has_margins(self) -> bool:
         """Whether any pair has a margin."""
         return any(len(store.margins) > 0 for store in self.stores)

@@ -81,6 +81,8 @@ def test_a_margin_moves_the_loss_and_must_be_in_the_data(folder, losses):
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ("data.task=null", "data.path=pairs.jsonl", "data.validation_rows=8", "objective.margin=true")
     assert train(folder, "margin", *data)[0] == pytest.approx(2.126928, abs=1e-5)  # softplus(2)
+    done = automodel(folder, "rm", "llm", "-c", "scores.yaml", *STEPS, *data[:-1], "run_name=unread")
+    assert "margins   the pairs have them, and this loss does not read them: objective.margin=true does" in done.stdout
     done = automodel(folder, "rm", "llm", "-c", "scores.yaml", *STEPS, "objective.margin=true")
     assert done.returncode == 3 and "no row of the data has a margin" in done.stderr
 
