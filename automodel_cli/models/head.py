@@ -206,13 +206,22 @@ def head_logits(model: PreTrainedModel, hidden_BTD: Tensor) -> Tensor:
         model._modules[name] = real
 
 
-@torch.no_grad()
-def detect_head(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> HeadKind:
-    """Classify the head by what it computes on random hidden states of the config's own width.
+_detected: dict[tuple[type, str], HeadKind] = {}
 
-    The copy has one layer on the meta device (never run) and a vocabulary of 64; only what is outside the base model
-    gets memory. Raises ConfigError where the head cannot be run apart from the base model.
-    """
+
+def detect_head(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> HeadKind:
+    """Classify the head by what it computes on random hidden states of the config's own width, once per config and
+    process. Raises ConfigError where the head cannot be run apart from the base model."""
+    key = (type(hf_config), hf_config.to_json_string())
+    if key not in _detected:
+        _detected[key] = _detect_head(hf_config, trust_remote_code)
+    return _detected[key]
+
+
+@torch.no_grad()
+def _detect_head(hf_config: PretrainedConfig, trust_remote_code: bool) -> HeadKind:
+    """The copy is on the meta device (never run) with a vocabulary of 64; only what is outside the base model gets
+    memory."""
     small = copy.deepcopy(hf_config)
     text = small.get_text_config()
     text.vocab_size, text.pad_token_id = _PROBE_VOCAB, 0  # not every family may do without one

@@ -1,7 +1,8 @@
 """Imported by the ranks' server before it forks: what every rank would else find out anew about the tiny families.
 
-Which way each is run (`models/ways.py`), how its hub keys become parameters, and what torch and the library import or
-compile at the first model, pass and checkpoint: 0.3 CPU s of each rank. No rank sees anything but warm caches.
+Which way each is run (`models/ways.py`), that it can be cut into stages, how its hub keys become parameters, and what
+torch and the library import or compile at the first model, pass and checkpoint: 0.3 CPU s of each rank. No rank sees
+anything but warm caches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.parity.batches import microbatch
+from automodel_cli.pipelining.cut.probe import check_split
 from tests import tiny
 
 
@@ -29,6 +31,7 @@ def warm() -> None:
                 tiny.build_hf(family).save_pretrained(folder)
             config = ModelConfig(pretrained=folder, head_chunk_size=16)
             part = build_part(config)
+            check_split(part.model)
             load_weights(part, config, device="cpu", seed=0)
         part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum().backward()
         torch.optim.AdamW(part.parameters(), lr=1e-3, foreach=True).step()

@@ -6,7 +6,8 @@ gradient must agree. What differs is refused with the first layer at which it do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -32,35 +33,51 @@ _checked: dict[tuple[type, str], Anatomy] = {}
 def check_split(model: PreTrainedModel) -> Anatomy:
     """The anatomy of `model`'s family, once its split has been found exact on a small copy. Raises SplitError.
 
-    A second on a CPU, once per config and process. `model` itself is not run and may be on the meta device.
+    A second on a CPU, once per small copy and process. `model` itself is not run and may be on the meta device.
     """
-    key = (type(model), model.config.to_json_string())
+    small = _small(type(model), model.config)
+    key = (type(model), small.to_json_string())
     if key not in _checked:
-        _checked[key] = probe(type(model), model.config)
+        _checked[key] = _probe(type(model), small)
     return _checked[key]
 
 
 def probe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Anatomy:
     """`check_split` for a class and its config, uncached."""
+    return _probe(model_class, _small(model_class, config))
 
-    def build(small: PretrainedConfig) -> PreTrainedModel:
+
+def _small(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
+    with _unknown_unless_refused(model_class):
+        return shrink(config)
+
+
+def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig) -> Anatomy:
+    def build(config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = model_class._from_config(
-            small, attn_implementation="eager"
+            config, attn_implementation="eager"
         )  # what every Auto class calls
         compat.settle_names(model)
         return model
 
+    with _unknown_unless_refused(model_class):
+        model = build_small(small, build).eval()  # no dropout, no noise in routers
+    anatomy = observe(model)
+    compare(ModelPart(model, HeadKind("generic")), anatomy)
+    return anatomy
+
+
+@contextmanager
+def _unknown_unless_refused(model_class: type[PreTrainedModel]) -> Iterator[None]:
+    """What a small copy is refused for is said of the model; one that cannot be built has shown nothing."""
     try:
-        model = build_small(shrink(config), build).eval()  # no dropout, no noise in routers
+        yield
     except ConfigError as error:
         raise SplitError(model_class.__name__, error.message) from error
     except Exception as error:
         raise NotMeasuredError(
             model_class.__name__, f"no small copy of it can be built to measure a split on: {error!r}"
         ) from error
-    anatomy = observe(model)
-    compare(ModelPart(model, HeadKind("generic")), anatomy)
-    return anatomy
 
 
 def compare(part: ModelPart, anatomy: Anatomy) -> None:

@@ -179,8 +179,10 @@ def cut_stage(
     follows_depths: bool = False,
 ) -> StagePart:
     """Stage `layers` of `part`, which is left as it is: the stage shares the tensors that it keeps, meta or not."""
-    tensors = (*part.parameters(), *part.buffers())
-    stage = copy.deepcopy(part, {id(t): t for t in tensors})
+    slots = part.model.get_submodule(anatomy.layers)
+    assert isinstance(slots, nn.ModuleList)
+    others = (slot for i, slot in enumerate(slots) if i not in layers)  # stand-ins will take their places
+    stage = copy.deepcopy(part, {id(kept): kept for kept in (*part.parameters(), *part.buffers(), *others)})
     stage.__class__ = StagePart
     assert isinstance(stage, StagePart)
     stage.boundary, stage.layers, stage.is_first, stage.is_last = Boundary(), layers, is_first, is_last

@@ -39,6 +39,11 @@ def test_a_scale_that_depends_on_the_width_is_measured_at_the_users_width():
     assert detect_head(config).value == pytest.approx(0.25)
 
 
+def test_a_config_is_measured_once():
+    found = [detect_head(tiny_config("granite", hidden_size=width, logits_scaling=8.0)) for width in (64, 64, 32)]
+    assert found[0] is found[1] is not found[2] and found[0] == found[2]
+
+
 def test_something_else_is_generic():
     product = torch.randn(1, 8, 20)
     assert classify(product.abs(), product, None).name == "generic"

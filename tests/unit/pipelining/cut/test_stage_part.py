@@ -40,8 +40,11 @@ def _stages(part: ModelPart, cuts: list[int]) -> list[StagePart]:
     ]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(  # by default families are tied and untied in turns
+    ("family", "tied"),
+    [(family, i % 2 == 0) for i, family in enumerate(FAMILIES)]
+    + [pytest.param(family, i % 2 == 1, marks=pytest.mark.slow) for i, family in enumerate(FAMILIES)],
+)
 def test_stages_compute_what_the_whole_model_does(family: str, tied: bool):
     part = _part(family, tied)
     batch = packed_batch([[token_row(9, 1), token_row(15, 2)]])
@@ -88,6 +91,33 @@ def test_a_tied_table_is_on_both_ends_and_counted_on_the_first():
     ours, theirs = dict(first.named_parameters())[table], dict(last.named_parameters())[table]
     assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
     assert last.model.get_output_embeddings().weight is theirs
+
+
+class _CountsCopies:
+    """A plain attribute of a layer."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __deepcopy__(self, memo: dict) -> _CountsCopies:
+        self.count += 1
+        return self
+
+
+def test_a_stage_copies_its_own_layers_only():
+    part = _part("llama", False)
+    marks = [_CountsCopies() for _ in part.model.model.layers]
+    for layer, mark in zip(part.model.model.layers, marks, strict=True):
+        layer.mark = mark
+    (_, stage, _) = _stages(part, [0, 2, 3, 4])
+    assert [mark.count for mark in marks] == [1, 1, 1, 1], "each in one stage of three"
+    assert all(slot.mark is mark for slot, mark in zip(stage.model.model.layers, marks, strict=True))
+
+
+def test_models_with_the_same_small_copy_are_probed_once():
+    five, seven = (build_hf("llama", num_hidden_layers=count) for count in (5, 7))
+    assert check_split(five) is check_split(seven)
+    assert check_split(build_hf("qwen3", num_hidden_layers=5)) is not check_split(five)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
