@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import ROUTED_EXPERTS, Batch
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
@@ -23,8 +24,9 @@ from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, one_process
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import build_sampler
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -197,6 +199,32 @@ def test_a_run_that_samples_its_own_weights_has_no_mismatch(tmp_path):
     live = launch(replayed_run, 1, tmp_path, (), process_group=False)
     assert [step["mismatch"] for step in live] == [0, 0]
     assert all(max(step["logprob_gap"], step["logprob_gap_unreplayed"]) < 1e-5 for step in live)
+
+
+def refused_run(rank: int, world: int, folder: Path, overrides: Sequence[str]) -> str:
+    """What is said before the first step of an engine that knows nothing of the second layer's experts."""
+    from automodel_cli.rollout.rollouts import Rollouts
+    from tests.dist.sessions import session
+
+    def forgetful(self: HFEngine, *args: Any) -> list[Completion]:
+        found = generate(self, *args)
+        for completion in found:
+            assert completion.routed_experts is not None
+            completion.routed_experts[:, 1] = 0
+        return found
+
+    generate = HFEngine.generate
+    with pytest.MonkeyPatch.context() as patch, session(folder, RUN, *overrides) as opened:
+        patch.setattr(HFEngine, "generate", forgetful)
+        recipe = opened.recipe
+        with pytest.raises(RunError) as error:
+            Rollouts(opened, recipe.rollout, recipe.rewards, recipe.objective)
+    return str(error.value)
+
+
+def test_an_engine_that_does_not_know_of_a_layer_is_refused_before_the_first_step(tmp_path):
+    said = launch(refused_run, 1, tmp_path, ("rollout=hf",), process_group=False)
+    assert "told expert 0 twice of token 0 of a sample, in the layer with experts 1" in said
 
 
 @pytest.mark.slow
