@@ -97,10 +97,10 @@ class SGLangEngine(LiveWeights):
         if reason == "length" and len(tokens) < params.max_new_tokens:
             raise RunError(
                 f"{self.server.url} ended a completion after {len(tokens)} of {params.max_new_tokens} tokens, behind a "
-                f"prompt of {len(prompt)}: its cache or its --context-length, of which it keeps 2 back, has no room",
+                f"prompt of {len(prompt)}: its cache has no room, or its --context-length, of which some is kept back",
                 keys=("rollout.max_new_tokens", "rollout.engine.url"),
                 fix="python -m sglang.launch_server --model-path MODEL --context-length "
-                f"{len(prompt) + params.max_new_tokens + 2}",
+                f"{len(prompt) + params.max_new_tokens + 6}",
             )
         if body["return_sampling_mask"]:
             logprobs = [float(value) for value in told["output_token_sampling_logprobs"]]

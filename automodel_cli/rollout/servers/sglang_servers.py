@@ -9,9 +9,10 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch.servers import HOST, PORT
 from automodel_cli.rollout.servers.started import StartedServers, Wanted, unless
 
-_KEPT_BACK = 2
-"""Tokens of its context that SGLang never fills (0.5.23: `TpWorker.get_worker_info`, `init_req_max_new_tokens`): it
-would end the longest samples so much earlier, and call that their length."""
+_KEPT_BACK = 6
+"""Tokens of its context that SGLang fills with no prompt, and two of them with no response either (0.5.23:
+`TpWorker.get_worker_info`, `init_req_max_new_tokens`): it would end the longest samples so much earlier, and call that
+their length."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_an_sglang_server_is_told_the_same_in_its_own_words() -> None:
     words = servers.words("0.0.0.0", "30001")
     assert words[:4] == ["sglang", "serve", "--model-path", "Qwen/Qwen3-0.6B"]
     assert (after(words, "--host"), after(words, "--port")) == ("0.0.0.0", "30001") and servers.port == 30_000
-    assert after(words, "--context-length") == "4098" and after(words, "--dtype") == "auto"
+    assert after(words, "--context-length") == "4102" and after(words, "--dtype") == "auto"
     assert [after(words, f"--{way}-size") for way in ("tp", "dp", "ep")] == ["2", "2", "2"]
     assert "--enable-return-routed-experts" in words
     assert not {"--enable-memory-saver", "--mem-fraction-static", "--device"} & set(words)

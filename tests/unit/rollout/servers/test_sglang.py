@@ -218,7 +218,7 @@ def test_a_completion_that_is_cut_before_its_limit_is_no_sample(double, tokenize
     assert len(engine.generate([[7, 8, 9]], SamplingParams(3))[0].tokens) <= 3
     with pytest.raises(RunError, match=r"ended a completion after 3 of 8 tokens") as error:
         engine.generate([[7, 8, 9]], SamplingParams(8, temperature=0.0))
-    assert error.value.fix == "python -m sglang.launch_server --model-path MODEL --context-length 13"
+    assert error.value.fix == "python -m sglang.launch_server --model-path MODEL --context-length 17"
 
 
 def test_other_servers_and_vocabularies_are_refused_before_a_step(double, tokenizer, tmp_path):
