@@ -295,7 +295,14 @@ class GRPORecipe(Recipe):
         from automodel_cli.data.prompts import prepare_prompts
 
         room = self._sample_len - self.rollout.max_new_tokens
-        return prepare_prompts(self.data, tokenizer, seed=self.seed, max_tokens=room, tools_of=self.rollout.tools_of)
+        return prepare_prompts(
+            self.data,
+            tokenizer,
+            seed=self.seed,
+            max_tokens=room,
+            tools_of=self.rollout.tools_of,
+            samples_per_row=self.data.seq_len // self._sample_len,
+        )
 
     def rows_of_a_step(self) -> dict[str, int]:
         return {"global_batch_size": self.rollout.prompts_per_step, "microbatch_size": 1}

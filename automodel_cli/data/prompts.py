@@ -139,13 +139,19 @@ class PreparedPrompts:
 
 
 def prepare_prompts(
-    config: DataConfig, tokenizer: Any, *, seed: int, max_tokens: int, tools_of: ToolsOf = no_tools
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    max_tokens: int,
+    tools_of: ToolsOf = no_tools,
+    samples_per_row: int = 1,
 ) -> PreparedPrompts:
     """Read, render and tokenise all prompts. Those longer than `max_tokens` are dropped or refused, as
-    `long_documents` says. `tools_of` a row are shown to the model besides what the row says. Raises DataError with
-    every row that cannot be used.
+    `long_documents` says; so much has room where `samples_per_row` stand in a row. `tools_of` a row are shown to the
+    model besides what the row says. Raises DataError with every row that cannot be used.
     """
-    reader = _Reader(config, tokenizer, max_tokens, tools_of)
+    reader = _Reader(config, tokenizer, max_tokens, tools_of, samples_per_row)
     root = cache_root(config.cache_dir)
     described = SourceConfig("task", format="messages")
     if config.task is not None:
@@ -174,12 +180,13 @@ def _prepared(
 ) -> PreparedPrompts:
     for prompts, name in zip(train, names, strict=True):
         if not prompts:
-            raise DataError(f"no prompt of {name} is left", fix="data.seq_len=<longer>")
+            why = f": {reader.num_dropped:,} are longer than {reader.max_tokens} tokens" if reader.num_dropped else ""
+            longer = reader.seq_len_of_all if reader.num_dropped else "<longer>"
+            raise DataError(f"no prompt of {name} is left{why}", fix=f"data.seq_len={longer}")
     dataset = PromptDataset(train, weights)
     validation = PromptDataset(held_out, [1.0] * len(held_out)) if any(held_out) else None
     longest = max(len(prompt.tokens) for prompt in dataset.prompts)
     num_validation = len(validation) if validation is not None else 0
-    needed = round_length(reader.longest_dropped + reader.config.seq_len - reader.max_tokens)
     report = PromptReport(
         names,
         len(dataset),
@@ -187,7 +194,7 @@ def _prepared(
         reader.num_dropped,
         longest,
         reader.max_tokens,
-        needed,
+        reader.seq_len_of_all,
         reader.special_report(),
     )
     return PreparedPrompts(dataset, validation, report)
@@ -217,8 +224,10 @@ def _hold_out(train: list[list[Prompt]], wanted: float, seed: int) -> tuple[list
 class _Reader:
     """Rows to prompts, and an account of those that cannot be used."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any, max_tokens: int, tools_of: ToolsOf):
-        self._tools_of = tools_of
+    def __init__(
+        self, config: DataConfig, tokenizer: Any, max_tokens: int, tools_of: ToolsOf, samples_per_row: int = 1
+    ):
+        self._tools_of, self._samples_per_row = tools_of, samples_per_row
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.template = resolve_chat_template(config.chat_template, tokenizer)
         self.keys = KnownKeys.of(self.template, config.ignore_columns)
@@ -293,6 +302,12 @@ class _Reader:
                 fix="rollout.environment.show_tools=false, and a system column that tells of them",
             )
         return replace(chat, tools=tools)
+
+    @property
+    def seq_len_of_all(self) -> int:
+        """Rows of which no prompt so far would have been dropped."""
+        kept_free = self.config.seq_len // self._samples_per_row - self.max_tokens  # for the response
+        return round_length(self._samples_per_row * (self.longest_dropped + kept_free))
 
     def special_report(self) -> SpecialReport:
         """Special tokens in the text of prompts so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import inspect
 import logging
 import math
@@ -192,7 +193,7 @@ def check_rows(
             for column in only:
                 seen.setdefault(column, set()).add(repr(row[column]))
             if _judges(reward, row):
-                fix = f"rewards.{name}.column=<the column>" if hasattr(reward, "column") else None
+                fix = f"rewards.{name}.column={_nearest(reward, row)}" if hasattr(reward, "column") else None
                 _check_columns(origin, row, name, getattr(reward, "columns", ()), fix)
                 mine.append(name)
         if all_judged and not mine:
@@ -211,6 +212,12 @@ def check_rows(
                 keys=(f"rewards.{name}.only",),
                 fix=f"~rewards.{name}",
             )
+
+
+def _nearest(reward: RewardNode, row: Mapping[str, Any]) -> str:
+    """The row's column that `column` may have meant."""
+    found = difflib.get_close_matches(str(getattr(reward, "column", "")), row, 1)
+    return found[0] if found else "<the column>"
 
 
 def _check_columns(

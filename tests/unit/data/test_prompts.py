@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,26 @@ def test_prompts_without_room_are_dropped_or_refused(tmp_path):
     assert len(data.train) == 1 and data.report.num_dropped == 1
     with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has"):
         read(tmp_path, rows, max_tokens=12, long_documents="fail")
+
+
+@pytest.mark.parametrize("samples_per_row", [1, 2])
+def test_the_length_that_is_advised_keeps_every_prompt(tmp_path, samples_per_row):
+    """8 tokens stay free for each response; with two samples in a row each has half of it."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "word " * n}) + "\n" for n in (1, 40, 200)))
+
+    def prepared(seq_len: int, path: str = "rows.jsonl"):
+        config = DataConfig(path=str(tmp_path / path), cache_dir=str(tmp_path / "cache"), seq_len=seq_len)
+        config = dataclasses.replace(config, long_documents="drop")
+        room = seq_len // samples_per_row - 8
+        return prepare_prompts(config, TOKENIZER, seed=0, max_tokens=room, samples_per_row=samples_per_row)
+
+    found = re.search(r"data.seq_len=(\d+) keeps all of them", "\n".join(prepared(64).report.lines()))
+    assert found is not None
+    assert prepared(int(found[1])).report.num_dropped == 0 and prepared(int(found[1]) - 128).report.num_dropped == 1
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "word " * 200}) + "\n")
+    with pytest.raises(DataError, match=r"no prompt of long.jsonl is left: 1 are longer than") as error:
+        prepared(64, "long.jsonl")
+    assert error.value.fix == f"data.seq_len={found[1]}"
 
 
 def test_validation_rows_are_apart(tmp_path):

@@ -224,6 +224,13 @@ def test_rows_and_rewards_that_are_not_for_each_other_are_refused_before_anythin
         check_rows(rewards, ROWS, all_judged=True)
 
 
+def test_a_misspelt_column_is_told_the_one_that_was_meant():
+    for column, fix in (("answr", "answer"), ("solution", "<the column>")):
+        with pytest.raises(ConfigError) as error:
+            check_rows({"exact": ExactAnswer(column=column)}, ROWS, all_judged=True)
+        assert error.value.fix == f"rewards.exact.column={fix}"
+
+
 def test_a_row_needs_the_columns_of_the_rewards_that_judge_it_alone():
     check_rows({"exact": ExactAnswer(only={"kind": "add"})}, ROWS, all_judged=False)
     exact, code = ExactAnswer(only={"kind": "add"}), ExactAnswer(column="tests", only={"kind": "code"})
