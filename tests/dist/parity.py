@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ class Case:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     config: ParallelizerConfig | None = FSDP2  # None: SingleStage on the plain part
     attention: str = PACKED
+    num_layers: int = tiny.NUM_LAYERS
 
 
 def step_batches(case: Case, dp_size: int) -> list[list[Batch]]:
@@ -54,20 +56,20 @@ def step_batches(case: Case, dp_size: int) -> list[list[Batch]]:
     ]
 
 
-def reference(family: str, batches: Sequence[Batch]) -> Reference:
-    return one_process(tiny.build_hf(family), batches, SFT())
+def reference(family: str, batches: Sequence[Batch], **extra: Any) -> Reference:
+    return one_process(tiny.build_hf(family, **extra), batches, SFT())
 
 
-def tiny_part(family: str, attention: str = PACKED) -> ModelPart:
+def tiny_part(family: str, attention: str = PACKED, **extra: Any) -> ModelPart:
     register()
-    model = tiny.build_hf(family)
+    model = tiny.build_hf(family, **extra)
     model.set_attn_implementation(attention)
     return ModelPart(model, HeadKind("plain"))
 
 
 def one_step(case: Case, mesh: Mesh, batches: Sequence[Batch], max_grad_norm: float | None = None):
     """(StepResult, full gradients) of the real train_step."""
-    part = tiny_part(case.family, case.attention)
+    part = tiny_part(case.family, case.attention, num_hidden_layers=case.num_layers)
     module = part if case.config is None else parallelize(part, mesh, case.config)
     stages, recorder = SingleStage(module), Recorder(part)
     result: StepResult = train_step(stages, batches, SFT(), recorder, mesh, max_grad_norm=max_grad_norm)
@@ -77,16 +79,17 @@ def one_step(case: Case, mesh: Mesh, batches: Sequence[Batch], max_grad_norm: fl
 def compare(rank: int, world: int, cases: Sequence[Case], sabotage: Sabotage | None = None) -> list[Errors]:
     """Run every case on these ranks and measure it against one process; rank 0's list is the verdict."""
     errors = []
-    wanted: dict[tuple[str, bool, int, int], Reference] = {}
+    wanted: dict[tuple[str, bool, int, int, int], Reference] = {}
     for case in cases:
         mesh = build_mesh(case.mesh.resolve(world), "cpu")
         of_ranks = step_batches(case, mesh.dp_size)
         # rank 0 alone runs the reference, before a sabotage can touch it
-        same = case.family, case.packed, case.num_microbatches, mesh.dp_size
+        same = case.family, case.packed, case.num_microbatches, case.num_layers, mesh.dp_size
         if same not in wanted:
             want: list[Reference | None] = [None]
             if rank == 0:
-                want = [reference(case.family, [batch for batches in of_ranks for batch in batches])]
+                batches = [batch for batches in of_ranks for batch in batches]
+                want = [reference(case.family, batches, num_hidden_layers=case.num_layers)]
             dist.broadcast_object_list(want)
             assert want[0] is not None
             wanted[same] = want[0]

@@ -171,12 +171,12 @@ def test_resume_on_the_same_layout_is_bitwise(tmp_path, layout, world, node):
 @pytest.mark.parametrize(
     ("saved", "loaded", "node"),
     [
-        (("fsdp", 4), ("fsdp", 2), "adamw"),
+        pytest.param(("fsdp", 4), ("fsdp", 2), "adamw", marks=pytest.mark.slow),
         (("fsdp", 2), ("hsdp", 4), "adamw"),
         (("ddp", 2), ("fsdp", 4), "adamw"),
         (("hsdp", 4), ("plain", 1), "adamw"),
         (("mixed", 2), ("ddp", 2), "adamw"),
-        (("fsdp", 2), ("plain", 1), "muon"),
+        pytest.param(("fsdp", 2), ("plain", 1), "muon", marks=pytest.mark.slow),
         (("hsdp", 4), ("plain", 1), "muon32"),
     ],
     ids=str,

@@ -58,6 +58,16 @@ class Case:
     kernel: str = "auto"
 
     @property
+    def num_layers(self) -> int:
+        """A window and the whole document; four stages have a layer each."""
+        return 2 if self.pipeline is None else tiny.NUM_LAYERS
+
+    @property
+    def of_reference(self) -> tuple[str, bool, int]:
+        """What the numbers of one process depend on."""
+        return self.family, self.packed, self.num_layers
+
+    @property
     def parallelizer(self) -> FSDP2Config:
         how = "ring" if self.ring else "all_gather"
         return FSDP2Config(mp_policy=FP32, activation_checkpointing=self.recompute, context_parallel=how)
@@ -83,7 +93,7 @@ def make_batches(packed: bool) -> list[Batch]:
 
 def make_stages(case: Case, mesh: Mesh, num_microbatches: int) -> Stages:
     register()
-    model = tiny.build_hf(case.family)
+    model = tiny.build_hf(case.family, num_hidden_layers=case.num_layers)
     model.set_attn_implementation("packed")
     part = ModelPart(model, detect_head(tiny.tiny_config(case.family)), chunk_size=16)
     if case.pipeline is None:
@@ -100,17 +110,17 @@ class Outcome:
 
 
 def run_cases(rank: int, world: int, cases: Sequence[Case], sabotage: str | None = None) -> list[Outcome]:
-    wanted: dict[tuple[str, bool], tuple[Reference, list[Tensor]]] = {}
+    wanted: dict[tuple[str, bool, int], tuple[Reference, list[Tensor]]] = {}
     for case in cases:
-        if rank == 0 and (case.family, case.packed) not in wanted:
-            wanted[case.family, case.packed] = in_one_process(case)
+        if rank == 0 and case.of_reference not in wanted:
+            wanted[case.of_reference] = in_one_process(case)
     if sabotage is not None:
         SABOTAGES[sabotage]()
-    return [run_case(case, wanted.get((case.family, case.packed))) for case in cases]
+    return [run_case(case, wanted.get(case.of_reference)) for case in cases]
 
 
 def in_one_process(case: Case) -> tuple[Reference, list[Tensor]]:
-    model, batches = tiny.build_hf(case.family), make_batches(case.packed)
+    model, batches = tiny.build_hf(case.family, num_hidden_layers=case.num_layers), make_batches(case.packed)
     with torch.no_grad():
         logprobs = []
         for rows, batch in zip(ROWS, batches, strict=True):
@@ -163,14 +173,14 @@ def mesh(cp: int, dp: int = 1, pp: int = 1, replicate: int = 1) -> MeshConfig:
 
 @pytest.mark.parametrize("ring", [False, True], ids=["all_gather", "ring"])
 def test_two_ranks(ring: bool):
-    """Of a ring those families that four ranks below have not; the matrix has all."""
-    families = ("qwen3", "mistral", "gemma2") if ring else FAMILIES
+    """Windows, soft caps and sinks each way, latent attention gathered (four ranks below have it in a ring); the matrix has
+    all families."""
+    families = ("gemma2",) if ring else ("llama", "gemma2", "deepseek_v3")
     check(2, [*(Case(family, ring=ring) for family in families), Case("gpt_oss", packed=False, ring=ring)])
 
 
 def test_a_ring_of_four_ranks_with_recomputation():
-    families = ("gpt_oss", "deepseek_v3")
-    check(4, [Case(family, mesh=mesh(4), recompute=True, ring=True) for family in families])
+    check(4, [Case("deepseek_v3", mesh=mesh(4), recompute=True, ring=True)])
 
 
 @pytest.mark.slow
@@ -205,9 +215,11 @@ UNDER_A_PIPELINE = [
 ]
 
 
-@pytest.mark.parametrize("cases", [UNDER_A_PIPELINE[1:6:2], *slow(UNDER_A_PIPELINE[:5:2], UNDER_A_PIPELINE[6:])])
+@pytest.mark.parametrize(
+    "cases", [UNDER_A_PIPELINE[1:4:2], *slow(UNDER_A_PIPELINE[5:6], UNDER_A_PIPELINE[:5:2], UNDER_A_PIPELINE[6:])]
+)
 def test_under_a_pipeline(cases: list[Case]):
-    """Each schedule with recomputation; then without, and the eager runtime."""
+    """Two schedules with recomputation (`test_composed` has zbv, without); then all without, and the eager runtime."""
     check(4, cases)
 
 
@@ -276,7 +288,7 @@ SABOTAGES: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("sabotage", SABOTAGES)
+@pytest.mark.parametrize("sabotage", ["permutation", "shift", *slow("documents", "twice")])
 def test_the_comparison_sees(sabotage: str):
     (outcome,) = launch(run_cases, 2, [Case()], sabotage)
     assert outcome.errors.gradient > 1e-3

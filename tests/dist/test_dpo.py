@@ -70,14 +70,14 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Original
     return write
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", "grpo", *slow("ipo", "gspo")])
+@pytest.mark.parametrize("name", ["dpo", "kto", *slow("ipo", "grpo", "gspo")])  # GRPO by default: test_grpo
 def test_same_numbers_as_one_process(original, name):
     rows = layouts(OBJECTIVES[name])
     for which, errors in zip(rows, launch(run_rows, 2, original("llama", name), rows), strict=True):
         assert errors.within(TOLERANCE, OF_GRADIENTS), f"{which}: {errors}"
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
+@pytest.mark.parametrize("name", ["dpo", *slow("grpo")])
 def test_experts_over_ranks(original, name):
     rows = [replace(row(OBJECTIVES[name], dp=2, ep=2), num_microbatches=4)]
     (errors,) = launch(run_rows, 2, original("qwen3_moe", name, (True,)), rows)
@@ -100,7 +100,7 @@ def mean_of_microbatches(batches: list[Batch]) -> list[Batch]:
     return batches
 
 
-@pytest.mark.parametrize("sabotage", [forget_a_side, mean_of_microbatches])
+@pytest.mark.parametrize("sabotage", [forget_a_side, *slow(mean_of_microbatches)])
 def test_sabotage_is_noticed(original, sabotage):
     which = replace(row(OBJECTIVES["dpo"], dp=2), num_microbatches=4)
     (errors,) = launch(run_rows, 2, original("llama", "dpo"), [which], sabotage)
@@ -169,7 +169,7 @@ def reported(rank: int, world: int, original: Original, which: Row, cut: str) ->
     return numbers | {name: value.item() for name, value in result.metrics.items()}
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo", *slow("kto")])
+@pytest.mark.parametrize("name", ["dpo", *slow("grpo", "kto")])
 def test_reports_do_not_depend_on_ranks_stages_or_microbatches(original, name):
     one = row(OBJECTIVES[name])
     (want,) = launch_all(reported, 1, original("llama", name), one, "as they are")

@@ -48,7 +48,11 @@ def originals(tmp_path_factory):
     counts = (NUM_MICROBATCHES,)
     return {
         family: Original.write(
-            tmp_path_factory.mktemp(family), tiny.build_hf(family), SFT(), kinds=(True,), counts=counts
+            tmp_path_factory.mktemp(family),
+            tiny.build_hf(family, num_hidden_layers=2),
+            SFT(),
+            kinds=(True,),
+            counts=counts,
         )
         for family in ("llama", "qwen3_moe")
     }

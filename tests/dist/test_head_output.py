@@ -165,9 +165,9 @@ def _request_lost_between_stages(batches: list[Batch]) -> list[Batch]:
     ("sabotage", "layout"),
     [
         (_entropies_apart, "tp"),
-        (_likeliest_of_this_rank, "tp"),
-        (_entropy_without_gradient, "fsdp2"),
-        (_values_without_gradient, "pp"),
+        pytest.param(_likeliest_of_this_rank, "tp", marks=pytest.mark.slow),
+        pytest.param(_entropy_without_gradient, "fsdp2", marks=pytest.mark.slow),
+        pytest.param(_values_without_gradient, "pp", marks=pytest.mark.slow),
         (_request_lost_between_stages, "pp"),
     ],
 )

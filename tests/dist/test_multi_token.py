@@ -35,6 +35,7 @@ from automodel_cli.training.step import train_step
 from tests import multi_token
 from tests.dist.harness import launch
 from tests.dist.test_composed import row
+from tests.marks import slow
 from tests.multi_token import ByHand
 
 TOLERANCE = 1e-6  # of the losses
@@ -127,7 +128,7 @@ def test_same_numbers_where_they_are_with_the_head_of_a_pipeline(tmp_path: Path)
     check(tmp_path / "one", multi_token.write(tmp_path / "one"), [cut(None, "zbv", 2)])
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [*slow(False), True])
 def test_same_numbers_where_they_are_a_stage_of_their_own(tmp_path: Path, tied: bool):
     """Three ranks have the table of a tied model: it embeds on two and is the head on the third."""
     made = multi_token.write(tmp_path, "qwen3", depths=2, tie_word_embeddings=tied)

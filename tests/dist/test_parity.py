@@ -5,6 +5,7 @@ one and several microbatches whose label masks are uneven over ranks. Then the s
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -40,12 +41,20 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("family", ["llama", *slow("qwen3")])
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.smoke) if name == "fsdp2 x2" else name for name in LAYOUTS]
+    "layout",
+    [
+        "one process",
+        "fsdp2 x1",
+        pytest.param("fsdp2 x2", marks=pytest.mark.smoke),
+        *slow("fsdp2 x4"),  # "hsdp 2x2" has four ranks
+        "hsdp 2x2",
+        "ddp x2",
+    ],
 )
 def test_same_numbers_as_one_process(layout, family):
     world, mesh, config = LAYOUTS[layout]
     cases = [
-        Case(family, packed=packed, num_microbatches=count, mesh=mesh, config=config)
+        Case(family, packed=packed, num_microbatches=count, mesh=mesh, config=config, num_layers=2)
         for packed in (True, False)
         for count in (1, 3)
     ]
@@ -90,8 +99,15 @@ SABOTAGES = [
 ]
 
 
-@pytest.mark.parametrize("config", [FSDP2, DDPConfig()], ids=["fsdp2", "ddp"])
-@pytest.mark.parametrize("sabotage", SABOTAGES)
+@pytest.mark.parametrize(
+    ("sabotage", "config"),
+    [
+        (mutations.average_instead_of_sum, FSDP2),
+        (mutations.only_last_microbatch, DDPConfig()),
+        (mutations.document_mask_dropped, FSDP2),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in product(SABOTAGES, (FSDP2, DDPConfig()))),
+    ],
+)
 def test_sabotage_is_noticed(sabotage, config):
-    (errors,) = launch(compare, 2, [Case(config=config)], sabotage)
+    (errors,) = launch(compare, 2, [Case(config=config, num_layers=2)], sabotage)
     assert errors.gradient > CLEARLY_WRONG, f"blind to {sabotage.__name__}: {errors}"

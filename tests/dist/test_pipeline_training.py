@@ -26,7 +26,7 @@ from tests.dist.harness import launch
 from tests.marks import slow
 from tests.tiny import packed_batch, tiny_fields, token_row
 
-STEPS, ROWS = 4, 4
+STEPS, ROWS = 3, 4
 
 
 def _row(index: int) -> Batch:
@@ -88,7 +88,7 @@ def _compare(
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", *slow("interleaved_1f1b")])
 def test_two_stages_train_like_one_process(schedule: str):
     _compare(2, 2, schedule, tied=schedule != "1f1b")
 

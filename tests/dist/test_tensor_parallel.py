@@ -65,7 +65,8 @@ def originals(tmp_path_factory):
 
     def get(name, **extra):
         if name not in made:
-            model = tiny.build_hf(name.partition(" ")[0], **FAMILIES.get(name, {}), **extra)
+            fields = {"num_hidden_layers": 2, **FAMILIES.get(name, {}), **extra}
+            model = tiny.build_hf(name.partition(" ")[0], **fields)
             made[name] = Original.write(
                 tmp_path_factory.mktemp("model"), model, SFT(), kinds=(True,), counts=(NUM_MICROBATCHES,)
             )
@@ -145,7 +146,11 @@ def test_what_was_loaded_in_shards_is_exported_whole(originals, family):
     assert num_bytes < 0.75 * all_bytes / 2
 
 
-def _logprobs(rank, world, fields, kernel):
+def _logprobs_of_each(rank, world, several, kernel):
+    return [_logprobs(world, fields, kernel) for fields in several]
+
+
+def _logprobs(world, fields, kernel):
     attention_choice.choose(kernel, torch.device("cpu"))
     mesh = build_mesh(MeshConfig(tp_size=world).resolve(world), "cpu")
     config = ModelConfig(config=fields, head_chunk_size=7)
@@ -159,29 +164,30 @@ def _logprobs(rank, world, fields, kernel):
     return logprobs_BT.detach(), tiny.gradients(part)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        tiny.tiny_fields("llama"),
-        tiny.tiny_fields("gemma2"),
-        tiny.tiny_fields("granite"),
-        tiny.tiny_fields("llama", vocab_size=161),
-    ],
-    ids=["plain", "soft cap", "scale", "odd vocabulary"],
-)
-def test_heads_on_vocabulary_shards(fields):
-    _check_shards(fields, "auto")
+HEADS = {
+    "plain": tiny.tiny_fields("llama"),
+    "soft cap": tiny.tiny_fields("gemma2"),
+    "scale": tiny.tiny_fields("granite"),
+    "odd vocabulary": tiny.tiny_fields("llama", vocab_size=161),
+}
+
+
+def test_heads_on_vocabulary_shards():
+    _check_shards(HEADS, "auto")
 
 
 @pytest.mark.slow
 def test_flex_attention_of_half_of_the_heads_and_sinks():
-    _check_shards(tiny.tiny_fields("gpt_oss"), "flex")
+    _check_shards({"flex": tiny.tiny_fields("gpt_oss")}, "flex")
 
 
 def _check_shards(fields, kernel):
-    want, got = launch(_logprobs, 1, fields, "auto"), launch(_logprobs, 2, fields, kernel)
-    assert torch.allclose(got[0], want[0], rtol=0, atol=1e-5)
-    assert tiny.gradient_error(want[1], got[1]) < FP32_ON_BOTH_SIDES
+    """In one process and on two ranks, each for all of `fields` (by name)."""
+    several = list(fields.values())
+    alone, split = launch(_logprobs_of_each, 1, several, "auto"), launch(_logprobs_of_each, 2, several, kernel)
+    for name, want, got in zip(fields, alone, split, strict=True):
+        assert torch.allclose(got[0], want[0], rtol=0, atol=1e-5), name
+        assert tiny.gradient_error(want[1], got[1]) < FP32_ON_BOTH_SIDES, name
 
 
 def _of_a_row_alone(rank, world, sp):
@@ -241,7 +247,7 @@ def _three_steps(rank, world, sizes, config):
     module = parallelize(part, mesh, config)
     load_weights(part, model, device=config.parameter_device(mesh.device), seed=1)
     optimizer = torch.optim.AdamW(decay_groups(list(trainable([part])), 0.1), lr=1e-2, foreach=True)
-    mine = step_batches(packed=True, count=4)[mesh.dp_rank :: mesh.dp_size]
+    mine = step_batches(packed=True, count=2)[mesh.dp_rank :: mesh.dp_size]
     steps = []
     for _ in range(3):
         result = train_step(SingleStage(module), mine, SFT(), optimizer, mesh, max_grad_norm=0.5)

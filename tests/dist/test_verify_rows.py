@@ -53,7 +53,10 @@ def _labels_of_another_token(batches: list[Batch]) -> list[Batch]:
     return batches
 
 
-@pytest.mark.parametrize(("row", "mistake"), [(0, _scale_of_adapters_lost), (2, _labels_of_another_token)])
+@pytest.mark.parametrize(
+    ("row", "mistake"),
+    [(0, _scale_of_adapters_lost), pytest.param(2, _labels_of_another_token, marks=pytest.mark.slow)],
+)
 def test_a_mistake_is_not_within_the_bounds(original: Original, row: int, mistake):
     (outcome,) = launch(run_rows, 2, original, [ROWS[row]], mistake)
     assert isinstance(outcome, Errors) and not outcome.within(*ROWS[row].bounds(1e-5)), outcome

@@ -224,8 +224,10 @@ def test_ranks_and_engines_do_not_change_the_run(whole: Path, tmp_path: Path, ov
     same_run(tmp_path / "runs" / "tiny", whole / "runs" / "tiny")
 
 
+@pytest.mark.slow
 def test_pipeline_of_expert_parallel_stages_from_end_to_end(tmp_path: Path) -> None:
-    """Generation, log-probs, reference, training and export on four ranks: the run of one process."""
+    """Generation, log-probs, reference, training and export on four ranks: the run of one process. By default on two
+    stages, in test_grpo_hybrids and test_ppo; on these four ranks, without the command, in dist/test_grpo."""
     write_config(tmp_path, "qwen3_moe")
     fields = [f"+model.config.{key}={value}" for key, value in MOE.items()]
     more = [*fields, "train.max_steps=2", "logging.report=false", "train.microbatch_size=1"]

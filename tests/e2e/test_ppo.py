@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.command import automodel, metrics
 from tests.e2e.test_grpo import TINY
+from tests.marks import slow
 
 ARGUMENTS = (
     *("objective=ppo", "rollout.baseline=critic", "rollout.group_size=1", "rollout.prompts_per_step=8"),
@@ -40,7 +41,9 @@ def test_the_critic_starts_at_0_learns_and_is_exported(folder, alone):
     assert load_file(folder / "runs" / "alone" / "export" / "value_head.safetensors")["weight"].abs().max() > 0
 
 
-@pytest.mark.parametrize("layout", [("mesh.dp_size=2",), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")])
+@pytest.mark.parametrize(
+    "layout", [*slow(("mesh.dp_size=2",)), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")], ids=["dp2", "pp2"]
+)
 def test_ranks_and_stages_change_no_number(folder, alone, layout):
     rows = train(folder, layout[0].replace(".", "-").replace("=", "-"), *layout)
     for name in ("loss", "value_loss", "reward", "advantage_std", "return_mean", "grad_norm"):

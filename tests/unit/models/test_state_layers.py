@@ -14,13 +14,23 @@ from automodel_cli.models import mixing, state_layers
 from automodel_cli.models.build import part_of
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.support import probe_context, probe_packing
-from tests.hybrids import HYBRIDS, ROWS, alone, check_that_mixed_documents_show, hybrid, part_like, run, weights_like
+from tests.hybrids import (
+    EVERY_HYBRID,
+    HYBRIDS,
+    ROWS,
+    alone,
+    check_that_mixed_documents_show,
+    hybrid,
+    part_like,
+    run,
+    weights_like,
+)
 from tests.tiny import FAMILIES, gradient_error, gradients, packed_batch, tiny_config, token_row
 
 TOLERANCE = 5e-6  # relative to the largest gradient, in float32, on any processor; a leak is 1e-3 and more
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", EVERY_HYBRID)
 def test_packed_equals_separate_documents(family: str):
     small, model = hybrid(family)
     part = part_like(small, model)
@@ -111,7 +121,7 @@ def test_attention_that_does_not_hear_of_documents_is_run_per_document_too():
     probe_packing(CONFIG_MAPPING["stablelm"]())
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", EVERY_HYBRID)
 def test_the_probes_allow_packed_and_shared_rows(family: str):
     config = CONFIG_MAPPING[family](**HYBRIDS[family])
     probe_packing(config)
