@@ -1,10 +1,12 @@
 """CPU seconds of a GRPO step here and in TRL, the same work for both, in turns:
-`python scripts/bench_grpo.py FOLDER [--steps N] [--rounds N] [--new-tokens N] [--also OVERRIDE] [--python PYTHON]`.
+`python scripts/bench_grpo.py FOLDER [--steps N] [--rounds N] [--new-tokens N] [--also OVERRIDE] [--trl-microbatch N]
+[--python PYTHON]`.
 
     automodel finetune llm -c quickstart        # in FOLDER: both start from its export
     pip install trl==1.16.0                     # nothing but this script needs it; --python: an environment that has it
 
-32 prompts of `quickstart_grpo`, 8 responses each, one update, no reference, one thread. Nothing is easier for one side:
+32 prompts of `quickstart_grpo`, 8 responses each, one update, no reference, one thread, each side with the microbatch
+that suits it best here (ours 16 rows of 128 tokens, theirs all 256 samples at once). Nothing is easier for one side:
 the model's end-of-sequence token is one that it never says, so every response has `--new-tokens` tokens; rewards
 alternate in every group, so each is trained on. What both say of it is printed beside. A step is the difference of a
 run of N steps and one of 3 N, over 2 N, in user and system seconds of the process. `--also` adds ours with one override
@@ -26,7 +28,10 @@ from typing import Any
 
 MODEL, REWARD = "runs/bench_grpo_model", "alternating"
 ALSO = "also"
-OURS = ("logging.report=false", "validation.at_end=false", "checkpoint.every=null", "rollout.show_every=null")
+OURS = (
+    *("logging.report=false", "validation.at_end=false", "checkpoint.every=null", "rollout.show_every=null"),
+    "train.microbatch_size=16",
+)
 ALTERNATING = """
 from dataclasses import dataclass
 from automodel_cli.rollout.rewards.base import RewardOfMany
@@ -51,7 +56,7 @@ def prepare(folder: Path) -> None:
     (folder / f"{REWARD}.py").write_text(ALTERNATING)
 
 
-def trl(steps: int, new_tokens: int) -> None:
+def trl(steps: int, new_tokens: int, microbatch: int) -> None:
     """TRL's trainer in this process, in the folder of the quickstart. Prints what it says of its responses."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -71,7 +76,8 @@ def trl(steps: int, new_tokens: int) -> None:
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
             output_dir=out,
-            per_device_train_batch_size=256,
+            per_device_train_batch_size=microbatch,
+            gradient_accumulation_steps=256 // microbatch,
             num_generations=8,
             max_completion_length=new_tokens,
             temperature=1.3,
@@ -110,6 +116,7 @@ def run_of(which: str, steps: int, arguments: argparse.Namespace) -> tuple[float
     folder, new_tokens = arguments.folder.resolve(), arguments.new_tokens
     if which == "trl":
         script = [arguments.python, str(Path(__file__).resolve()), str(folder), "--new-tokens", str(new_tokens)]
+        script += ["--trl-microbatch", str(arguments.trl_microbatch)]
         spent, printed = seconds([*script, "--trl", str(steps)], folder)
         return spent, json.loads(printed.splitlines()[-1])
     name = f"bench_{which}_{steps}"
@@ -141,12 +148,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=12)
     parser.add_argument("--also", default=None, help="an override: measure ours with it too")
+    parser.add_argument("--trl-microbatch", type=int, default=256, help="samples of TRL's, which accumulates to 256")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has TRL")
     parser.add_argument("--trl", type=int, default=None, help="so many steps of TRL in this process, and nothing else")
     arguments = parser.parse_args()
     if arguments.trl is not None:
         os.chdir(arguments.folder)
-        trl(arguments.trl, arguments.new_tokens)
+        trl(arguments.trl, arguments.new_tokens, arguments.trl_microbatch)
         return
     prepare(arguments.folder.resolve())
     contestants = ("ours", *([ALSO] if arguments.also else []), "trl")

@@ -34,7 +34,12 @@ def counted(samples: Sequence[Sample]) -> list[Sample]:
 
 def judged(samples: Sequence[Sample]) -> list[Sample]:
     """Those that count and that some reward was asked about: without rewards (a teacher says what is good) none."""
-    return [sample for sample in counted(samples) if sample.score.parts or sample.score.errors]
+    return [sample for sample in counted(samples) if has_reward([sample])]
+
+
+def has_reward(samples: Sequence[Sample]) -> bool:
+    """Whether a reward was asked about one of them, even if it failed."""
+    return any(sample.score.parts or sample.score.errors for sample in samples)
 
 
 def mean_reward(samples: Sequence[Sample]) -> float:

@@ -18,6 +18,7 @@ from automodel_cli.rollout.reward_means import (
     by_group,
     counted,
     deviation_of_rewards,
+    has_reward,
     is_right,
     is_wrong,
     judged,
@@ -63,9 +64,8 @@ class Rollout:
     @property
     def shown(self) -> dict[str, float]:
         """What stands on the step line; no reward where there is none to ask."""
-        asked = any(sample.score.parts or sample.score.errors for sample in self.samples)
         return {
-            **({"reward": mean_reward(self.samples)} if asked else {}),
+            **({"reward": mean_reward(self.samples)} if has_reward(self.samples) else {}),
             "response_length": sum(sample.num_generated for sample in self.samples) / len(self.samples),
         }
 
@@ -81,7 +81,7 @@ class Rollout:
         return {
             **self._of_trained(),
             **({} if math.isnan(of_equal) else {"reward_equal_groups": of_equal}),
-            **({"reward_std": deviation_of_rewards(samples)} if "reward" in self.shown else {}),
+            **({"reward_std": deviation_of_rewards(samples)} if has_reward(samples) else {}),
             **_by_reward(samples),
             "reward_errors": sum(bool(sample.score.errors) for sample in samples),
             "num_judged": len(samples),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from automodel_cli.rollout.experience import Sample
-from automodel_cli.rollout.reward_means import counted, mean_reward
+from automodel_cli.rollout.reward_means import counted, has_reward, mean_reward
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.run.answers import Accuracy, Answer
@@ -128,7 +128,7 @@ def too_few(step: int, samples: Sequence[Sample], equal: Sequence[Sample], confi
 
 def reward_line(samples: Sequence[Sample], when: str) -> str:
     """The mean reward on held-out prompts, and that of each kind where the rows tell one; nothing without rewards."""
-    if not any(sample.score.parts or sample.score.errors for sample in samples):
+    if not has_reward(samples):
         return ""
     judged = counted(samples)
     if not judged:
