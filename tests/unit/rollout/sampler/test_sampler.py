@@ -22,6 +22,7 @@ from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
 from automodel_cli.rollout.sampling import choose, draw, shaping_of, streams, uniforms
 from tests import tiny
+from tests.marks import slow
 
 STOP = [2, 5, 9]
 NEW = 14
@@ -70,7 +71,7 @@ def trainer_logprobs(part: ModelPart, prompt, tokens, shaping):
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(max_new_tokens=NEW, seed=1),
+        *slow(SamplingParams(max_new_tokens=NEW, seed=1)),
         SamplingParams(max_new_tokens=NEW, temperature=0.6, top_k=30, top_p=0.8, seed=2),
         SamplingParams(max_new_tokens=NEW, temperature=0.0),
     ],
