@@ -159,6 +159,7 @@ WORDS = {
     "sglang": {
         "serve": "sglang/cli/main.py",
         "SGLANG_USE_CPU_ENGINE": "sglang/srt/platforms/__init__.py",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "sglang/srt/environ.py",
         **dict.fromkeys(
             ("--context-length", "--dtype", "--model-path", "--revision", "--trust-remote-code"),
             f"{_SGLANG_OPTIONS}/model.py",
@@ -284,8 +285,10 @@ def _routes(tree: ast.Module) -> list[str]:
 
 
 def _words(tree: ast.Module) -> set[str]:
-    """Every string, and the option of every field of a class."""
+    """Every string, every name that is assigned to, and the option of every field of a class."""
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assigned = (target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets)
+    texts |= {target.id for target in assigned if isinstance(target, ast.Name)}
     fields = (node.target for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
     return texts | {f"--{field.id.replace('_', '-')}" for field in fields if isinstance(field, ast.Name)}
 

@@ -12,7 +12,9 @@ from automodel_cli.rollout.servers.started import StartedServers, Wanted, unless
 _KEPT_BACK = 6
 """Tokens of its context that SGLang fills with no prompt, and two of them with no response either (0.5.23:
 `TpWorker.get_worker_info`, `init_req_max_new_tokens`): it would end the longest samples so much earlier, and call that
-their length."""
+their length. A model whose own context ends where the longest samples do is asked for more than it was made for, which
+SGLang must be allowed; no token stands there."""
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class SGLangServers(StartedServers):
 
     def command(self, model: str, wanted: Wanted) -> list[str]:
         """See `StartedServers`."""
-        words = [] if self.gpus else ["env", "SGLANG_USE_CPU_ENGINE=1"]
+        words = ["env", _LONGER, *([] if self.gpus else ["SGLANG_USE_CPU_ENGINE=1"])]
         words += [*self.words(), "serve", "--model-path", model, "--host", HOST, "--port", PORT]
         words += ["--context-length", str(wanted.max_tokens + _KEPT_BACK), "--dtype", self.dtype]
         words += [] if wanted.model.revision is None else ["--revision", wanted.model.revision]

@@ -78,7 +78,8 @@ SHARDED = "rollout.engine.servers={number: 2, gpus: 4, tensor_parallel: 2, exper
 def test_an_sglang_server_is_told_the_same_in_its_own_words() -> None:
     servers = loaded(*SGLANG, SHARDED, "data.seq_len=4096", "rollout.replay_routing=true").generation_servers()
     words = servers.words("0.0.0.0", "30001")
-    assert words[:4] == ["sglang", "serve", "--model-path", "Qwen/Qwen3-0.6B"]
+    longer = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+    assert words[:6] == ["env", longer, "sglang", "serve", "--model-path", "Qwen/Qwen3-0.6B"]
     assert (after(words, "--host"), after(words, "--port")) == ("0.0.0.0", "30001") and servers.port == 30_000
     assert after(words, "--context-length") == "4102" and after(words, "--dtype") == "auto"
     assert [after(words, f"--{way}-size") for way in ("tp", "dp", "ep")] == ["2", "2", "2"]
@@ -90,7 +91,7 @@ def test_an_sglang_server_is_told_the_same_in_its_own_words() -> None:
     assert shared.own_gpus == 0 and "--ep-size" not in shared.command
     on_cpu = "rollout.engine.servers={gpus: 0, program: [other/sglang], options: [--disable-overlap-schedule]}"
     words = loaded(*SGLANG, on_cpu).generation_servers().command
-    assert words[:4] == ("env", "SGLANG_USE_CPU_ENGINE=1", "other/sglang", "serve")
+    assert words[:5] == ("env", longer, "SGLANG_USE_CPU_ENGINE=1", "other/sglang", "serve")
     assert words[-3:] == ("--device", "cpu", "--disable-overlap-schedule") and "--tp-size" not in words
     with pytest.raises(ConfigError, match="--trust command"):
         check(compose("mine.yaml", [*SGLANG, on_cpu]))
