@@ -39,6 +39,10 @@ class DPORecipe(PreferenceRecipe):
     def frozen_model(self) -> ModelConfig | None:
         return self.model if self._copies else None
 
+    @property
+    def reads_loaded_weights(self) -> bool:
+        return super().reads_loaded_weights or "ref_logprobs_BT" in self.objective.columns
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reference == "adapters_off" and self.model.lora is None:

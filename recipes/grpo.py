@@ -73,6 +73,10 @@ class GRPORecipe(Recipe):
         return "ref_logprobs_BT" in self.objective.columns or self.objective.reward_kl is not None
 
     @property
+    def reads_loaded_weights(self) -> bool:
+        return super().reads_loaded_weights or (self._compares and self.teacher is None)
+
+    @property
     def held_besides(self) -> str | None:
         return "rollouts"
 

@@ -92,6 +92,11 @@ class Recipe(ConfigRoot):
         return None
 
     @property
+    def reads_loaded_weights(self) -> bool:
+        """Whether a resumed run reads the weights again that it was begun from: a base under adapters, a reference."""
+        return self.model.lora is not None
+
+    @property
     def held_besides(self) -> str | None:
         """What is in a GPU's memory beside the training step that a plan counts, if anything is."""
         return None

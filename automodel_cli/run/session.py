@@ -28,6 +28,7 @@ from automodel_cli.models import carried
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
 from automodel_cli.run import out_of_memory
+from automodel_cli.run.begun_from import begun_from, other_weights
 from automodel_cli.run.header import describe, header_rows
 from automodel_cli.run.mirror import mirrored
 from automodel_cli.run.model import Model, flops_per_token
@@ -94,6 +95,8 @@ class Session:
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps)
         rng.seed(recipe.seed, dist.get_rank())
         self._callback_states: Mapping[str, Any] = {}
+        self._begun_from = begun_from(recipe.model)
+        self._other_weights: str | None = None
         self.last_validation: tuple[int, dict[str, float]] = -1, {}
         self._owed_to: Path | None = None
         self.first_step = self._resume()
@@ -114,6 +117,8 @@ class Session:
         self.slow_rank = SlowRank()
         self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
         self.callbacks = Callbacks(self, self._callback_states)
+        if self._other_weights:
+            self.print(self._other_weights)
         if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
             self.print(carried.summary(recipe.model, unclaimed))
 
@@ -248,6 +253,7 @@ class Session:
                     "loader": self.loader.state_dict(),
                     "validated": self.last_validation[0],
                     "callbacks": self.callbacks.checkpoint(step),
+                    "begun_from": self._begun_from,
                 },
                 metrics=self._metrics,
             )
@@ -285,6 +291,9 @@ class Session:
         if path is None:
             return 0
         resumed = self.checkpointer.load(path, self.model.parts, self.optimizer, self.scheduler)
+        theirs = resumed.extra.get("begun_from")
+        self._other_weights = other_weights(self.recipe, self._begun_from, theirs)
+        self._begun_from = theirs or self._begun_from
         self.loader.load_state_dict(resumed.extra["loader"])
         self._callback_states = resumed.extra.get("callbacks", {})
         owed = self.recipe.validation.due(resumed.step, self.num_steps) and resumed.extra["validated"] != resumed.step

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
@@ -178,13 +177,6 @@ def test_colocated_servers_are_shared_by_the_machines() -> None:
         own_servers._of_machine(GenerationServers(3, 4, 8000, (), True), Machines(0, 8, 16))
     with pytest.raises(ConfigError, match="shares the GPUs of the ranks"):
         own_servers._of_machine(GenerationServers(4, 8, 8000, (), True), Machines(0, 8, 16))
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 LISTENS = """
