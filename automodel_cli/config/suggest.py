@@ -28,14 +28,21 @@ def suggest(key: str, value: object, known: Collection[str]) -> Suggestion | Non
     if same:
         return _set(_closest(key, same), value)
     values = [k for k in known if not any(other.startswith(k + ".") for other in known)]  # no sections
-    near = difflib.get_close_matches(key, values, 1, 0.8)
+    near = [k for k in difflib.get_close_matches(key, values, 3, 0.8) if _may_be_typo(leaf, k.rpartition(".")[2])]
     if near:
         return _set(near[0], value)
     leaves: dict[str, list[str]] = {}
     for k in values:
         leaves.setdefault(k.rpartition(".")[2], []).append(k)
-    near = difflib.get_close_matches(leaf, leaves, 1, 0.7)
+    near = [name for name in difflib.get_close_matches(leaf, leaves, 3, 0.7) if _may_be_typo(leaf, name)]
     return _set(_closest(key, leaves[near[0]]), value) if near else None
+
+
+def _may_be_typo(given: str, known: str) -> bool:
+    """Not where a word stands for another one: `value_coef` is spelt like `kl_coef` and is something else."""
+    pairs = list(zip(given.split("_"), known.split("_"), strict=False))
+    same_count = given.count("_") == known.count("_") > 0
+    return not same_count or all(difflib.SequenceMatcher(None, *pair).ratio() >= 0.5 for pair in pairs)
 
 
 def _translated(row: other_frameworks.Foreign, value: object) -> Suggestion:

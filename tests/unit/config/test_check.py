@@ -232,6 +232,16 @@ def test_names_of_sampling_that_others_have() -> None:
     assert same_leaf is not None and same_leaf.fix == "train.max_grad_norm=3"
 
 
+def test_a_key_that_is_spelt_alike_and_means_something_else_is_no_typo() -> None:
+    from automodel_cli.config.suggest import suggest
+
+    known = ["objective.kl_coef", "objective.clip_high"]
+    assert suggest("objective.value_coef", 0.5, known) is None
+    for typo, meant in (("objective.kl_cof", known[0]), ("objective.clip_hihg", known[1]), ("kl_coeff", known[0])):
+        found = suggest(typo, 0.5, known)
+        assert found is not None and found.fix == f"{meant}=0.5"
+
+
 AXOLOTL = """\
 base_model: Qwen/Qwen3-0.6B
 datasets:
