@@ -29,7 +29,7 @@ Way = Literal["single", "async", "group", "batch"]
 _RAISED = (Exception, SystemExit)  # belongs to the sample, also where a script exits, which would end the run unheard
 _CONCURRENCY = 32
 _MOST_WORDS = 300  # characters of an error that are printed and kept with the sample
-_SHOWN = 5  # errors of one reward that one call prints; the rest is counted
+_SHOWN = 5  # errors of one reward that one call prints, each once in a run; the rest is counted
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class RewardSum:
             reward.check()
         self.rewards, self._required = dict(rewards), required
         self._silent: set[str] = set()
+        self._said: set[tuple[str, str]] = set()
         self._num_helpers = num_helpers
         self._helpers: dict[bool, queue.SimpleQueue[Helper]] = {}
         for confined in (False, True):
@@ -140,11 +141,15 @@ class RewardSum:
                     len(values),
                 )
             failed = [(samples[i], v) for i, v in values.items() if isinstance(v, Exception)]
-            for sample, error in failed[:_SHOWN]:
-                rule = self.rewards[name].on_error
-                logger.warning("reward %s of %s: %s (on_error=%s)", name, sample.name, _words(error), rule)
-            if len(failed) > _SHOWN:
-                logger.warning("reward %s: %d more samples of %d", name, len(failed) - _SHOWN, len(samples))
+            new: dict[str, str] = {}
+            for sample, error in failed:
+                new.setdefault(_words(error), sample.name)
+            shown = [(words, of) for words, of in new.items() if (name, words) not in self._said][:_SHOWN]
+            for words, of in shown:
+                self._said.add((name, words))
+                logger.warning("reward %s of %s: %s (on_error=%s)", name, of, words, self.rewards[name].on_error)
+            if len(failed) > len(shown):
+                logger.warning("reward %s: %d more samples of %d", name, len(failed) - len(shown), len(samples))
 
 
 def check_nodes(rewards: Mapping[str, RewardNode]) -> None:
@@ -279,7 +284,10 @@ def _together(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Given]:
 
 def _attempt_many(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Given]:
     try:
-        values = list(reward.scores(samples))
+        given = reward.scores(samples)
+        if given is None:
+            raise ValueError(f"gave None and not a list of {len(samples)} scores")
+        values = list(given)
         if len(values) != len(samples):
             raise ValueError(f"gave {len(values)} scores for {len(samples)} samples")
     except _RAISED as error:

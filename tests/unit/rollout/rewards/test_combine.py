@@ -126,6 +126,25 @@ def test_a_reward_that_gives_none_for_everything_is_told_once(caplog):
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class NothingTogether(RewardOfMany):
+    def scores(self, samples):
+        return None
+
+
+def test_the_same_error_is_said_once_in_a_run_and_counted_after_that(caplog):
+    rewards = RewardSum({"together": NothingTogether()})
+    for _ in range(2):
+        first, second = rewards([judged("a"), judged("b")])
+    assert first.errors == second.errors == {"together": "ValueError: gave None and not a list of 2 scores"}
+    said = [record.getMessage() for record in caplog.records]
+    assert [("gave None" in line, line.rpartition(": ")[2]) for line in said if "together" in line] == [
+        (True, "gave None and not a list of 2 scores (on_error=zero)"),
+        (False, "1 more samples of 2"),
+        (False, "2 more samples of 2"),
+    ]
+
+
 def test_a_reward_that_exits_costs_its_samples_only():
     @dataclass(frozen=True, kw_only=True)
     class Exits(Reward):
