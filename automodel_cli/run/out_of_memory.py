@@ -73,6 +73,9 @@ def explain(cause: BaseException, recipe: Recipe, source: Composed, run_dir: Pat
     if found:
         chosen = _first_that_is_enough(plan, found, _asked(cause))
         fix = _resume(run_dir, source, chosen)
+        if on_gpu and run_dir is not None:
+            traced = f"automodel dryrun -c {run_dir / 'config.yaml'} --gpus {world_size} {chosen.change}"
+            lines.append(f"what a real step then takes, by kind and line, is found without a GPU: {traced}")
     return OutOfMemory("\n".join(lines), fix=fix)
 
 
