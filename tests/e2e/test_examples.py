@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder: the examples and a small SFT config, and the run that they are compared with."""
     folder = tmp_path_factory.mktemp("examples")
-    for file in EXAMPLES.iterdir():
+    for file in filter(Path.is_file, EXAMPLES.iterdir()):
         shutil.copy(file, folder)
     config = write_config(folder)
     start, _, rest = config.read_text().partition("parallelizer:")
