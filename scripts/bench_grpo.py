@@ -5,8 +5,8 @@
     automodel finetune llm -c quickstart        # in FOLDER: both start from its export
     pip install trl==1.16.0                     # nothing but this script needs it; --python: an environment that has it
 
-32 prompts of `quickstart_grpo`, 8 responses each, one update, no reference, one thread, each side with the microbatch
-that suits it best here (ours 16 rows of 128 tokens, theirs all 256 samples at once). Nothing is easier for one side:
+32 prompts of `quickstart_grpo`, 8 responses each, one update, no reference, one thread, all samples in one microbatch
+on both sides (ours 32 rows of 128 tokens, since prompts are shared). Nothing is easier for one side:
 the model's end-of-sequence token is one that it never says, so every response has `--new-tokens` tokens; rewards
 alternate in every group, so each is trained on. What both say of it is printed beside. A step is the difference of a
 run of N steps and one of 3 N, over 2 N, in user and system seconds of the process. `--also` adds ours with one override
@@ -30,7 +30,7 @@ MODEL, REWARD = "runs/bench_grpo_model", "alternating"
 ALSO = "also"
 OURS = (
     *("logging.report=false", "validation.at_end=false", "checkpoint.every=null", "rollout.show_every=null"),
-    "train.microbatch_size=16",
+    "train.microbatch_size=32",
 )
 ALTERNATING = """
 from dataclasses import dataclass
