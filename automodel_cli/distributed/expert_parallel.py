@@ -28,6 +28,7 @@ from automodel_cli.distributed.fused import Fuser
 from automodel_cli.distributed.gated_experts import GatedExperts, parameters_of, sums_of
 from automodel_cli.distributed.kept import declare
 from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.shared_experts import SharedExperts
 from automodel_cli.distributed.shares import all_of, share_of
 from automodel_cli.distributed.token_dispatch import AllToAll, TokenDispatcher
 
@@ -48,27 +49,29 @@ def experts_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def apply_expert_parallel(
-    part: nn.Module, mesh: Mesh, dispatch: str = "all_to_all", fuser: Fuser | None = None
+    part: nn.Module, mesh: Mesh, dispatch: str = "all_to_all", fuser: Fuser | None = None, *, beside: bool = True
 ) -> None:
     """Distribute the experts of a part (its child `model` is the library's) over `mesh.ep`, in place.
 
-    `fuser` runs what is between the experts' products. Parameters may be on the meta device, filled afterwards, or hold
-    the same values on every rank. A pipeline stage without any experts is left alone. Raises ConfigError for a model
-    without experts, for experts that the library does not call through its interface, and for a number of experts that
-    does not divide.
+    `fuser` runs what is between the experts' products. `beside`: shared experts compute while tokens are on their way,
+    where a family's code allows it and tensor parallelism does not cut them. Parameters may be on the meta device,
+    filled afterwards, or hold the same values on every rank. A pipeline stage without any experts is left alone. Raises
+    ConfigError for a model without experts, for experts that the library does not call through its interface, and for a
+    number of experts that does not divide.
     """
     assert mesh.ep is not None, "this layout distributes no experts"
-    modules = experts_modules(part)
-    if not modules:
+    blocks = [(block, child) for block in part.modules() for child in block.children() if is_experts(child)]
+    if not blocks:
         _check_whole_model(part, mesh)
-    for experts in modules:
+    for block, experts in blocks:
         _check(experts, mesh)
         num_local = int(experts.num_experts) // mesh.ep.size()  # type: ignore[arg-type]
         for name, param in experts.named_parameters(recurse=False):
             shard = distribute_tensor(param.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
             experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
         experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
-        experts.forward = _dispatched(experts, dispatch, num_local, mesh, fuser)
+        around = block if beside and mesh.tp.size() == 1 else None
+        experts.forward = _dispatched(experts, dispatch, num_local, mesh, fuser, around)
         declare(experts)
 
 
@@ -98,11 +101,11 @@ def make_dispatcher(dispatch: str, num_local_experts: int, mesh: Mesh) -> TokenD
 
 
 def _dispatched(
-    experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh, fuser: Fuser | None
+    experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh, fuser: Fuser | None, block: nn.Module | None
 ) -> Callable[..., Tensor]:
     """A forward with the contract of the family's own, for tokens whose experts are anywhere on `mesh.ep`."""
     tp_group = mesh.tp.get_group() if mesh.tp.size() > 1 else None
-    compute = _sorted_once(experts, num_local, mesh, fuser) if dispatch == "all_to_all" else None
+    compute = _sorted_once(experts, num_local, mesh, fuser, block) if dispatch == "all_to_all" else None
     if compute is None:
         compute = _by_own_code(experts, make_dispatcher(dispatch, num_local, mesh))
 
@@ -117,20 +120,24 @@ def _dispatched(
     return forward
 
 
-def _sorted_once(experts: nn.Module, num_local: int, mesh: Mesh, fuser: Fuser | None) -> _Compute | None:
-    """Experts whose arithmetic is known: no row is sorted twice. None for others, and where the user chose a kernel."""
+def _sorted_once(
+    experts: nn.Module, num_local: int, mesh: Mesh, fuser: Fuser | None, block: nn.Module | None = None
+) -> _Compute | None:
+    """Experts whose arithmetic is known: no row is sorted twice, and shared experts of their `block` run beside what
+    they wait for. None for others, and where the user chose a kernel."""
     if experts.config._experts_implementation != _LIBRARYS_CHOICE:  # type: ignore[union-attr]
         return None
     known = GatedExperts.of(experts, num_local, mesh.ep_group, fuser, arithmetic_of(experts))
     if known is None:
         return None
+    shared = None if block is None else SharedExperts.of(block, experts)
 
     def compute(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         parameters = parameters_of(experts)
         sums = sums_of(experts) if autocast_dtype(hidden_TD.device) is None else []
         if not sums:
             parameters = [_local(param) for param in parameters]
-        return known(hidden_TD, index_TK, weight_TK, parameters, sums)
+        return known(hidden_TD, index_TK, weight_TK, parameters, sums, None if shared is None else shared.run)
 
     return compute
 

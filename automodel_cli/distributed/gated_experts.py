@@ -1,4 +1,4 @@
-"""A layer of distributed experts as one function of autograd: tokens sorted once, exchanged, multiplied, summed.
+"""A layer of distributed experts as two functions of autograd: tokens sorted once, exchanged, multiplied; then summed.
 
 For experts that are gated MLPs as the library's own grouped path computes them, which `GatedExperts.of` measures:
 
@@ -7,6 +7,10 @@ For experts that are gated MLPs as the library's own grouped path computes them,
 Kept for backward are the rows in the order of their experts and their first product; the gate is computed again. The
 gradient of a routing weight is made where its expert is, <gradient, down h> = <down^T gradient, h>, so no result needs
 to be kept or sent for it. Products, sums and dtypes are those of the family; forward rounds where the library rounds.
+
+Rows travel while others work. What experts made is on its way back between the two functions, and so is its gradient
+there in backward: `beside` runs in that time, and autograd takes its backward in that order too. Gradients of tokens go
+back while those of the weights are made.
 
 Shapes: T tokens, K experts of each, P = T x K pairs, N rows of pairs that arrived here, L local experts, D hidden size,
 F columns of the first product, I of the gate's result.
@@ -29,8 +33,9 @@ from automodel_cli.distributed import added, added_groups, dispatch_kernels, fp8
 from automodel_cli.distributed.added import WeightSum, of_local
 from automodel_cli.distributed.fp8 import Arithmetic
 from automodel_cli.distributed.fused import Fuser, Glue
-from automodel_cli.distributed.kept import Kept, is_keeping, keep
-from automodel_cli.distributed.token_dispatch import Routes, find_routes
+from automodel_cli.distributed.kept import Kept, is_keeping, is_repeating, keep
+from automodel_cli.distributed.token_dispatch import Arriving, Routes, find_routes
+from automodel_cli.distributed.torch_compat import wanted
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _BIASES = tuple(f"{name}_bias" for name in _WEIGHTS)
@@ -99,11 +104,18 @@ class GatedExperts:
         weight_TK: Tensor,
         parameters: Sequence[Tensor],
         sums: Sequence[WeightSum] = (),
+        beside: Callable[[], None] | None = None,
     ) -> Tensor:
         """[T, D]. `parameters`: first weight, second weight, and both biases where there are any, of local experts.
-        `sums` of the two weights, to which their gradients may be added instead."""
+        `sums` of the two weights, to which their gradients may be added instead. `beside`: what else there is to
+        compute, called while results are on their way."""
+        call = _Call(self, weight_TK.detach())
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            result: Tensor = _Experts.apply(self, index_TK, sums, hidden_TD, weight_TK, *parameters)
+            sent_ND = _Multiply.apply(call, index_TK, sums, hidden_TD, weight_TK, *parameters)
+        if beside is not None:
+            beside()
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            result: Tensor = _Sum.apply(call, sent_ND, hidden_TD.dtype)
         return result
 
     def product(self, rows_ND: Tensor, weight_LDF: Tensor, ends_L: Tensor, *, back: bool = False) -> Tensor:
@@ -173,14 +185,13 @@ class _Sorted:
         """Rows of each local expert."""
         return self.routes.arrivals_L if self.routes.num_arrivals else [1] + [0] * (len(self.routes.arrivals_L) - 1)
 
-    def there(self, rows_P: Tensor) -> Tensor:
-        """From sorted pairs to rows by expert. Collective."""
-        rows_N = self.routes.there(rows_P)
+    def by_expert(self, rows_N: Tensor) -> Tensor:
+        """Rows as they arrived, in the order of experts."""
         if not len(rows_N):
             return rows_N.new_zeros(1, *rows_N.shape[1:])
         return rows_N if self.order_N is None else rows_N.index_select(0, self.order_N)
 
-    def back(self, rows_N: Tensor) -> Tensor:
+    def back(self, rows_N: Tensor) -> Arriving:
         """From rows by expert to sorted pairs. Collective."""
         if self.place_N is not None:
             rows_N = rows_N.index_select(0, self.place_N)
@@ -196,59 +207,81 @@ class _Sorted:
         return (self.expert_N[:, None] == experts).to(dtype)
 
 
-class _Experts(torch.autograd.Function):
+@dataclass
+class _Call:
+    """What the two functions of one call know of each other. `results` and `gradients` are under way, or None."""
+
+    experts: GatedExperts
+    weight_TK: Tensor
+    rows: _Sorted | None = None
+    results: Arriving | None = None
+    gradients: Arriving | None = None
+
+
+class _Multiply(torch.autograd.Function):
+    """Pairs to their experts and through them; the results are sent back. Returns [N, D] without values: where results
+    left, to which `_Sum` answers with the gradients of what they are summed to, one row for each."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        experts: GatedExperts,
+        call: _Call,
         index_TK: Tensor,
         sums: Sequence[WeightSum],
         hidden_TD: Tensor,
         weight_TK: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
+        experts = call.experts
         local = [param.to_local() if isinstance(param, DTensor) else param for param in parameters]
         first, second, *biases = local
 
         def arrive() -> Tensor:
-            return rows.there(hidden_TD.to(first.dtype).index_select(0, rows.routes.token_P))
+            routes = rows.routes
+            return rows.by_expert(routes.there(hidden_TD.to(first.dtype).index_select(0, routes.token_P))())
 
         def multiply() -> Tensor:
             return experts.product(rows_ND, first, rows.ends_L)
 
-        def finish() -> Tensor:
-            result_ND = experts.product(experts.gate(inner_NF, *rows.bias(biases)), second, rows.ends_L)
-            if biases:
-                result_ND = experts.add_bias(result_ND, biases[1], rows.expert_N)
-            return experts.sum_of_pairs(rows.back(result_ND), rows.routes.place_P, weight_TK, hidden_TD.dtype)
-
         rows = keep(lambda: _Sorted.of(find_routes(index_TK, experts.num_local, experts.group)), Kept.ROUTES)
         rows_ND = keep(arrive)
         inner_NF = keep(multiply, Kept.PRODUCTS)
-        result_TD = keep(finish)
+        call.rows = rows
+        if not is_repeating():
+            result_ND = experts.product(experts.gate(inner_NF, *rows.bias(biases)), second, rows.ends_L)
+            if biases:
+                result_ND = experts.add_bias(result_ND, biases[1], rows.expert_N)
+            call.results = rows.back(result_ND)
         ctx.save_for_backward(rows_ND, inner_NF, weight_TK, *local)
-        ctx.experts, ctx.rows, ctx.sums, ctx.parameters = experts, rows, sums, parameters
-        return result_TD.clone() if is_keeping() else result_TD  # families add to it in place
+        ctx.call, ctx.sums, ctx.parameters = call, sums, parameters
+        return rows_ND.new_empty(()).expand(rows.routes.num_arrivals, rows_ND.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, inner_NF, weight_TK, first, second, *biases = ctx.saved_tensors
-        experts, rows = ctx.experts, ctx.rows
-        _, _, _, _, wants_weight, *wants = ctx.needs_input_grad
+        call: _Call = ctx.call
+        experts, rows = call.experts, call.rows
+        assert rows is not None, "forward has found them"
+        _, _, _, wants_tokens, wants_weight, *wants = wanted(ctx)
         routes, ends_L = rows.routes, rows.ends_L
         with torch.autocast(rows_ND.device.type, enabled=False):
-            grad_ND = rows.there(grads[0].to(first.dtype).index_select(0, routes.token_P))
-            weight_N1 = rows.there(weight_TK.flatten().index_select(0, routes.order_P))[:, None]
+            weights_arriving = routes.there(weight_TK.flatten().index_select(0, routes.order_P))
+            if call.gradients is not None:  # else a schedule that splits the backward has had them arrive before
+                call.gradients()
+                call.gradients = None
+            grad_ND = rows.by_expert(grads[0])
             of_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
+            weight_N1 = rows.by_expert(weights_arriving())[:, None]
             weighted_NI, grad_weight_N, of_inner_NF = experts.through_gate(
                 inner_NF, of_gated_NI, weight_N1, *rows.bias(biases)
             )
+            if wants_tokens:
+                of_tokens_arriving = rows.back(experts.product(of_inner_NF, first, ends_L, back=True))
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
-            grad_weight_TK = None
             if wants_weight:
                 if biases:
                     grad_weight_N += ((grad_ND @ biases[1].t()) * is_of_NL).sum(-1, dtype=weight_TK.dtype)
-                grad_weight_TK = rows.back(grad_weight_N).index_select(0, routes.place_P).view_as(weight_TK)
+                of_weights_arriving = rows.back(grad_weight_N)
             found: list[Tensor | None] = []
             for i, factors in enumerate(((rows_ND, of_inner_NF), (weighted_NI, grad_ND))):
                 is_added = wants[i] and ctx.sums and experts.add_weight_gradient(*factors, rows.count_L, ctx.sums[i])
@@ -256,12 +289,37 @@ class _Experts(torch.autograd.Function):
             if is_of_NL is not None:
                 found.append(is_of_NL.t() @ of_inner_NF if wants[2] else None)
                 found.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)
-            of_rows_PD = rows.back(experts.product(of_inner_NF, first, ends_L, back=True))
-            grad_TD = embedding_bag(routes.place_P.view_as(weight_TK), of_rows_PD, mode="sum")
+            grad_TD, grad_weight_TK = None, None
+            if wants_tokens:
+                grad_TD = embedding_bag(routes.place_P.view_as(weight_TK), of_tokens_arriving(), mode="sum")
+            if wants_weight:
+                grad_weight_TK = of_weights_arriving().index_select(0, routes.place_P).view_as(weight_TK)
         of_parameters = [
             None if grad is None else of_local(grad, param) for grad, param in zip(found, ctx.parameters, strict=True)
         ]
         return None, None, None, grad_TD, grad_weight_TK, *of_parameters
+
+
+class _Sum(torch.autograd.Function):
+    """Results that have come back, weighted and added up by token. The gradient of a weight is made where its expert
+    is, so none is returned here."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, sent_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        def sum_up() -> Tensor:
+            assert call.results is not None and call.rows is not None, "they were sent"
+            return call.experts.sum_of_pairs(call.results(), call.rows.routes.place_P, call.weight_TK, dtype)
+
+        result_TD = keep(sum_up)
+        call.results = None
+        ctx.call, ctx.sent_dtype = call, sent_ND.dtype
+        return result_TD.clone() if is_keeping() else result_TD  # families add to it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        routes = ctx.call.rows.routes
+        ctx.call.gradients = routes.there(grads[0].to(ctx.sent_dtype).index_select(0, routes.token_P))
+        return None, ctx.call.gradients.rows, None
 
 
 def _biased(rows_NF: Tensor, bias_LF: Tensor, expert_N: Tensor) -> Tensor:

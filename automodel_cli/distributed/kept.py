@@ -74,6 +74,11 @@ def is_keeping(what: Kept = Kept.EXCHANGES) -> bool:
     return _current.call is not None and what <= _current.call.most
 
 
+def is_repeating(what: Kept = Kept.EXCHANGES) -> bool:
+    """Whether `keep` hands out what it remembers of this, and makes nothing."""
+    return is_keeping(what) and _current.call is not None and _current.call.next is not None
+
+
 def recomputed(most: Kept) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of a layer's first run and of its repetitions, as `checkpoint(context_fn=...)` wants them."""
     call = _Call(most)

@@ -51,7 +51,8 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         apply_tensor_parallel(part, mesh.tp, options, shard_experts=mesh.ep is None)
     fp8_linear.prepare(part, mesh.device, fuser)
     if mesh.ep is not None:
-        apply_expert_parallel(part, mesh, options.expert_dispatch, fuser)
+        # whole layers that are compiled have their own order
+        apply_expert_parallel(part, mesh, options.expert_dispatch, fuser, beside=strategy.enable_compile is not True)
     else:
         multiply_in_fp8(part, mesh, fuser)
     if isinstance(fuser, fused.Compiled):

@@ -2,7 +2,8 @@
 
 A dispatcher sends every (token, expert) pair of this rank to the rank of the expert, and nothing is ever dropped. All
 ranks of the group take part in every call, in the same order, in forward, in recomputation and in backward, also those
-that no token reaches. Exchanges are made once: a layer that is recomputed keeps what it received (`kept`).
+that no token reaches. Exchanges are made once: a layer that is recomputed keeps what it received (`kept`). They are
+started, and waited for where their rows are needed (`Arriving`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,21 @@ class AllToAll:
 
 
 @dataclass(frozen=True)
+class Arriving:
+    """An exchange of rows that is under way. Called, it waits (on CUDA the device's current stream does) and returns
+    `rows`, which nobody reads before. Work without an order with it may be launched in between."""
+
+    rows: Tensor
+    sent: Tensor  # the library may still read it
+    work: Any  # `dist.Work`, or None where nothing travels
+
+    def __call__(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.rows
+
+
+@dataclass(frozen=True)
 class Routes:
     """Where the P = T x K pairs of a token and an expert go, and which N rows arrive here.
 
@@ -74,13 +90,13 @@ class Routes:
     def num_arrivals(self) -> int:
         return sum(self.receive)
 
-    def there(self, rows_P: Tensor) -> Tensor:
+    def there(self, rows_P: Tensor) -> Arriving:
         """Rows (or scalars) of sorted pairs to the ranks of their experts. Collective."""
-        return _exchange(rows_P, self.send, self.receive, self.group)
+        return exchange(rows_P, self.send, self.receive, self.group)
 
-    def back(self, rows_N: Tensor) -> Tensor:
+    def back(self, rows_N: Tensor) -> Arriving:
         """Rows as they arrived, or results of them, to where they came from. Collective."""
-        return _exchange(rows_N, self.receive, self.send, self.group)
+        return exchange(rows_N, self.receive, self.send, self.group)
 
     def experts_of_arrivals(self) -> Tensor:
         """int64 [N]: the local expert that each row is for."""
@@ -97,7 +113,7 @@ def find_routes(index_TK: Tensor, num_local_experts: int, group: dist.ProcessGro
     expert_P, order_P = torch.sort(index_TK.flatten(), stable=True)
     num_experts = num_local_experts * size
     token_P, place_P, sent = dispatch_kernels.pairs(expert_P, order_P, index_TK.shape[1], num_experts)
-    received = _exchange(sent, [num_local_experts] * size, [num_local_experts] * size, group)
+    received = exchange(sent, [num_local_experts] * size, [num_local_experts] * size, group)()
     of_experts = torch.stack([sent, received]).tolist()  # the one host synchronisation
     send, receive = (
         [sum(counts[first : first + num_local_experts]) for first in range(0, len(counts), num_local_experts)]
@@ -123,17 +139,17 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routes: Routes, there: bool) -> Tensor:
         ctx.way_back = routes.back if there else routes.there
-        arrived = keep(lambda: (routes.there if there else routes.back)(rows))
+        arrived = keep(lambda: (routes.there if there else routes.back)(rows)())
         return arrived.detach()  # what is kept must not know the graph of its first use
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.way_back(grads[0]), None, None
+        return ctx.way_back(grads[0])(), None, None
 
 
-def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
+def exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Arriving:
+    """Start sending `rows` to all ranks of the group, so many to each. Without a group they are there already."""
     if group is None:
-        return rows
-    result = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(result, rows.contiguous(), receive, send, group=group)
-    return result
+        return Arriving(rows, rows, None)
+    arriving, sent = rows.new_empty(sum(receive), *rows.shape[1:]), rows.contiguous()
+    return Arriving(arriving, sent, dist.all_to_all_single(arriving, sent, receive, send, group=group, async_op=True))

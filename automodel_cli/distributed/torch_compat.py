@@ -1,7 +1,8 @@
-"""Names of torch's compiler which are not public API (torch 2.11 to 2.13).
+"""Names of torch's compiler and of autograd's engine which are not public API (torch 2.11 to 2.13).
 
 Relied on: that a backend is found by its name, that the sizes of marked dims are no constants of a graph, and the
-number of graphs that one function may have. tests/unit/distributed/test_fused.py compiles real functions through it.
+number of graphs that one function may have (tests/unit/distributed/test_fused.py compiles real functions through it);
+that the engine tells which nodes it will run (tests/unit/distributed/test_gated_experts.py splits backwards).
 """
 
 from __future__ import annotations
@@ -38,6 +39,21 @@ def counted_backend(backend: str, began: Callable[[], None]) -> Callable[..., An
 
 def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, list(dims))  # type: ignore[attr-defined, no-untyped-call]
+
+
+def wanted(ctx: Any) -> tuple[bool, ...]:
+    """In the backward of a function: which inputs' gradients this run of the engine passes on. `needs_input_grad` says
+    which any run may ask for; a schedule that splits the backward asks for inputs first, and for weights later."""
+    nodes = (node for node, _ in ctx.next_functions if node is not None)
+    return tuple(needs and _will_run(next(nodes)) for needs in ctx.needs_input_grad)
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        will: bool = torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # a leaf whose gradient `autograd.grad` was asked for
+        return True
+    return will
 
 
 def is_dtensor(tensor: Tensor) -> bool:

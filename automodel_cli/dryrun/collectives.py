@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from automodel_cli.distributed.context_parallel import RankGroup
+from automodel_cli.distributed.token_dispatch import Arriving
 from automodel_cli.dryrun import integers, torch_compat
 from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.gpus import Links
@@ -32,6 +33,7 @@ class Collectives:
         self.bytes: Counter[Key] = Counter()
         self.seconds: defaultdict[Key, float] = defaultdict(float)
         self.ends: dict[int, float] = {}
+        self._awaited = False  # whether somebody takes the time of this one's wait; else it ends where it began
 
     def ran(self, name: str, args: Any, kwargs: Any, out: Any, *, counting: bool) -> None:
         """An operator of c10d has been called. `name` without its namespace."""
@@ -56,7 +58,7 @@ class Collectives:
         point_to_point = kind in ("send", "recv_", "recv")
         label = group.group_name if group is not None else "?"
         if not point_to_point:  # `passed_on` times a ring's, the simulator of schedules those between stages
-            asynchronous = functional or _is_asynchronous(name, args)
+            asynchronous = functional or self._awaited
             end = self.clock.collective(label, seconds, asynchronous=asynchronous)
             for t in tree_flatten(out)[0] if functional else ():
                 if isinstance(t, Tensor):
@@ -81,6 +83,19 @@ class Collectives:
                 return arrived()
 
             return waited
+
+        return timed
+
+    def exchanged(self, exchange: Callable[..., Arriving]) -> Callable[..., Arriving]:
+        """`token_dispatch.exchange` whose rows take their time, beside what is computed until somebody wants them."""
+
+        def timed(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Arriving:
+            self._awaited = True
+            arriving = exchange(rows, send, receive, group)
+            self._awaited = False
+            if group is None:
+                return arriving
+            return replace(arriving, work=_Timed(self.clock, self.clock.groups.get(group.group_name, 0.0)))
 
         return timed
 
@@ -112,15 +127,15 @@ class Collectives:
                     self.twins.put(args[0], mine.flatten().repeat(size).view(args[0].shape))
 
 
-def _is_asynchronous(name: str, args: Any) -> bool:
-    """By the flag that operators of c10d carry, where they do (before the timeout)."""
-    schema = getattr(getattr(torch.ops.c10d, name), "default", None)
-    if schema is None:
-        return False
-    for argument, value in zip(schema._schema.arguments, args, strict=False):
-        if argument.name in ("asyncOp", "async_op"):
-            return bool(value)
-    return False
+@dataclass(frozen=True)
+class _Timed:
+    """Work whose end a stream waits for."""
+
+    clock: Clock
+    end: float
+
+    def wait(self) -> None:
+        self.clock.wait(self.clock.stream, self.end)
 
 
 def _described(group: dist.ProcessGroup | None) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed import dispatch_kernels, fused, route_kernels
+from automodel_cli.distributed import dispatch_kernels, fused, route_kernels, token_dispatch
 from automodel_cli.distributed.context_parallel import RankGroup
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.distributed.mesh import Mesh, build_mesh
@@ -153,6 +153,8 @@ def _run(run: Traced, plan: Plan, mesh: Mesh, fake: Any, columns: list[rows.Colu
         kernels.usable = lambda device_type: device_type == "cuda"  # nothing could be compared, nor be compiled
     ring: Any = RankGroup
     ring.pass_on = run.collectives.passed_on(RankGroup.pass_on)
+    dispatch: Any = token_dispatch
+    dispatch.exchange = run.collectives.exchanged(token_dispatch.exchange)
     functional: Any = torch.nn.functional
     functional.scaled_dot_product_attention = sdpa.on_cuda(functional.scaled_dot_product_attention)
     compat.look_at_positions()

@@ -267,6 +267,26 @@ def test_recomputation_exchanges_nothing_again(family):
     assert all(torch.equal(minimal[3][name], grad) for name, grad in plain[3].items())
 
 
+def _under_a_schedule(rank, world):
+    """(all-to-alls of tokens, and layers with experts of this rank) of a step of four microbatches, of two schedules."""
+    found = []
+    for schedule in ("1f1b", "zb_h1"):
+        case = Case("deepseek_v3", MeshConfig(pp_size=2, ep_size=2), schedule)
+        mesh = build_mesh(case.mesh.resolve(world), "cpu")
+        stages = build_stages(case, mesh)
+        layers = sum(is_experts(module) for part in stages.parts for module in part.modules())
+        with Exchanges() as seen:
+            recorder = Recorder(stages.parts)
+            train_step(stages, batches_of(mesh.dp_rank, 4), SFT(), recorder, mesh, max_grad_norm=None)
+        found.append((seen.tokens, layers))
+    return found
+
+
+def test_a_split_backward_exchanges_no_tokens_twice():
+    for found in launch_all(_under_a_schedule, 4):
+        assert all(layers and tokens == 4 * 4 * layers for tokens, layers in found)
+
+
 class _Casts(TorchDispatchMode):
     """How often float32 is copied into a bfloat16 of at least so many elements."""
 

@@ -81,6 +81,27 @@ def test_a_repeated_layer_gets_what_it_had_and_gives_the_same_gradients_twice(mo
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_a_split_backward_makes_each_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs first, weights later, as zero-bubble schedules do; each half makes only its own."""
+    experts = _experts("gpt_oss")
+    known = GatedExperts.of(experts, int(experts.num_experts), None)
+    assert known is not None
+    hidden_TD, index_TK, weight_TK = _inputs(experts)
+    parameters = parameters_of(experts)
+    inputs = [hidden_TD.requires_grad_(), weight_TK.requires_grad_()]
+    result_TD = known(hidden_TD * 1, index_TK, weight_TK * 1, parameters)
+    want = torch.autograd.grad(result_TD.square().sum(), [*inputs, *parameters], retain_graph=True)
+    made: list[str] = []
+    product, weight_gradient = known.product, known.weight_gradient
+    monkeypatch.setattr(known, "product", lambda *args, **kw: (made.append("product"), product(*args, **kw))[1])
+    monkeypatch.setattr(known, "weight_gradient", lambda *args: (made.append("weight"), weight_gradient(*args))[1])
+    first = torch.autograd.grad(result_TD.square().sum(), inputs, retain_graph=True)
+    assert made == ["product", "product"]
+    second = torch.autograd.grad(result_TD.square().sum(), parameters)
+    assert made[2:] == ["product", "weight", "weight"]
+    assert all(torch.equal(a, b) for a, b in zip((*first, *second), want, strict=True))
+
+
 class _Unlike:
     """Ways to be something else."""
 

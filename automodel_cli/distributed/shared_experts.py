@@ -1,0 +1,104 @@
+"""What a block computes of its own input beside its experts, while tokens are on their way: shared experts.
+
+Families write `experts(x) + shared(x)`: experts are called first, and nothing in `shared` waits for them. Which child
+of a block that is, one run of its code on the meta device tells, by what each child is given, never by a name. Then
+experts call `run` where they would only wait, and the family's own call is handed the result. A call with anything else
+computes what it is given, so the family's code may do as it likes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_TOKENS = 4
+
+
+class SharedExperts:
+    """`module` is a child of `block`, as `find` finds it. From now on its forward is asked here first."""
+
+    def __init__(self, block: nn.Module, module: nn.Module):
+        self._own = module.forward
+        self._given: Tensor | None = None  # to the block
+        self._done: tuple[Tensor, Any] | None = None
+        module.forward = self._handed_out
+        block.register_forward_pre_hook(self._enter)
+
+    @classmethod
+    def of(cls, block: nn.Module, experts: nn.Module) -> SharedExperts | None:
+        """None for a block without any whose result can be made while its experts wait."""
+        module = find(block, experts)
+        return None if module is None else cls(block, module)
+
+    def run(self) -> None:
+        """Compute it of what the block was given."""
+        given, self._given = self._given, None
+        if given is not None:
+            self._done = given, self._own(given)
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        self._given, self._done = args[0] if args else None, None
+
+    def _handed_out(self, *args: Any, **kwargs: Any) -> Any:
+        done, self._done = self._done, None
+        if done is not None and len(args) == 1 and args[0] is done[0] and not kwargs:
+            return done[1]
+        return self._own(*args, **kwargs)
+
+
+def find(block: nn.Module, experts: nn.Module) -> nn.Module | None:
+    """The child of `block` that is given the block's own input and nothing else, after its `experts` were called; None
+    where there is none, and where the block's code does not run on the meta device. Changes nothing."""
+    name_of = {child: name for name, child in block.named_children()}
+    like = _on_meta(block)
+    of_experts = next(param for param in experts.parameters() if param.ndim == 3)
+    width = of_experts.shape[1 if experts.is_transposed else 2]
+    given = torch.empty(1, _TOKENS, width, dtype=of_experts.dtype, device="meta")
+    called: list[str] = []
+    beside: list[str] = []
+
+    def watch(name: str, child: nn.Module) -> None:
+        own = child.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            if name == name_of[experts]:
+                return torch.empty_like(args[0])
+            if name_of[experts] in called and len(args) == 1 and args[0] is given and not kwargs:
+                beside.append(name)
+                return torch.empty_like(given)
+            return own(*args, **kwargs)
+
+        child.forward = forward
+
+    for name, child in like.named_children():
+        watch(name, child)
+    try:
+        with torch.no_grad():
+            like(given)
+    except Exception:  # a family's code may read what is in a tensor
+        return None
+    if len(beside) != 1 or called.count(beside[0]) != 1 or called.count(name_of[experts]) != 1:
+        return None
+    return block.get_submodule(beside[0])
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """The same code as its family wrote it, on parameters without values and without hooks. The original stays."""
+    like = copy.copy(module)
+    vars(like).pop("forward", None)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        setattr(like, hooks, OrderedDict())
+    for store in ("_parameters", "_buffers"):
+        tensors = vars(module)[store]
+        setattr(like, store, {k: None if t is None else _empty(t) for k, t in tensors.items()})
+    like._modules = {name: None if child is None else _on_meta(child) for name, child in module._modules.items()}
+    return like
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
