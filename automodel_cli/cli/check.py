@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 @click.command(short_help="Check a config; nothing is run.")
 @common.config_options
 @click.option("--resolved", is_flag=True, help="Print the composed config with the origin of every value instead.")
-def check(conf: str, overrides: tuple[str, ...], trust: Trust, resolved: bool) -> None:
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Dry-run its step on so many GPUs, too.")
+@click.option("--gpu", default="h100", show_default=True, type=click.Choice(common.GPUS), help="Which GPU.")
+def check(conf: str, overrides: tuple[str, ...], trust: Trust, *, resolved: bool, gpus: int | None, gpu: str) -> None:
     """Check a config without running it: no GPU, no network, no torch.
 
-    Every error at once, missing files and folders too; else a line for each section and ok.
+    Every error at once, missing files and folders too; else a line for each section and ok. With --gpus a rank of each
+    stage also runs its step as `dryrun` does: that kernels take its shapes, and that it fits in memory.
     """
     from automodel_cli.config.bundled import conf_dir, display
 
     untrusted: list[Need] = []
-    composed, recipe = common.load(conf, overrides, trust, untrusted=untrusted)
+    load = common.load if gpus is None else common.load_recipe
+    composed, recipe = load(conf, overrides, trust, untrusted=untrusted)
     _refuse_missing(composed, recipe)
     if resolved:
         click.echo(composed.to_yaml(), nl=False)
@@ -38,12 +42,23 @@ def check(conf: str, overrides: tuple[str, ...], trust: Trust, resolved: bool) -
         label = "recipe" if key == "_target_" else key
         click.echo(f"{click.style(label.ljust(width), bold=True)}  {_clip(_line(value), limit)}")
     common.say_untrusted(composed, untrusted, width)
+    if gpus is not None:
+        found = _dry_run(composed, recipe, trust, gpus, gpu)
+        click.echo(f"{click.style('dry run'.ljust(width), bold=True)}  {found}")
     homes = (composed.path.parent, conf_dir())
     chain = [display(path) for path in reversed(composed.files) if path.parent in homes]
     groups = len(composed.files) - len(chain)
     files = " < ".join(chain) + (f" and {groups} group files" if groups else "")
     more = f", {len(overrides)} from the command line" if overrides else ""
     click.echo(f"{click.style('ok'.ljust(width), fg='green', bold=True)}  {files}{more}")
+
+
+def _dry_run(composed: Composed, recipe: ConfigRoot, trust: Trust, gpus: int, gpu: str) -> str:
+    """What it found. Raises ConfigError for a step that does not fit or is refused, RunError for one that fails."""
+    gpus = common.gpus_to_train_on(recipe, gpus)
+    from automodel_cli.dryrun.command import check_step
+
+    return check_step(recipe, common.dry_run_request(composed, trust, gpus, gpu=gpu))
 
 
 def _refuse_missing(composed: Composed, recipe: ConfigRoot) -> None:

@@ -21,9 +21,12 @@ from automodel_cli.launch.placement import detect
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
+    from automodel_cli.dryrun.request import Request
     from automodel_cli.run.config_root import ConfigRoot
     from automodel_cli.run.recipe import Recipe
 
+GPUS = ("h100", "h200", "b200", "a100", "l40s")
+"""That a dry run knows (`dryrun/gpus.py`)."""
 _PACKAGES = "automodel.trust-package"
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -127,6 +130,14 @@ def gpus_to_train_on(recipe: ConfigRoot, num_gpus: int) -> int:
         where = "on the GPUs that train, in turns" if servers.colocated else f"on {servers.own_gpus} of {num_gpus} GPUs"
         click.echo(f"generation: {size}, {where}; the rest is of the {train_on} GPUs that train\n")
     return train_on
+
+
+def dry_run_request(composed: Composed, trust: Trust, num_gpus: int, **options: Any) -> Request:
+    """What a dry run of this config is asked; `options` as `Request` has them."""
+    from automodel_cli.dryrun.request import Request
+
+    words = {"trust_words": tuple(trust.words), "trust_packages": trust.packages}
+    return Request(str(composed.path), composed.overrides, num_gpus, **words, **options)  # type: ignore[arg-type]
 
 
 def run_folder(name: str, *fetched: Literal["checkpoint", "export"]) -> Path:

@@ -10,7 +10,6 @@ from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Need, Trust
 
-_GPUS = ("h100", "h200", "b200", "a100", "l40s")
 _ALL = "all-distinct"
 _file = click.Path(path_type=Path, dir_okay=False)
 _gigabytes = click.FloatRange(min=0, min_open=True)
@@ -21,7 +20,7 @@ _gigabytes = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--rank", default="0", show_default=True, metavar=f"R|{_ALL}", help="Whose step: one rank, or each stage's."
 )
-@click.option("--gpu", default="h100", show_default=True, type=click.Choice(_GPUS), help="Which GPU.")
+@click.option("--gpu", default="h100", show_default=True, type=click.Choice(common.GPUS), help="Which GPU.")
 @click.option("--json", "json_file", type=_file, help="Write the figures here.")
 @click.option("--svg", type=_file, help="Write the pipeline's timeline here.")
 @click.option(
@@ -70,20 +69,9 @@ def dryrun(
     gpus = common.gpus_to_train_on(recipe, gpus)
     number = None if rank == _ALL else _number(rank, gpus)
     from automodel_cli.dryrun.command import dry_run
-    from automodel_cli.dryrun.request import Request
 
-    request = Request(
-        str(composed.path),
-        composed.overrides,
-        gpus,
-        number or 0,
-        network=network_gbs * 1e9,
-        node=node_gbs and node_gbs * 1e9,
-        host=host_gbs and host_gbs * 1e9,
-        trust_words=tuple(trust.words),
-        trust_packages=trust.packages,
-        **options,  # type: ignore[arg-type]
-    )
+    links = {"network": network_gbs * 1e9, "node": node_gbs and node_gbs * 1e9, "host": host_gbs and host_gbs * 1e9}
+    request = common.dry_run_request(composed, trust, gpus, rank=number or 0, **links, **options)
     return dry_run(recipe, request, every=number is None, changes=changes, json_file=json_file, svg=svg)
 
 

@@ -45,14 +45,6 @@ def plan(
     trace = None
     if traced:
         from automodel_cli.dryrun.command import traced_memory
-        from automodel_cli.dryrun.request import Request
 
-        request = Request(
-            str(composed.path),
-            composed.overrides,
-            gpus,
-            trust_words=tuple(trust.words),
-            trust_packages=trust.packages,
-        )
-        trace = partial(traced_memory, recipe, request)
+        trace = partial(traced_memory, recipe, common.dry_run_request(composed, trust, gpus))
     return print_plan(recipe, composed, num_gpus=gpus, memory_gib=memory_gib, svg=svg, trace=trace)

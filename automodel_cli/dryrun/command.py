@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -64,6 +65,19 @@ def traced_memory(recipe: Any, request: Request) -> list[Traced]:
         Traced(rank // per_stage, trace_rank(replace(request, rank=rank)).peak_by_kind)
         for rank in distinct_ranks(layout)
     ]
+
+
+def check_step(recipe: Any, request: Request) -> str:
+    """For `automodel check --gpus`: what a step of every stage's rank takes. Raises ConfigError where it does not fit,
+    and as `measure` does."""
+    found = measure(request, distinct_ranks(_layout(recipe, request.num_gpus)))
+    if found.fits:
+        return f"the step of every stage runs, and fits: {report.memory(found)}; {report.rate(found)}"
+    command = f"automodel dryrun -c {request.conf} --gpus {request.num_gpus} --rank all-distinct --gpu {request.gpu}"
+    raise ConfigError(
+        f"the step of rank {found.heaviest.rank} does not fit: {report.memory(found)}",
+        fix=" ".join((command, *map(shlex.quote, request.overrides))) + " tries what would make it fit",
+    )
 
 
 def _whose_steps(every: bool) -> Callable[[Layout, int], tuple[int, ...]]:

@@ -75,15 +75,24 @@ def _kernels(lines: Sequence[Line], whole: float) -> list[str]:
     ]
 
 
+def memory(found: Estimate) -> str:
+    """What the heaviest rank holds of what there is."""
+    peak, gpu = found.heaviest.peak / GIB, found.gpu
+    return f"{peak:.1f} GiB and {RESERVE_GIB:g} set aside, of {gpu.memory_gib:g} ({gpu.name})"
+
+
+def rate(found: Estimate) -> str:
+    """How fast a step would be."""
+    mfu = "unknown (the model's FLOPs are not counted)" if found.mfu is None else f"{found.mfu:.1%}"
+    tokens = f"{found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+    return f"step {found.step_seconds:.3g} s, {tokens}, MFU {mfu} (estimated, never calibrated)"
+
+
 def _step(found: Estimate) -> str:
     """What follows for the run."""
-    mfu = "unknown (the model's FLOPs are not counted)" if found.mfu is None else f"{found.mfu:.1%}"
-    peak, verdict = found.heaviest.peak / GIB, "fits" if found.fits else "does not fit"
-    rate = f"{found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {mfu} (estimated, never calibrated)"
-    memory = f"{peak:.1f} GiB and {RESERVE_GIB:g} set aside, of {found.gpu.memory_gib:g} ({found.gpu.name})"
     lines = [
-        f"step {found.step_seconds:.3g} s, {rate}; kernels alone would allow {found.utilisation_bound:.0%}",
-        f"{verdict}: {memory}",
+        f"{rate(found)}; kernels alone would allow {found.utilisation_bound:.0%}",
+        f"{'fits' if found.fits else 'does not fit'}: {memory(found)}",
     ]
     if found.timeline is not None:
         lines.append(

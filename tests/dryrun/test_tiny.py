@@ -96,6 +96,21 @@ def test_a_traced_plan_shows_the_peak_of_the_dry_run_in_place_of_its_estimate(tm
     assert "set aside, of 79.1 GiB" in shown.stdout
 
 
+def test_a_check_with_gpus_says_that_the_step_fits_or_what_it_would_hold(tmp_path: Path) -> None:
+    """A vocabulary of 30 million rows of 64: 3.8 billion numbers, in float32 with two moments and gradients 57 GiB."""
+    command = ("check", "-c", "llama3_8b_tp2cp2_tiny", "--gpus", "1", *_PLAIN)
+    fits = automodel(tmp_path, *command)
+    assert fits.returncode == 0 and fits.stdout.splitlines()[-1].startswith("ok ")
+    (line,) = [line for line in fits.stdout.splitlines() if line.startswith("dry run")]
+    held = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN).peak / 2**30
+    assert f"runs, and fits: {held:.1f} GiB and {RESERVE_GIB:g} set aside, of 79.1" in line
+    large = "model.config.vocab_size=30000000"
+    found = automodel(tmp_path, *command, large, "--gpu", "l40s")
+    assert found.returncode == 2 and "ok " not in found.stdout
+    assert "ConfigError: the step of rank 0 does not fit: " in found.stderr and "of 44.5 (NVIDIA L40S)" in found.stderr
+    assert "--gpus 1 --rank all-distinct --gpu l40s " in found.stderr and large in found.stderr
+
+
 def test_a_dense_step_waits_for_the_device_only_in_the_head_and_once_to_refuse_what_is_not_finite() -> None:
     found = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN)
     lines = {line.what.split(" at ")[0]: line.count for line in found.syncs}
