@@ -53,19 +53,27 @@ class AllToAll:
         return (result_TKD * weight_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Arriving:
     """An exchange of rows that is under way. Called, it waits (on CUDA the device's current stream does) and returns
     `rows`, which nobody reads before. Work without an order with it may be launched in between."""
 
     rows: Tensor
-    sent: Tensor  # the library may still read it
-    work: Any  # `dist.Work`, or None where nothing travels
+    sent: Tensor | None
+    """Kept, for the library still reads it."""
+    work: Any
+    """`dist.Work`, or None where nothing travels any more."""
 
     def __call__(self) -> Tensor:
         if self.work is not None:
             self.work.wait()
+            self.sent = self.work = None
         return self.rows
+
+    def __del__(self) -> None:
+        """Where nobody asked for the rows (a repeated layer ends as soon as it has what backward needs), the allocator
+        must not give their memory away while they are written."""
+        self()
 
 
 @dataclass(frozen=True)

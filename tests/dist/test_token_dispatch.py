@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
 from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.distributed.token_dispatch import AllToAll
+from automodel_cli.distributed.token_dispatch import AllToAll, exchange
 from tests.dist import deep_ep_stand_in
 from tests.dist.harness import launch, launch_all
 
@@ -58,6 +59,19 @@ def _dispatched(rank, world, backend, crowded):
 @pytest.mark.parametrize("backend", [AllToAll, DeepEP])
 def test_result_and_gradients_are_those_of_the_plain_sum(backend, crowded):
     assert launch_all(_dispatched, 3, backend, crowded) == [[True] * 4] * 3
+
+
+def _dropped(rank, world):
+    """Whether an exchange has ended when the last reference to it has gone. The second rank is late."""
+    time.sleep(0.5 * rank)
+    arriving = exchange(torch.full((2, 3), float(rank)), [1, 1], [1, 1], dist.group.WORLD)
+    rows, work = arriving.rows, arriving.work
+    del arriving
+    return work.is_completed(), rows[:, 0].tolist()
+
+
+def test_an_exchange_that_nobody_asks_for_is_over_before_its_memory_is_free():
+    assert launch_all(_dropped, 2) == [(True, [0.0, 1.0])] * 2
 
 
 def _refuses_float32(rank, world):
