@@ -6,11 +6,12 @@ the flattened B*T tokens; without it every row is one document. Where documents 
 it before itself. Causal always. Serves grouped KV heads, sliding windows, logit soft caps, attention sinks and value
 heads of another width (latent attention).
 
-Paths: on CPU torch's flash kernel, documents of similar length together; on CUDA in bf16 or fp16 the variable-length
-flash kernel over the whole batch; what that refuses (soft caps, fp32, head widths) by FlexAttention over the whole
-batch; what that refuses, and soft caps on a CPU, as dense softmax of documents of similar length, with a warning that
-says what it costs. Under context parallelism the queries are this rank's, and keys and values are gathered first. The
-CUDA paths have NEVER been run on a GPU: only operator signatures were checked. Run tests/gpu before relying on them.
+Paths: on CPU torch's flash kernel, short rows as they lie, else documents of similar length together; on CUDA in bf16
+or fp16 the variable-length flash kernel over the whole batch; what that refuses (soft caps, fp32, head widths) by
+FlexAttention over the whole batch; what that refuses, and soft caps on a CPU, as dense softmax of documents of similar
+length, with a warning that says what it costs. Under context parallelism the queries are this rank's, and keys and
+values are gathered first. The CUDA paths have NEVER been run on a GPU: only operator signatures were checked. Run
+tests/gpu before relying on them.
 
 Shapes: B rows, T tokens, H query heads, K kv heads, D head width, V value width, N = B*T tokens, M
 keys.
@@ -109,7 +110,12 @@ def packed_attention(
     if why_dense:
         _say_that_it_is_dense(why_dense, functools.partial(_cost, query_BHTD, setting, documents, context))
     if documents is not None and documents.are_rows(rows):
-        return _whole_rows(_kernel(s_aux, setting), query_BHTD, key_BKTD, value_BKTV, sliding_window), None
+        mask = kernels.visible_mask(length, (length,), (0,), sliding_window, query_BHTD.dtype, query_BHTD.device)
+        return _in_rows(_kernel(s_aux, setting), query_BHTD, key_BKTD, value_BKTV, mask), None
+    if documents is not None and way == "flash":
+        mask = segments.row_mask(documents, length, sliding_window, query_BHTD.dtype, query_BHTD.device)
+        if mask is not None:
+            return _in_rows(_kernel(s_aux, setting), query_BHTD, key_BKTD, value_BKTV, mask), None
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
     if context is not None and context.group.ring:
         out_NHV = ring_attention(q_NHD, k_MKD, v_MKV, s_aux, context, setting)
@@ -183,14 +189,13 @@ def _seen(cu_seq_lens_k: Tensor | None, max_length_k: int | None, key_index: Ten
     return SeenKeys(key_index, cu_seq_lens_k, max_length_k)
 
 
-def _whole_rows(
-    kernel: segments.Kernel, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTV: Tensor, window: int | None
+def _in_rows(
+    kernel: segments.Kernel, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTV: Tensor, mask: Tensor | None
 ) -> Tensor:
-    heads, length = query_BHTD.shape[1:3]
-    mask = kernels.visible_mask(length, (length,), (0,), window, query_BHTD.dtype, query_BHTD.device)
-    return kernel(
-        query_BHTD, kernels.per_query_head(key_BKTD, heads), kernels.per_query_head(value_BKTV, heads), mask
-    ).transpose(1, 2)
+    """`out_BTHV` of rows as they lie; causal where `mask` is None."""
+    heads = query_BHTD.shape[1]
+    key_BHTD, value_BHTV = kernels.per_query_head(key_BKTD, heads), kernels.per_query_head(value_BKTV, heads)
+    return kernel(query_BHTD, key_BHTD, value_BHTV, mask).transpose(1, 2)
 
 
 def _gather(key_NKD: Tensor, value_NKV: Tensor, context: Context) -> tuple[Tensor, Tensor]:

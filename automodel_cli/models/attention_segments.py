@@ -1,4 +1,5 @@
-"""Which queries meet which keys: a microbatch as segments, and segments of similar size in one kernel call.
+"""Which queries meet which keys: a microbatch as segments, and segments of similar size in one kernel call, or, where
+rows are short, rows as they are under a mask.
 
 A whole packed row is one segment a document; where documents share a prefix, its keys stand before those of each, so
 that attention is still causal and aligned at its end. On a rank of context parallelism it is one segment for each
@@ -16,13 +17,15 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_cli.data.batch import Run, SeenKeys, seen_index
+from automodel_cli.data.batch import NO_RUN, Run, SeenKeys, seen_index
 from automodel_cli.models.attention_kernels import VarlenPlan, picked, visible_mask
 from automodel_cli.models.context import Context
 
+_SHORT_ROW = 192  # tokens: a mask over more costs more on a CPU than putting documents together
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query_GHSD, key_GHUD, value_GHUV, additive mask or None for plain causal) -> out_GHSV"""
 
@@ -145,6 +148,34 @@ def run(
         parts.append(kernel(q, k, v, group.mask(window, q.dtype)).transpose(1, 2).flatten(0, 1))
     # drop the padding, and put the queries back in the order of the rows: [N, H, V]
     return torch.cat(parts).index_select(0, back_N)
+
+
+@functools.lru_cache(maxsize=4)  # a layer with a window and one without, of two microbatches: masks take room
+def row_mask(
+    documents: Documents, length: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Additive `[B, 1, T, T]`, 0 where a query sees a key of its row and -inf elsewhere: a kernel then takes rows as
+    they lie, and nothing is copied together. None where rows of `length` tokens are too long for that, and where a
+    document has its prefix in another row.
+    """
+    starts = documents.bounds[:-1]
+    prefixes = documents.prefixes or (NO_RUN,) * len(starts)
+    elsewhere = (
+        ahead and first // length != start // length for start, (first, ahead) in zip(starts, prefixes, strict=True)
+    )
+    if length > _SHORT_ROW or any(elsewhere):
+        return None
+    # Of a query at each position of its document, the keys by theirs: those of a prefix count before its own.
+    sees = np.tri(length, dtype=bool)
+    if window is not None:
+        sees &= ~np.tri(length, k=-window, dtype=bool)
+    table = np.where(sees, np.float32(0), np.float32(-np.inf))
+    mask_NT = np.full((documents.bounds[-1], length), -np.inf, np.float32)
+    for (start, end), (first, ahead) in zip(itertools.pairwise(documents.bounds), prefixes, strict=True):
+        at, stop = start % length, ahead + end - start
+        mask_NT[start:end, at : at + end - start] = table[ahead:stop, ahead:stop]
+        mask_NT[start:end, first % length : first % length + ahead] = table[ahead:stop, :ahead]
+    return torch.from_numpy(mask_NT).view(-1, 1, length, length).to(device, dtype)
 
 
 @functools.lru_cache(maxsize=16)

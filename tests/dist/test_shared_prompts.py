@@ -168,6 +168,19 @@ def test_so_does_megatron_fsdp(folder):
     assert errors.within(TOLERANCE), errors
 
 
+def same_update_put_together(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Row]]) -> list[Errors]:
+    """As rows that are too long for a mask are computed."""
+    attention_segments._SHORT_ROW = 0
+    return same_update(rank, world, folder, cases)
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_so_do_documents_that_are_put_together_as_those_of_long_rows_are(folder, world):
+    cases = CASES[world][:4]
+    for case, errors in zip(cases, launch(same_update_put_together, world, folder, cases), strict=True):
+        assert errors.within(TOLERANCE), f"{case}: {errors}"
+
+
 def one_token_ahead(rank: int, world: int, folder: Path) -> Errors:
     """Responses that begin at the last token of the prefix, not behind it: their keys are seen one token late."""
     whole = attention_segments.of_documents
@@ -176,11 +189,24 @@ def one_token_ahead(rank: int, world: int, folder: Path) -> Errors:
         return tuple(s._replace(ahead=max(0, s.ahead - 1)) for s in whole(documents))
 
     attention_segments.of_documents = early
+    return same_update_put_together(rank, world, folder, [("llama", row())])[0]
+
+
+def first_token_unseen(rank: int, world: int, folder: Path) -> Errors:
+    """Rows in which responses see their prefix without its first token."""
+    whole = attention_segments.row_mask
+
+    def late(documents, *arguments):
+        prefixes = tuple((first + 1, length - 1) if length else (first, length) for first, length in documents.prefixes)
+        return whole(documents._replace(prefixes=prefixes), *arguments)
+
+    attention_segments.row_mask = late
     return same_update(rank, world, folder, [("llama", row())])[0]
 
 
-def test_sabotage_is_noticed(folder):
-    assert launch(one_token_ahead, 1, folder).gradient > 1e-3
+@pytest.mark.parametrize("sabotage", [one_token_ahead, first_token_unseen])
+def test_sabotage_is_noticed(folder, sabotage):
+    assert launch(sabotage, 1, folder).gradient > 1e-3
 
 
 RUN = """

@@ -42,18 +42,25 @@ def whole_documents(tensors: list[Tensor], sink: Tensor | None, window: int | No
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("short_row", [192, 0])
 @pytest.mark.parametrize(
     ("kernel", "window", "cap", "sinks", "tolerance"),
     [
         ("auto", None, None, False, 1e-12),
+        ("auto", None, None, True, 5e-6),
         ("auto", 9, None, False, 1e-12),
         ("auto", 9, None, True, 5e-6),  # sinks, and scores of the dense definition, are float32
         ("auto", 30, 5.0, True, 5e-6),
         ("flex", 9, 5.0, True, 5e-6),
     ],
 )
-def test_a_document_and_the_prefix_that_it_shares_are_that_document_whole(kernel, window, cap, sinks, tolerance):
-    """Outputs, and gradients of queries, keys, values and sinks: those of the prefix come from all of its documents."""
+def test_a_document_and_the_prefix_that_it_shares_are_that_document_whole(
+    kernel, window, cap, sinks, tolerance, short_row, monkeypatch
+):
+    """Outputs, and gradients of queries, keys, values and sinks: those of the prefix come from all of its documents,
+    where rows are taken as they lie and where documents are put together."""
+    monkeypatch.setattr(segments, "_SHORT_ROW", short_row)
+    segments.row_mask.cache_clear()
     attention_choice.choose(kernel, CPU)
     try:
         tensors = leaves() if sinks else leaves()[:3]
@@ -72,6 +79,35 @@ def test_a_document_and_the_prefix_that_it_shares_are_that_document_whole(kernel
     grads, wanted = (torch.autograd.grad((x * weights).sum(), tensors) for x in (got.flatten(0, 1), want))
     for ours, theirs in zip(grads, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+def test_the_mask_of_short_rows_shows_each_document_and_its_prefix_through_the_window(window):
+    """Token by token, by the definition."""
+    mask_B1TT = segments.row_mask(segments.Documents(BOUNDS, PREFIXES), TOKENS, window, torch.float32, CPU)
+    assert mask_B1TT is not None
+    sees = torch.zeros(ROWS, 1, TOKENS, TOKENS, dtype=torch.bool)
+    for (start, end), (first, length) in zip(pairwise(BOUNDS), PREFIXES, strict=True):
+        document = [*range(first, first + length), *range(start, end)]
+        for place in range(length, len(document)):
+            for key in document[max(0, place - window + 1) if window else 0 : place + 1]:
+                sees[document[place] // TOKENS, 0, document[place] % TOKENS, key % TOKENS] = True
+    assert torch.equal(mask_B1TT, torch.zeros(sees.shape).masked_fill(~sees, -torch.inf))
+
+
+def test_long_rows_and_prefixes_in_another_row_have_no_mask():
+    long, half = segments.Documents((0, 100, 193)), segments.Documents((0, 40, 80), (NONE, (0, 40)))
+    assert segments.row_mask(long, 193, None, torch.float32, CPU) is None
+    assert segments.row_mask(half, 40, None, torch.float32, CPU) is None
+    got, _ = packed_attention(
+        *(torch.nn.Module(), *leaves()[:3], None, 0.4, 0.0, None, None, None, torch.tensor([0, 40, 80])),
+        cu_seq_lens_k=torch.tensor([0, 40, 120]),
+        max_length_k=80,
+        key_index=SeenKeys.of(half.bounds, half.prefixes).index_M,
+    )
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in leaves()[:3])
+    want = alone(query, key, value, None, None, None, 0.4)  # the second row goes on where the first ends
+    torch.testing.assert_close(got.flatten(0, 1), want, rtol=0, atol=1e-12)
 
 
 def test_one_variable_length_call_on_cuda_gets_the_keys_of_each_document_after_its_prefix():
