@@ -173,9 +173,8 @@ class ModelConfig:
         `--trust remote-code`.
     tokenizer: None takes the one beside the weights; else a hub id, a folder, or a tokenizer node.
     transformer_engine: attention, linear layers and norms by Transformer Engine; None: torch's.
-    head_chunk_size: tokens whose logits exist at once; None chooses so that one chunk of fp32 logits stays near 24
-    MiB on
-        CPU (its cache) and 512 MiB elsewhere.
+    head_chunk_size: tokens whose logits exist at once; None chooses so that one chunk of fp32 logits stays in the
+        caches of a CPU (1 MiB for each thread, up to 24 MiB for 256 tokens) and near 512 MiB elsewhere.
     """
 
     pretrained: str | None = None

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _CHUNK_BYTES_CPU = 24 * 2**20  # of fp32 logits: what stays in the last-level cache
+_CHUNK_BYTES_CORE = 2**20  # of each thread: what stays in the cache of its core
+_CHUNK_TOKENS_CPU = 256  # products with fewer rows are slower than reading logits from further away
 _CHUNK_BYTES_DEVICE = 512 * 2**20
 _CHUNK_BYTES_KERNELS = 1024 * 2**20  # of logits in the compute dtype: as much memory as the other way's copies take
 _PROBE_VOCAB = 64
@@ -138,9 +140,13 @@ class Head:
 
 
 def default_chunk_size(vocab: int, device: torch.device) -> int:
-    """Tokens per chunk, so that fp32 logits of one chunk fit the cache (CPU) or a modest share of memory."""
-    budget = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES_DEVICE
-    return max(16, budget // (4 * vocab))
+    """Tokens per chunk, so that fp32 logits of one chunk fit the cache (CPU; that of the cores where these are tokens
+    enough for products) or a modest share of memory."""
+    if device.type != "cpu":
+        return max(16, _CHUNK_BYTES_DEVICE // (4 * vocab))
+    most = max(16, _CHUNK_BYTES_CPU // (4 * vocab))
+    of_cores = torch.get_num_threads() * _CHUNK_BYTES_CORE // (4 * vocab)
+    return min(most, max(_CHUNK_TOKENS_CPU, of_cores))
 
 
 def kernel_chunk_size(vocab: int, dtype: torch.dtype) -> int:

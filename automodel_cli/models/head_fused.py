@@ -77,13 +77,17 @@ class Settings:
             return z_sV.div_(self.kind.value).tanh_().mul_(self.kind.value)
         return z_sV
 
-    def shaped(self, z_sV: Tensor, labels_s: Tensor) -> Tensor:
-        """The logits of the distribution that tokens were drawn from; `z_sV` itself where that is the model's own."""
+    def shaped(self, z_sV: Tensor, labels_s: Tensor, *, overwrite: bool = False) -> Tensor:
+        """The logits of the distribution that tokens were drawn from; `z_sV` itself where that is the model's own.
+
+        `overwrite`: nobody reads `z_sV` afterwards but for the slope of a soft cap."""
         if self.shaping is None:
             return z_sV
-        if not self.shaping.filters:
-            return self.shaping(z_sV, labels_s)
-        return self.vocabulary.own(self.shaping(self.vocabulary.gather(z_sV), labels_s))
+        if self.shaping.filters:
+            return self.vocabulary.own(self.shaping(self.vocabulary.gather(z_sV), labels_s))
+        if overwrite and self.kind.name != "softcap":
+            return z_sV.div_(self.shaping.temperature)
+        return self.shaping(z_sV, labels_s)
 
 
 class Scores(NamedTuple):
@@ -162,7 +166,7 @@ class _FusedScores(torch.autograd.Function):
                 found = _statistics_by_kernel(F.linear(hidden[part], weight), ids[part], settings)
             else:
                 z = settings.logits(hidden[part], weight)
-                drawn_from = settings.shaped(z, ids[part, 0])
+                drawn_from = settings.shaped(z, ids[part, 0], overwrite=True)
                 if topk is not None and topk_ids is not None:
                     topk[part], topk_ids[part] = vocabulary.topk(drawn_from, settings.topk)
                 found = vocabulary.statistics(
@@ -211,7 +215,7 @@ class _FusedScores(torch.autograd.Function):
                     grads.add_by_kernel(chunk, F.linear(hidden[part], weight), lse[part])
                     continue
                 z = settings.logits(hidden[part], weight)
-                grads.add(chunk, z, settings.shaped(z, ids[part, 0]), lse[part])
+                grads.add(chunk, z, settings.shaped(z, ids[part, 0], overwrite=True), lse[part])
                 del z
             grad_hidden, grad_weight = grads.hidden, grads.weight
             if place is not None:
@@ -273,16 +277,16 @@ class _Gradients:
         return self._sum
 
     def add(self, chunk: _Chunk, z_sV: Tensor, drawn_from_sV: Tensor, lse_s: Tensor) -> None:
-        """One chunk: logits z, and the shaped ones (overwritten; may be z) with their log-sum-exp."""
-        kind, shaping = self._settings.kind, self._settings.shaping
+        """One chunk: logits z (read under a soft cap alone), and the shaped ones (overwritten; may be z) with their
+        log-sum-exp."""
+        kind, multiplier = self._settings.kind, self._settings.multiplier
         slope_sV = (z_sV / kind.value).square_().neg_().add_(1) if kind.name == "softcap" else None
+        if multiplier != 1:  # the gradient is a multiple of those that come in, which are fewer than logits
+            of_entropy_s = None if chunk.grad_entropy_s is None else chunk.grad_entropy_s * multiplier
+            chunk = chunk._replace(grad_sN=chunk.grad_sN * multiplier, grad_entropy_s=of_entropy_s)
         dz_sV = self._of_logits(chunk, drawn_from_sV.sub_(lse_s[:, None]))
         if slope_sV is not None:
             dz_sV.mul_(slope_sV)
-        elif kind.name == "scale":
-            dz_sV.mul_(kind.value)
-        if shaping is not None and shaping.temperature != 1:
-            dz_sV.mul_(1 / shaping.temperature)
         self._multiply(chunk.part, dz_sV.to(self._hidden.dtype))
 
     def add_by_kernel(self, chunk: _Chunk, product_sV: Tensor, lse_s: Tensor) -> None:

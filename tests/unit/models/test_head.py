@@ -13,7 +13,7 @@ from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.added import add_product_
 from automodel_cli.models import head as head_module
-from automodel_cli.models.head import Head, HeadKind, classify, detect_head, head_logits
+from automodel_cli.models.head import Head, HeadKind, classify, default_chunk_size, detect_head, head_logits
 from automodel_cli.models.head_fused import Settings, fused_scores
 from automodel_cli.parity.reference import output_of
 from automodel_cli.rollout.sampling import Shaping
@@ -134,8 +134,8 @@ def test_every_field_and_its_gradients_are_those_of_whole_logits(kind: HeadKind 
 
 
 @pytest.mark.parametrize("shaping", [Shaping(temperature=0.7), Shaping(temperature=1.3, top_k=20, top_p=0.9)])
-@pytest.mark.parametrize("kind", [KINDS[2], None], ids=["softcap", "generic"])
-def test_entropy_and_its_gradient_are_those_of_the_distribution_that_was_drawn_from(kind, shaping: Shaping):
+@pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: kind.name if kind else "generic")
+def test_entropies_log_probs_and_gradients_are_those_of_the_distribution_that_was_drawn_from(kind, shaping: Shaping):
     head, hidden_BTD, labels_BT, _ = _case(kind)
     head.shaping = shaping
     got = head(hidden_BTD.requires_grad_(), labels_BT, HeadRequest(entropy=True))
@@ -147,12 +147,47 @@ def test_entropy_and_its_gradient_are_those_of_the_distribution_that_was_drawn_f
     probs = shaped.softmax(-1)
     entropy_S = torch.special.entr(probs).sum(-1)
     assert (got.entropy_BT.flatten()[index] - entropy_S).abs().max() < 1e-5
-    incoming_S = torch.linspace(-1, 1, len(index))
-    (ours,) = torch.autograd.grad((got.entropy_BT.flatten()[index] * incoming_S).sum(), hidden_BTD)
     logp = shaped.log_softmax(-1)
+    picked_S = logp.gather(1, labels_BT.flatten()[index, None])[:, 0]
+    assert (got.logprobs_BT.flatten()[index] - picked_S).abs().max() < 1e-5
     again_S = -(probs * logp.masked_fill(logp.isinf(), 0)).sum(-1)
-    (theirs,) = torch.autograd.grad((again_S * incoming_S).sum(), hidden_64)
-    assert (ours.flatten(0, 1)[index] - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    incoming_S = torch.linspace(-1, 1, len(index))
+    for of_entropy, of_logprob in ((1, 0), (0, 1), (1, -0.5)):
+        (ours,) = torch.autograd.grad(
+            (got.entropy_BT.flatten()[index] * incoming_S * of_entropy).sum()
+            + (got.logprobs_BT.flatten()[index] * incoming_S * of_logprob).sum(),
+            hidden_BTD,
+            retain_graph=True,
+        )
+        total = (again_S * incoming_S * of_entropy).sum() + (picked_S * incoming_S * of_logprob).sum()
+        (theirs,) = torch.autograd.grad(total, hidden_64, retain_graph=True)
+        assert (ours.flatten(0, 1)[index] - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_without_entropies_too_and_for_equal_gradients(kind: HeadKind):
+    """What forward then keeps for its backward."""
+    head, hidden_BTD, labels_BT, _ = _case(kind)
+    head.shaping = Shaping(temperature=0.7)
+    index = (labels_BT != IGNORE_INDEX).flatten().nonzero()[:, 0]
+    leaves = (hidden_BTD.requires_grad_(), head.model.lm_head.weight)
+    wanted = tuple(leaf.detach().double().requires_grad_() for leaf in leaves)
+    logits = head.shaping(_final(wanted[0].flatten(0, 1)[index] @ wanted[1].t(), kind).float())
+    want = torch.autograd.grad(logprobs_of(logits, labels_BT.flatten()[index]).sum() * -0.3, wanted)
+    got = torch.autograd.grad(head(hidden_BTD, labels_BT).logprobs_BT.sum() * -0.3, leaves)
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+def test_chunks_of_a_cpu_stay_in_the_caches_of_its_cores_and_are_long_enough_for_products():
+    cpu, before = torch.device("cpu"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert [default_chunk_size(vocab, cpu) for vocab in (256, 8_192, 131_072)] == [1024, 256, 48]
+        torch.set_num_threads(2)
+        assert default_chunk_size(256, cpu) == 2048
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_entropy_of_confident_and_of_flat_logits_is_exact_to_float32():
