@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -41,25 +42,26 @@ class Mesh:
     ep_group: dist.ProcessGroup | None = None
     """The ranks of `ep`, for tokens only: on a communicator of their own they do not queue behind parameters."""
 
-    @property
+    # Cached: torch makes a new object for each question, in 0.14 ms.
+    @cached_property
     def ep(self) -> DeviceMesh | None:
         """Who holds the other experts of a layer."""
         return None if self.expert is None else self.expert["ep"]
 
-    @property
+    @cached_property
     def ep_shard(self) -> DeviceMesh | None:
         """Who holds shards of the same experts."""
         return None if self.expert is None else self.expert["ep_shard"]
 
-    @property
+    @cached_property
     def pp(self) -> DeviceMesh:
         return self.root["pp"]
 
-    @property
+    @cached_property
     def cp(self) -> DeviceMesh:
         return self.root["cp"]
 
-    @property
+    @cached_property
     def tp(self) -> DeviceMesh:
         return self.root["tp"]
 
