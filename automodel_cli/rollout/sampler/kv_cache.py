@@ -18,6 +18,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,14 +41,20 @@ class Prefill:
 
     def __init__(self, lengths: Sequence[int], slots: Sequence[Sequence[int]], device: torch.device):
         self.lengths, self.slots = lengths, slots
-        bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-        self.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.bounds = [0, *itertools.accumulate(lengths)]
+        self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
         self.max_length = max(lengths)
-        spans = [torch.arange(length) for length in lengths]
-        copies = [(i, slot) for i, of_prompt in enumerate(slots) for slot in of_prompt]
-        self.source_M = torch.cat([spans[i] + bounds[i] for i, _ in copies]).to(device)
-        self.slot_M = torch.cat([torch.full_like(spans[i], slot) for i, slot in copies]).to(device)
-        self.position_M = torch.cat([spans[i] for i, _ in copies]).to(device)
+
+    @cached_property
+    def copies_3M(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each token that a slot gets: where it is in the row, the slot, and its position there."""
+        spans = [torch.arange(length) for length in self.lengths]
+        copies = [(i, slot) for i, of_prompt in enumerate(self.slots) for slot in of_prompt]
+        source_M = torch.cat([spans[i] + self.bounds[i] for i, _ in copies])
+        slot_M = torch.cat([torch.full_like(spans[i], slot) for i, slot in copies])
+        position_M = torch.cat([spans[i] for i, _ in copies])
+        device = self.cu_seqlens.device
+        return source_M.to(device), slot_M.to(device), position_M.to(device)
 
     def rows_of_slots(self) -> list[slice]:
         """Where the tokens of each slot's sequence are among those of this forward."""
@@ -161,9 +168,8 @@ class KVCache:
 
     def _store_prompts(self, call: _Call, key_1KTD: Tensor, value_1KTV: Tensor, forward: Prefill) -> None:
         keys, values = self._room(call, key_1KTD, value_1KTV, forward.max_length)
-        target = (forward.slot_M, slice(None), forward.position_M)
-        keys[target] = key_1KTD[0].transpose(0, 1)[forward.source_M]
-        values[target] = value_1KTV[0].transpose(0, 1)[forward.source_M]
+        for stored, new in ((keys, key_1KTD), (values, value_1KTV)):
+            (_store_by_prompt if new.device.type == "cpu" else _store_at_once)(stored, new, forward)
 
     def _store_tokens(
         self, call: _Call, key_BK1D: Tensor, value_BK1V: Tensor, forward: Decode
@@ -189,6 +195,20 @@ class KVCache:
 
     def _zeros(self, like_BKTD: Tensor, length: int) -> Tensor:
         return like_BKTD.new_zeros(self.num_slots, like_BKTD.shape[1], length, like_BKTD.shape[3])
+
+
+def _store_at_once(stored: Tensor, new_1KTD: Tensor, forward: Prefill) -> None:
+    """The prompts of a row into their slots, in one launch of a kernel."""
+    source_M, slot_M, position_M = forward.copies_3M
+    stored[slot_M, :, position_M] = new_1KTD[0].transpose(0, 1)[source_M]
+
+
+def _store_by_prompt(stored: Tensor, new_1KTD: Tensor, forward: Prefill) -> None:
+    """The same in a copy for each prompt, of what lies together: less than half of a CPU's time."""
+    for (start, end), slots in zip(itertools.pairwise(forward.bounds), forward.slots, strict=True):
+        follow_one_another = slots[-1] - slots[0] == len(slots) - 1
+        where = slice(slots[0], slots[-1] + 1) if follow_one_another else list(slots)
+        stored[where, :, : end - start] = new_1KTD[:, :, start:end]
 
 
 def _decode(

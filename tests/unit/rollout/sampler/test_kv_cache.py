@@ -1,11 +1,11 @@
-"""Attention of one new token for each slot, against the definition in float64."""
+"""What a slot is given of a prompt, and attention of one new token for each slot, against the definition in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from automodel_cli.rollout.sampler.kv_cache import Decode, _decode
+from automodel_cli.rollout.sampler.kv_cache import Decode, Prefill, _decode, _store_at_once, _store_by_prompt
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,17 @@ def test_each_slot_sees_its_own_tokens_through_the_window(dtype, tolerance, grou
             k, v = (x[slot, head // groups, seen].double() for x in (keys, values))
             want = (k @ query[slot, head, 0].double() * 0.3).softmax(0) @ v
             assert (got[slot, 0, head].double() - want).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("store", [_store_at_once, _store_by_prompt])
+def test_every_slot_of_a_prompt_gets_its_tokens_and_no_other_is_touched(store):
+    """The last prompt waits in the slot behind all others, too."""
+    forward = Prefill([3, 1, 5], [[0, 1], [2], [3, 4, 9]], torch.device("cpu"))
+    new = torch.randn(1, 2, 9, 4)
+    stored = torch.zeros(10, 2, 7, 4)
+    store(stored, new, forward)
+    want = torch.zeros(10, 2, 7, 4)
+    for slot, start, length in ((0, 0, 3), (1, 0, 3), (2, 3, 1), (3, 4, 5), (4, 4, 5), (9, 4, 5)):
+        for position in range(length):
+            want[slot, :, position] = new[0, :, start + position]
+    assert torch.equal(stored, want)
