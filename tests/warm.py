@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -178,6 +179,7 @@ class _Forks:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
+        self._asking = threading.Lock()  # servers are started together, by threads
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         parent = os.getpid()
         if os.fork() == 0:
@@ -195,15 +197,22 @@ class _Forks:
         args, _, _, _, folder, environ = given[:6]
         streams, new_session = (given[6], given[9], given[11]), given[15]
         words = [os.fsdecode(arg) for arg in args]
+        more: list[str] = []
+        if words[0] == "env":  # as servers on the GPUs of the ranks are started
+            more = list(itertools.takewhile(lambda word: "=" in word, words[1:]))
+            words = words[1 + len(more) :]
         module = words[words.index("-m") + 1] if "-m" in words else ""
         is_script = len(words) > 1 and Path(words[1]).name in _SCRIPTS
-        if words[0] != sys.executable or not (module in _MODULES or is_script):
+        if words[:1] != [sys.executable] or not (module in _MODULES or is_script):
             return self._exec(*given)
         kind, arguments = (_MODULES[module], words[words.index("-m") + 2 :]) if module else ("script", words[1:])
-        pairs = [os.fsdecode(pair).split("=", 1) for pair in environ] if environ is not None else os.environ.items()
+        pairs = dict(os.environ)
+        if environ is not None:
+            pairs = dict(os.fsdecode(pair).split("=", 1) for pair in environ)
+        pairs |= dict(pair.split("=", 1) for pair in more)
         files = {target: fd if fd >= 0 else target for target, fd in enumerate(streams)}
         where = os.fsdecode(folder) if folder is not None else os.getcwd()
-        return self._request(files, new_session, (kind, arguments, where, dict(pairs)))
+        return self._request(files, new_session, (kind, arguments, where, pairs))
 
     def _spawnv_passfds(self, path: bytes, args: list[str], passfds: Sequence[int]) -> int:
         code = os.fsdecode(args[-1])
@@ -214,9 +223,10 @@ class _Forks:
 
     def _request(self, files: dict[int, int], new_session: bool, task: tuple[str, Any, str, dict[str, str]]) -> int:
         message = pickle.dumps((list(files), new_session, task))
-        socket.send_fds(self._socket, [len(message).to_bytes(4, "big")], list(files.values()))
-        self._socket.sendall(message)
-        pid = int.from_bytes(_read(self._socket, 4), "big")
+        with self._asking:
+            socket.send_fds(self._socket, [len(message).to_bytes(4, "big")], list(files.values()))
+            self._socket.sendall(message)
+            pid = int.from_bytes(_read(self._socket, 4), "big")
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] != str(os.getpid()):
             time.sleep(0.001)  # not adopted yet
         return pid

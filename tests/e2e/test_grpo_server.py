@@ -8,48 +8,49 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
 
 import pytest
+import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
+from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.servers.http import Server
 from automodel_cli.rollout.servers.process import ServerProcess
 from tests.e2e.command import automodel, curve, metrics
 from tests.e2e.test_grpo import TINY, samples_of, write_config
 from tests.e2e.test_grpo_turns import STOPS
 from tests.pages import undocumented_metrics
-from tests.unit.rollout.servers.test_http_servers import free_port
+from tests.unit.rollout.servers.test_http_servers import VLLMDouble, free_port
 
 FILES = "rollout.engine.transport=files"
 DOUBLE = """
 import sys, time
 sys.path.insert(0, {root!r})
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from automodel_cli.rollout.hf import HFEngine
-from tests.unit.rollout.servers.test_http_servers import VLLMDouble
+from tests.e2e.test_grpo_server import double
 print("the double starts", flush=True)
-torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{model!r}), dtype=torch.float32).eval()
-double = VLLMDouble(HFEngine(model, stop_token_ids={stops}, pad_token_id=0), {port})
-double.hooks["/v1/completions"] = lambda body: time.sleep({delay})
+double(port={port}).hooks["/v1/completions"] = lambda body: time.sleep({delay})
 time.sleep(600)
 """
 
 
-def double_at(folder: Path, port: int, *stops: int, delay: float = 0.0) -> list[str]:
-    """Its command; `stops` end a message besides the end-of-sequence token, `delay` seconds precede each answer."""
-    script = folder / "double.py"
-    model = yaml.safe_load(TINY.format(family="llama"))["model"]["config"]
+def double(*stops: int, port: int = 0) -> VLLMDouble:
+    """With the model of TINY, of weights of its own; `stops` end a message besides the end-of-sequence token."""
+    torch.set_num_threads(1)
+    config = AutoConfig.for_model(**yaml.safe_load(TINY.format(family="llama"))["model"]["config"])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     ends = [ByteTokenizer().build().eos_token_id, *stops]
-    root = str(Path(__file__).parents[2])
-    script.write_text(DOUBLE.format(root=root, port=port, model=model, stops=ends, delay=delay))
+    return VLLMDouble(HFEngine(model, stop_token_ids=ends, pad_token_id=0), port)
+
+
+def double_at(folder: Path, port: int, delay: float = 0.0) -> list[str]:
+    """The command of one; `delay` seconds precede each answer."""
+    script = folder / "double.py"
+    script.write_text(DOUBLE.format(root=str(Path(__file__).parents[2]), port=port, delay=delay))
     return [sys.executable, str(script)]
 
 
@@ -61,13 +62,28 @@ def answers(url: str) -> bool:
     return True
 
 
+HEALTHY = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+    def log_message(self, *args):
+        pass
+print("it starts", flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
 def test_it_is_waited_for_and_ended(tmp_path: Path) -> None:
     port = free_port()
     server, log = Server(f"http://127.0.0.1:{port}"), tmp_path / "logs" / "server.log"
-    command = double_at(tmp_path, port)
+    command = [sys.executable, "-c", HEALTHY, str(port)]
     process = ServerProcess(command, server, log, timeout=60)
     try:
-        assert answers(server.url) and log.read_text() == "the double starts\n"
+        assert answers(server.url) and log.read_text() == "it starts\n"
         with pytest.raises(RunError, match="something answers at"):
             ServerProcess(command, server, log, timeout=60)
     finally:
@@ -168,16 +184,13 @@ def test_two_servers_share_a_run_of_conversations_in_two_environments(tmp_path: 
         "data.seq_len=128",
         STOPS,
     ]
-    ports = [free_port(), free_port()]
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    with ExitStack() as servers:
-        for port, url in zip(ports, urls, strict=True):
-            command, log = double_at(tmp_path, port, *range(100, 260)), tmp_path / f"{port}.log"
-            servers.callback(ServerProcess(command, Server(url), log, timeout=60).close)
-        few = ["train.max_steps=2", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
-        few += ["model.lora={rank: 4}", "optimizer.lr=3e-2"]
-        engine = ["rollout=vllm", FILES, f"rollout.engine.url=[{','.join(urls)}]"]
-        done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine, *played)
+    few = ["train.max_steps=2", "rollout.show_every=null", "logging.report=false", "rollout.top_p=1.0"]
+    few += ["model.lora={rank: 4}", "optimizer.lr=3e-2"]
+    servers = [double(*range(100, 260)) for _ in range(2)]  # the command runs in a process of its own
+    engine = ["rollout=vllm", FILES, f"rollout.engine.url=[{','.join(server.url for server in servers)}]"]
+    done = automodel(tmp_path, "grpo", "llm", "-c", "tiny.yaml", *few, *engine, *played)
+    for server in servers:
+        server.server.shutdown()
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "runs" / "tiny"
     assert curve(run_dir, "token_mult_prob_error") == pytest.approx([1.0] * 2, abs=1e-5)
