@@ -304,14 +304,14 @@ def test_microbatches_that_the_schedule_cannot_run_are_refused_with_some_that_it
     assert refused.value.fix == "--microbatches 6"
 
 
-_TEACHER = "teacher.pretrained=Qwen/Qwen3-0.6B"
+_TAUGHT = ("teacher.pretrained=Qwen/Qwen3-0.6B", "data.task.num_train=100")
 
 
 @pytest.mark.parametrize(
     ("conf", "overrides", "tokens"),
     [
-        ("quickstart_kd", (_TEACHER,), 64),
-        pytest.param("quickstart_kd", (_TEACHER, "objective.top_k=null"), 354, marks=pytest.mark.slow),
+        ("quickstart_kd", _TAUGHT, 64),
+        pytest.param("quickstart_kd", (*_TAUGHT, "objective.top_k=null"), 354, marks=pytest.mark.slow),
         pytest.param("quickstart_rm", ("objective.margin=true",), None, marks=pytest.mark.slow),
     ],
 )
