@@ -58,7 +58,8 @@ def layouts(objective: Any) -> dict[str, Row]:
 @pytest.mark.parametrize("name", [*(name for name in OBJECTIVES if name != "sapo"), *slow("sapo")])
 def test_an_algorithm_has_the_numbers_of_one_process_on_ranks_and_in_stages(name: str, tmp_path: Path):
     objective = OBJECTIVES[name]
-    original = Original.write(tmp_path, tiny.build_hf("llama"), objective, kinds=(True,), counts=(4,))
+    model = tiny.build_hf("llama", num_hidden_layers=2)
+    original = Original.write(tmp_path, model, objective, kinds=(True,), counts=(4,))
     rows = layouts(objective)
     for layout, errors in zip(rows, launch(run_rows, 2, original, list(rows.values())), strict=True):
         assert isinstance(errors, Errors) and errors.within(TOLERANCE, OF_GRADIENTS), (layout, errors)

@@ -70,7 +70,7 @@ def _check_checkpoints(rank: int, world: int, folders: list[str]) -> list[int]:
 def test_each_rank_reads_its_own_bytes(tmp_path: Path):
     folders = [tmp_path / family for family in FAMILIES]
     for folder in folders:
-        build_hf(folder.name).save_pretrained(folder, max_shard_size="400KB")
+        build_hf(folder.name, num_hidden_layers=2).save_pretrained(folder, max_shard_size="400KB")
     for read in launch_all(_check_checkpoints, 2, [str(folder) for folder in folders]):
         for folder, num_bytes in zip(folders, read, strict=True):
             total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -80,7 +80,7 @@ def test_each_rank_reads_its_own_bytes(tmp_path: Path):
 @pytest.mark.parametrize(("family", "quantize"), [("gpt_oss", to_mxfp4), ("deepseek_v3", to_fp8)])
 def test_each_rank_dequantises_its_own_part_of_a_quantised_checkpoint(family: str, quantize, tmp_path: Path):
     """`_compare_with_alone` holds every shard against the same checkpoint read whole, which the unit test checks."""
-    build_hf(family).bfloat16().save_pretrained(tmp_path)
+    build_hf(family, num_hidden_layers=2).bfloat16().save_pretrained(tmp_path)
     quantize(tmp_path)
     total = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     read = launch_all(_check_checkpoint, 2, str(tmp_path), False)
@@ -88,13 +88,13 @@ def test_each_rank_dequantises_its_own_part_of_a_quantised_checkpoint(family: st
 
 
 def test_adapters_on_a_sharded_base(tmp_path: Path):
-    build_hf("llama").save_pretrained(tmp_path)
+    build_hf("llama", num_hidden_layers=2).save_pretrained(tmp_path)
     launch(_check_checkpoint, 2, str(tmp_path), True)
 
 
 def _check_random(rank: int, world: int, families: list[str]) -> None:
     for family in families:
-        _compare_with_alone(ModelConfig(config=tiny_fields(family)), world)
+        _compare_with_alone(ModelConfig(config=tiny_fields(family, num_hidden_layers=2)), world)
 
 
 @pytest.mark.parametrize("world", [*slow(1), 3])
@@ -117,6 +117,6 @@ def _export(rank: int, world: int, base: str, out: str, lora: bool) -> float:
 
 @pytest.mark.parametrize(("family", "lora"), [("qwen3_moe", False), ("gemma3_text", True)])
 def test_sharded_export_reloads(family: str, lora: bool, tmp_path: Path):
-    build_hf(family).save_pretrained(tmp_path / "base")
+    build_hf(family, num_hidden_layers=2).save_pretrained(tmp_path / "base")
     for difference in launch_all(_export, 2, str(tmp_path / "base"), str(tmp_path / "out"), lora):
         assert difference < 1e-5
