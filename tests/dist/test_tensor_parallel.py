@@ -165,10 +165,10 @@ def _logprobs(world, fields, kernel):
 
 
 HEADS = {
-    "plain": tiny.tiny_fields("llama"),
-    "soft cap": tiny.tiny_fields("gemma2"),
-    "scale": tiny.tiny_fields("granite"),
-    "odd vocabulary": tiny.tiny_fields("llama", vocab_size=161),
+    "plain": tiny.tiny_fields("llama", num_hidden_layers=2),
+    "soft cap": tiny.tiny_fields("gemma2", num_hidden_layers=2),
+    "scale": tiny.tiny_fields("granite", num_hidden_layers=2),
+    "odd vocabulary": tiny.tiny_fields("llama", num_hidden_layers=2, vocab_size=161),
 }
 
 
@@ -211,7 +211,8 @@ def test_a_row_alone_is_gathered_and_scattered_along_its_tokens():
 def _adapted(rank, world, sp):
     """Gradients of adapters whose B is not zero any more."""
     mesh = build_mesh(MeshConfig(tp_size=world).resolve(world), "cpu")
-    config = ModelConfig(config=tiny.tiny_fields("qwen3"), lora=LoRAConfig(rank=4, target_modules="all-linear"))
+    fields = tiny.tiny_fields("qwen3", num_hidden_layers=2)
+    config = ModelConfig(config=fields, lora=LoRAConfig(rank=4, target_modules="all-linear"))
     part = build_part(config)
     parallelize(part, mesh, replace(TP, sequence_parallel=sp))
     load_weights(part, config, device="cpu", seed=3)

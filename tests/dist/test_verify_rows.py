@@ -24,7 +24,7 @@ DP, PP = MeshConfig(dp_size=2), MeshConfig(dp_size=1, pp_size=2)
 ADAPTERS = LoRAConfig(rank=4, alpha=12.0)
 ROWS = [
     Row(DP, lora=ADAPTERS),
-    Row(PP, pipeline=PipelineConfig(layout="Ettt|tL"), lora=LoRAConfig(rank=4, use_rslora=True)),
+    Row(PP, pipeline=PipelineConfig(layout="Et|tL"), lora=LoRAConfig(rank=4, use_rslora=True)),
     Row(DP, FSDP2Config(), compute_dtype="bfloat16"),
     Row(DP, FSDP2Config(mp_policy=FP32, enable_compile=True, compile_backend="aot_eager")),
 ]
@@ -32,7 +32,8 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
-    return Original.write(tmp_path_factory.mktemp("original") / "model", tiny.build_hf("llama"), SFT())
+    model = tiny.build_hf("llama", num_hidden_layers=2)
+    return Original.write(tmp_path_factory.mktemp("original") / "model", model, SFT())
 
 
 def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(original: Original):
