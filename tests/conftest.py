@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,13 +22,23 @@ def every_fix_works_when_pasted(request: pytest.FixtureRequest) -> Iterator[None
     assert not found.complaints, "\n".join(found.complaints)
 
 
-_LONG = ("test_tutorials.py", "test_quickstarts.py", "test_composed_recipes.py")
-"""Files of which a single test takes a minute or more."""
+_LONG = ("test_tutorials.py", "test_quickstarts.py", "test_composed_recipes.py", "test_slurm.py", "test_local.py")
+"""Files that take a minute or more."""
+_TAKE_TURNS = ("dist", "e2e")
+"""Folders whose files keep cores busy, and whose files wait for processes most of the time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files begin first: begun last, one keeps a core busy while the other one has nothing left to do."""
-    items.sort(key=lambda item: item.path.name not in _LONG)
+    """The order in which parallel workers take files: so that no core waits for work.
+
+    The longest ones begin first: begun last, one keeps a core busy while the others have nothing left to do. Then those
+    that compute and those that wait alternate.
+    """
+    place: dict[Path, float] = {}
+    for folder in _TAKE_TURNS:
+        files = dict.fromkeys(item.path for item in items if item.path.parent == Path(__file__).parent / folder)
+        place |= {path: number / len(files) for number, path in enumerate(files)}
+    items.sort(key=lambda item: (item.path.name not in _LONG, place.get(item.path, 1.0)))
 
 
 def pytest_collection_finish() -> None:
