@@ -24,8 +24,8 @@ def every_fix_works_when_pasted(request: pytest.FixtureRequest) -> Iterator[None
 
 _LONG = ("test_tutorials.py", "test_quickstarts.py", "test_composed_recipes.py", "test_slurm.py", "test_local.py")
 """Files that take a minute or more."""
-_TAKE_TURNS = ("dist", "e2e")
-"""Folders whose files keep cores busy, and whose files wait for processes most of the time."""
+_TAKE_TURNS = ("dist", "e2e", "unit/rollout")
+"""Folders whose files keep cores busy, and two whose files wait for processes and servers most of the time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     place: dict[Path, float] = {}
     for folder in _TAKE_TURNS:
-        files = dict.fromkeys(item.path for item in items if item.path.parent == Path(__file__).parent / folder)
+        files = dict.fromkeys(item.path for item in items if item.path.is_relative_to(Path(__file__).parent / folder))
         place |= {path: number / len(files) for number, path in enumerate(files)}
     items.sort(key=lambda item: (item.path.name not in _LONG, place.get(item.path, 1.0)))
 
