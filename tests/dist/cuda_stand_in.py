@@ -1,7 +1,7 @@
 """Let Megatron-FSDP run on CPU ranks: the calls of `torch.cuda` that it makes, as calls that do nothing.
 
-Streams and events order work that a CPU does in order anyway. Collectives are the exception: gloo runs them in threads of
-its own, which know no streams. The stand-in is global to the process: install it in a rank that runs nothing else.
+Streams and events order work that a CPU does in order anyway. Collectives are the exception: gloo runs them in threads
+of its own, which know no streams. The stand-in is global to the process: install it in a rank that runs nothing else.
 """
 
 from __future__ import annotations

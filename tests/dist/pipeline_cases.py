@@ -221,8 +221,8 @@ def _layers_only(mesh: Mesh) -> Callable[..., None]:
     """FSDP on the layers alone, as expert parallelism wraps experts: the part itself is no FSDP module."""
     from torch.distributed.fsdp import fully_shard
 
-    from automodel_cli.distributed.strategies.fsdp2.sharding import sum_gradients
     from automodel_cli.distributed.layers import transformer_layers
+    from automodel_cli.distributed.strategies.fsdp2.sharding import sum_gradients
 
     def wrap(part: nn.Module, **axes: Any) -> None:
         for layer in transformer_layers(part):

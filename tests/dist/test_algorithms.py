@@ -23,10 +23,10 @@ from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from tests import tiny
 from automodel_cli.rollout.experience import Sample, Update
 from automodel_cli.rollout.token_advantages import TokenAdvantages
 from automodel_cli.rollout.uncertain import with_uncertain
+from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.dist.test_grpo import given_samples, updates_of
 from tests.marks import slow
@@ -78,7 +78,9 @@ def least_certain_on_ranks(rank: int, world: int) -> list[dict[int, list[float]]
         places = [(b, *at) for b, spread in enumerate(update.spread) for at in spread]
         for b, row, first, number in places:
             entropies[b][row, first : first + len(entropies_of[number])] = torch.tensor(entropies_of[number])
-        columns = [b.extra["uncertain_BT"] for b in with_uncertain(update, entropies, samples, case["share"], mesh).batches]
+        columns = [
+            b.extra["uncertain_BT"] for b in with_uncertain(update, entropies, samples, case["share"], mesh).batches
+        ]
         found.append(
             {n: columns[b][row, first : first + len(samples[n].tokens)].tolist() for b, row, first, n in places}
         )
@@ -117,9 +119,7 @@ def by_definition(sample: Sample, reward: float) -> list[float]:
     rewards = [-0.1 * token / 100 for token in sample.tokens]
     rewards[-1] += reward
     deltas = [r + GAMMA * after - v for r, v, after in zip(rewards, values, values[1:], strict=False)]
-    return [
-        sum((GAMMA * LAM) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))
-    ]
+    return [sum((GAMMA * LAM) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
 def advantages_on_ranks(rank: int, world: int, whiten: bool) -> dict[int, tuple[list[float], list[float], float]]:

@@ -95,7 +95,9 @@ def test_they_hear_of_everything_on_every_rank_and_add_columns(folder: Path) -> 
 @pytest.mark.parametrize("hook", ["on_step", "on_checkpoint"])
 def test_a_failing_one_is_named_and_the_run_goes_on_from_its_checkpoint(folder: Path, hook: str) -> None:
     step = {"on_step": 3, "on_checkpoint": 4}[hook]
-    with pytest.raises(Exception, match=rf"mine.Count failed in {hook} at step {step}: ValueError: the disk of my") as e:
+    with pytest.raises(
+        Exception, match=rf"mine.Count failed in {hook} at step {step}: ValueError: the disk of my"
+    ) as e:
         launch(_run, 1, folder, f", fail: {hook}, at: {step}", None, f"run_name={hook}", process_group=False)
     assert "mine.py:16" in str(e.value) and "automodel resume" in str(e.value)
     assert heard(folder, hook)[-1] == ["on_end", None, False]

@@ -22,10 +22,10 @@ from automodel_cli.models.build import build_part
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.objectives.sft import SFT
+from automodel_cli.training import newton_schulz
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.config import CheckpointConfig
 from automodel_cli.training.lr_scheduler import Cosine
-from automodel_cli.training import newton_schulz
 from automodel_cli.training.optim import AdamW, Muon
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step

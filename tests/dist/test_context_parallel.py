@@ -173,8 +173,8 @@ def mesh(cp: int, dp: int = 1, pp: int = 1, replicate: int = 1) -> MeshConfig:
 
 @pytest.mark.parametrize("ring", [False, True], ids=["all_gather", "ring"])
 def test_two_ranks(ring: bool):
-    """Windows, soft caps and sinks each way, latent attention gathered (four ranks below have it in a ring); the matrix has
-    all families."""
+    """Windows, soft caps and sinks each way, latent attention gathered (four ranks below have it in a ring); the
+    matrix has all families."""
     families = ("gemma2",) if ring else ("llama", "gemma2", "deepseek_v3")
     check(2, [*(Case(family, ring=ring) for family in families), Case("gpt_oss", packed=False, ring=ring)])
 

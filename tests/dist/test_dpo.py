@@ -40,7 +40,9 @@ OBJECTIVES: dict[str, Any] = {
     "ipo": DPO(loss="ipo", beta=0.5),
     "kto": KTO(undesirable_weight=2.0),
     # a term that does not cancel: advantages alone sum to nearly 0, and the error of a sum near 0 is only rounding
-    "grpo": GRPO(kl_coef=0.1, clip_high=0.28, correction="truncate", correction_max=2.0, positive_nll=0.2, entropy_coef=0.01),
+    "grpo": GRPO(
+        kl_coef=0.1, clip_high=0.28, correction="truncate", correction_max=2.0, positive_nll=0.2, entropy_coef=0.01
+    ),
     "gspo": GRPO(ratio="sequence", aggregation="sequence"),
 }
 

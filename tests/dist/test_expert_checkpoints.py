@@ -27,9 +27,9 @@ from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, microbatch
+from tests.marks import slow
 from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf, full, tiny_fields, token_row
-from tests.marks import slow
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 EP2, EP4, PP2_EP2 = MeshConfig(ep_size=2), MeshConfig(ep_size=4), MeshConfig(pp_size=2, ep_size=2)

@@ -99,7 +99,9 @@ def batches_of(rank: int, count: int) -> list[Batch]:
 
 
 @cache
-def reference(family: str, skewed: bool, num_microbatches: int, num_layers: int) -> tuple[float, float, dict[str, Tensor]]:
+def reference(
+    family: str, skewed: bool, num_microbatches: int, num_layers: int
+) -> tuple[float, float, dict[str, Tensor]]:
     """The whole model in one process in float64, eager attention and eager experts, every document alone."""
     model = tiny.build_hf(family, num_hidden_layers=num_layers).double()
     model.set_experts_implementation("eager")
@@ -170,7 +172,8 @@ def test_two_ranks(family):
 
 @pytest.mark.parametrize("family", [FAST[0], *slow(FAST[1]), *SLOW])
 def test_four_ranks(family):
-    """Hybrid sharding. The matrix of `test_composed` has ep 2 x two shards of each expert, and ep 4, but for Mixtral."""
+    """Hybrid sharding. The matrix of `test_composed` has ep 2 x two shards of each expert, and ep 4, but for
+    Mixtral."""
     others = [Case(family, EP2), Case(family, EP4)] if family == "mixtral" else []
     check(4, [*others, Case(family, MeshConfig(dp_replicate_size=2, ep_size=2))])
 
@@ -183,7 +186,8 @@ PIPELINES = [
 
 
 def test_under_a_pipeline():
-    """Each schedule with some family (zb_h1 Mixtral, zbv Qwen3); `test_every_family_under_every_schedule` has the others."""
+    """Each schedule with some family (zb_h1 Mixtral, zbv Qwen3); `test_every_family_under_every_schedule` has the
+    others."""
     recompute = Case("gpt_oss", MeshConfig(pp_size=2, ep_size=2), "1f1b", config=RECOMPUTE)
     check(4, [PIPELINES[5], PIPELINES[8], recompute])
 
@@ -255,8 +259,9 @@ def _by_mode(rank, world, family):
 
 @pytest.mark.parametrize("family", [FAST[0], *slow(FAST[1])])
 def test_recomputation_exchanges_nothing_again(family):
-    """Tokens there and back, their gradients there and back; only "minimal" has them sent again, by the sizes of before.
-    The numbers are sizes, weights and gradients of weights. Recomputed or not, a gradient is the same to the last bit."""
+    """Tokens there and back, their gradients there and back; only "minimal" has them sent again, by the sizes of
+    before. The numbers are sizes, weights and gradients of weights. Recomputed or not, a gradient is the same to the
+    last bit."""
     plain, *others, minimal = launch(_by_mode, 2, family)
     layers = plain[0] // 4
     assert layers >= 1 and plain[:2] == (4 * layers, 3 * layers)
@@ -268,7 +273,8 @@ def test_recomputation_exchanges_nothing_again(family):
 
 
 def _under_a_schedule(rank, world):
-    """(all-to-alls of tokens, and layers with experts of this rank) of a step of four microbatches, of two schedules."""
+    """(all-to-alls of tokens, and layers with experts of this rank) of a step of four microbatches, of two
+    schedules."""
     found = []
     for schedule in ("1f1b", "zb_h1"):
         case = Case("deepseek_v3", MeshConfig(pp_size=2, ep_size=2), schedule)
@@ -413,8 +419,8 @@ def _in_bfloat16(rank, world, family, ep_size):
 
 @pytest.mark.parametrize("family", ["deepseek_v3", *slow("gpt_oss")])
 def test_mixed_precision_rounds_as_it_does_without_expert_parallelism(family):
-    """DeepSeek-V3 weighs its experts in float32: casting that with the experts' inputs costs 7e-2 of the gradient. Either
-    way is 0.11 from float64 in its worst entry, and they differ by up to 1.5e-2 in the order of sums."""
+    """DeepSeek-V3 weighs its experts in float32: casting that with the experts' inputs costs 7e-2 of the gradient.
+    Either way is 0.11 from float64 in its worst entry, and they differ by up to 1.5e-2 in the order of sums."""
     (want_loss, want), (loss, got) = (launch(_in_bfloat16, 2, family, ep_size) for ep_size in (1, 2))
     assert loss == pytest.approx(want_loss, rel=1e-6)
     assert tiny.gradient_error(want, got) < 2e-2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass, replace
-
 from pathlib import Path
 
 import pytest
@@ -18,38 +17,41 @@ from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.models import head_fused, vocabulary
-from automodel_cli.models.export import export_hf
-from automodel_cli.models.value_head import FILE, ValueHead
-from automodel_cli.objectives.base import Metric
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.models import head_fused, vocabulary
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.export import export_hf
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
-from automodel_cli.models.value_head import fill
+from automodel_cli.models.value_head import FILE, ValueHead, fill
+from automodel_cli.objectives.base import Metric
 from automodel_cli.objectives.documents import label_mask
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.training.step import train_step
 from automodel_cli.parity.compare import Errors, build_stages, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining import stages
 from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from own_distillation import Distillation, taught  # noqa: E402
+from own_distillation import Distillation, taught
 
 TOLERANCE = 1e-6
+
+
+_ALL = HeadRequest(entropy=True, values=True, topk=3, token_ids="teacher_ids_BTN")
+_VALUES = HeadRequest(values=True)
 
 
 @dataclass(frozen=True)
 class Everything:
     """A sum of all fields, each token's with a weight of its own, so that no two errors cancel."""
 
-    needs: HeadRequest = HeadRequest(entropy=True, values=True, topk=3, token_ids="teacher_ids_BTN")
+    needs: HeadRequest = _ALL
 
     def weight(self, batch: Batch) -> Tensor:
         return batch.num_label_tokens
@@ -180,7 +182,7 @@ def test_sabotage_is_noticed(originals: dict[str, Original], sabotage: object, l
 class ValueRegression:
     """A critic's loss: squared distance of each label token's value to its reward."""
 
-    needs: HeadRequest = HeadRequest(values=True)
+    needs: HeadRequest = _VALUES
 
     def weight(self, batch: Batch) -> Tensor:
         return batch.num_label_tokens

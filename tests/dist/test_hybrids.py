@@ -51,17 +51,18 @@ def check(family: str, folder: Path, rows: list[Row], run: Callable[..., Any] = 
     outcomes = launch(run, 2, original, rows, timeout=60 + 30 * len(rows))
     for r, outcome in zip(rows, outcomes, strict=True):
         print(family, r, outcome)
-    wrong = [
-        f"{r}: {outcome}"
-        for r, outcome in zip(rows, outcomes, strict=True)
-        if not _is_right(r, outcome)
-    ]
+    wrong = [f"{r}: {outcome}" for r, outcome in zip(rows, outcomes, strict=True) if not _is_right(r, outcome)]
     assert not wrong, "\n".join(wrong)
 
 
 def _is_right(r: Row, outcome: Errors | Refused) -> bool:
     if isinstance(outcome, Refused):  # the library publishes no plan for LFM2, and peft has no adapters for Mamba
-        known = ("no tensor-parallel plan", "incompatible with Mamba", "document by document on whole rows", "Shared DSA layers")
+        known = (
+            "no tensor-parallel plan",
+            "incompatible with Mamba",
+            "document by document on whole rows",
+            "Shared DSA layers",
+        )
         return any(reason in outcome.reason for reason in known)
     return outcome.within(TOLERANCE, OF_ADAPTERS if r.lora else GRADIENTS)
 

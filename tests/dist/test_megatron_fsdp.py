@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.strategies.megatron_fsdp import sharding as megatron_fsdp
 from automodel_cli.distributed.config import DDPConfig, MegatronFSDPConfig
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.distributed.sharded import follow_optimizer, handle_of, weights_changed
+from automodel_cli.distributed.strategies.megatron_fsdp import sharding as megatron_fsdp
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.load import load_weights

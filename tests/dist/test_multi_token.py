@@ -60,8 +60,8 @@ class Outcome:
 def run(
     rank: int, world: int, folder: str, wanted: dict[int, ByHand], rows: Sequence[Row], sums: bool = True
 ) -> list[Outcome]:
-    """A step of every row, whose worst errors over ranks rank 0 returns; `wanted` by count of microbatches. `sums` False
-    is a mistake: the stages' copies of the embedding keep the gradients of their own use of it."""
+    """A step of every row, whose worst errors over ranks rank 0 returns; `wanted` by count of microbatches. `sums`
+    False is a mistake: the stages' copies of the embedding keep the gradients of their own use of it."""
     if not sums:
         contributions.sum_tied = lambda *_: None
     return [_run(folder, wanted[r.num_microbatches], r) for r in rows]

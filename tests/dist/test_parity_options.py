@@ -63,7 +63,9 @@ REDUCED = {
 
 
 def test_numbers_do_not_change():
-    cases = [Case("qwen3", config=config, num_layers=4 if "prefetch" in option else 2) for option, config in EXACT.items()]
+    cases = [
+        Case("qwen3", config=config, num_layers=4 if "prefetch" in option else 2) for option, config in EXACT.items()
+    ]
     found = launch(compare, 2, cases)
     for option, errors in zip(EXACT, found, strict=True):
         assert errors.within(TOLERANCE), (option, errors)
@@ -74,9 +76,12 @@ def _compiled(rank, world, case):
     return errors, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("option", ["fsdp2, selective", *slow("fsdp2", "ddp, checkpointing", "fsdp2, glue", "tp, glue")])
+@pytest.mark.parametrize(
+    "option", ["fsdp2, selective", *slow("fsdp2", "ddp, checkpointing", "fsdp2, glue", "tp, glue")]
+)
 def test_compiled_layers_give_the_same_numbers(option):
-    """By default one; test_verify_rows has whole layers around packed attention, unit/distributed/test_fused the glue."""
+    """By default one; test_verify_rows has whole layers around packed attention, unit/distributed/test_fused the
+    glue."""
     case = Case("qwen3", config=COMPILED[option], num_layers=2)
     if "selective" in option:  # must be one graph, which packed attention on a CPU breaks
         case = replace(case, packed=False, attention="eager")

@@ -39,9 +39,7 @@ def _stages(mesh: Mesh, model: ModelConfig, schedule: str, parallelizer: Any) ->
         stages: Stages = SingleStage(parallelize(part, mesh, parallelizer))
     else:
         config = PipelineConfig(schedule=schedule)
-        stages = build_stages(
-            part, mesh, config, parallelizer, num_microbatches=ROWS // mesh.dp_size
-        )
+        stages = build_stages(part, mesh, config, parallelizer, num_microbatches=ROWS // mesh.dp_size)
     for local in stages.parts:
         load_weights(local, model, device=mesh.device, seed=3)
     return stages

@@ -40,7 +40,11 @@ def _real_and_planned(world: int, family: str, sizes: MeshConfig) -> tuple[int, 
     layout, config = sizes.resolve(world), FSDP2Config()
     model = ModelConfig(config=tiny_fields(family))
     whole = build_part(model)
-    over_tp = cut_parameters(whole.model, config.axis_options(), layout.tp, shard_experts=layout.ep == 1) if layout.tp > 1 else ()
+    over_tp = (
+        cut_parameters(whole.model, config.axis_options(), layout.tp, shard_experts=layout.ep == 1)
+        if layout.tp > 1
+        else ()
+    )
     accounting = Accounting(config.storage(), layout, AdamW(lr=1e-3), 1, frozenset(over_tp))
     units = read_units(whole, None)
     planned = sum(accounting.stored_numel(item) for unit in (units.before, *units.layers) for item in unit.params)

@@ -1,10 +1,9 @@
-"""A reference that follows the policy: its weights by the formula, read from checkpoints; what a resumed run has of it."""
+"""A reference that follows the policy: its weights by the formula, read from checkpoints; what a resumed run has of
+it."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -105,7 +104,14 @@ def test_after_a_hard_update_at_each_step_no_pair_is_preferred_to_the_reference(
 @pytest.mark.parametrize("model", ["model.lora=null", "model.lora={rank: 4}"])
 def test_the_reference_of_samples_follows_too_also_with_adapters(tmp_path, model):
     # without filters, which the reference does not have: then it is the policy itself after a hard update
-    one = ("train.global_batch_size=16", "objective.kl_coef=0.1", "objective.top_entropy=null", "train.max_steps=3", model, "rollout.top_p=1.0")
+    one = (
+        "train.global_batch_size=16",
+        "objective.kl_coef=0.1",
+        "objective.top_entropy=null",
+        "train.max_steps=3",
+        model,
+        "rollout.top_p=1.0",
+    )
     launch(_grpo, 1, tmp_path, *one, "run_name=still", process_group=False)
     launch(_grpo, 1, tmp_path, *one, "run_name=follows", "reference_update.every=2", process_group=False)
     runs = (metrics(tmp_path / "runs" / name) for name in ("still", "follows"))
@@ -120,7 +126,9 @@ def _dropped(rank, world, folder, checkpoint):
 
 
 def test_a_checkpoint_without_the_reference_is_refused_and_one_that_nobody_wants_is_told(folder):
-    assert launch(_dropped, 1, folder, folder / "runs/soft/checkpoints/step-000005", process_group=False) == ["reference"]
+    assert launch(_dropped, 1, folder, folder / "runs/soft/checkpoints/step-000005", process_group=False) == [
+        "reference"
+    ]
     launch(_dpo, 1, folder, "run_name=plain", "reference=frozen_copy", "train.max_steps=1", process_group=False)
     with pytest.raises(Exception, match=re.escape("holds no reference")):
         launch(_resumed, 1, folder, "plain", process_group=False)

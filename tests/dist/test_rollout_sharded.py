@@ -29,12 +29,12 @@ from automodel_cli.parity.rows import FP32
 from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.torch_runtime.compat import fsdp_roots
+from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.model_engines import build_sampler
 from automodel_cli.rollout.sampler import graphs
 from automodel_cli.rollout.sampler.decoder import Decoder
-from automodel_cli.rollout.engine import SamplingParams, sample_seed
 from automodel_cli.rollout.sampler.sampler import Sampler
 from automodel_cli.training.stages import SingleStage
-from automodel_cli.rollout.model_engines import build_sampler
 from tests import tiny
 from tests.dist.harness import launch_all
 from tests.hybrids import HYBRIDS, hybrid
@@ -86,9 +86,7 @@ def _generate(rank, world, family, mesh_config, pipeline, parallelizer):
     if pipeline is None:
         stages = SingleStage(parallelize(part, mesh, config))
     else:
-        stages = build_stages(
-            part, mesh, PipelineConfig(schedule=pipeline), config, num_microbatches=4
-        )
+        stages = build_stages(part, mesh, PipelineConfig(schedule=pipeline), config, num_microbatches=4)
     said = graphs.obstacle(stages.parts, replace(mesh, device=torch.device("cuda")))
     layout = mesh.layout
     assert bool(said) == (layout.pp * layout.ep * layout.tp * layout.cp > 1 or family in HYBRIDS), said
@@ -100,7 +98,9 @@ def _generate(rank, world, family, mesh_config, pipeline, parallelizer):
         assert sharded or parallelizer is not None, "weights stayed gathered"
     assert all(module.training for part in stages.parts for module in part.modules())
     batches = [tiny.packed_batch([[tiny.token_row(10, rank)]]) for _ in range(4)]
-    loss = stages.forward_backward(batches, lambda output, batch: -output.logprobs_BT[batch.labels_BT != IGNORE_INDEX].sum())
+    loss = stages.forward_backward(
+        batches, lambda output, batch: -output.logprobs_BT[batch.labels_BT != IGNORE_INDEX].sum()
+    )
     assert loss.isfinite() and all(p.grad is not None for m in stages.parts for p in m.parameters())
     return mesh.dp_rank, [(c.tokens, c.logprobs, c.finish_reason) for c in completions]
 

@@ -199,7 +199,9 @@ def test_under_a_pipeline(schedule, family):
     check(4, Case(family, MeshConfig(pp_size=2, ep_size=2), schedule, config, num_microbatches=4))
 
 
-@pytest.mark.parametrize("mesh", [*slow(MeshConfig(cp_size=2)), MeshConfig(cp_size=2, ep_size=2)], ids=["cp", "cp x ep"])
+@pytest.mark.parametrize(
+    "mesh", [*slow(MeshConfig(cp_size=2)), MeshConfig(cp_size=2, ep_size=2)], ids=["cp", "cp x ep"]
+)
 def test_rows_over_ranks(mesh):
     """f and P are those of the whole rows."""
     check(2, Case("qwen3_moe", mesh))

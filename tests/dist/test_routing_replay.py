@@ -150,7 +150,9 @@ def recorded(rank: int, world: int, folder: Path, rows: Sequence[Row]) -> list[d
 
 def test_layouts_record_what_one_process_records(folder):
     (want,) = launch(recorded, 1, folder, [row()])
-    assert all(len(experts) == len(given_samples()[i].prompt.tokens) + len(tokens) - 1 for i, (tokens, experts) in want.items())
+    assert all(
+        len(experts) == len(given_samples()[i].prompt.tokens) + len(tokens) - 1 for i, (tokens, experts) in want.items()
+    )
     every_rank = launch_all(recorded, 2, folder, LAYOUTS[2])
     for number, which in enumerate(LAYOUTS[2]):
         for of_rank in every_rank:
@@ -165,7 +167,8 @@ model: {pretrained: null, config: {model_type: qwen3_moe, hidden_size: 32, inter
   moe_intermediate_size: 24, decoder_sparse_step: 1, vocab_size: 512},
   tokenizer: {_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
 data: {seq_len: 128}
-rollout: {prompts_per_step: 2, group_size: 2, max_new_tokens: 6, baseline: batch, show_every: null, replay_routing: true}
+rollout: {prompts_per_step: 2, group_size: 2, max_new_tokens: 6, baseline: batch, show_every: null,
+  replay_routing: true}
 rewards:
   digits: {_target_: automodel_cli.rollout.rewards.text.FormatRegex, pattern: ".*[0-9].*", timeout: null}
 parallelizer: {mp_policy: {param_dtype: float32}}

@@ -1,5 +1,5 @@
-"""What runs while tokens are on their way: the order in which a rank sends, waits and computes. That results and gradients
-are those of one process is in `test_expert_parallel`."""
+"""What runs while tokens are on their way: the order in which a rank sends, waits and computes. That results and
+gradients are those of one process is in `test_expert_parallel`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Updates in which the samples of a group share one copy of their prompt: every layout against the library's model, which
-reads each sample whole and alone, in one process and float64.
+"""Updates in which the samples of a group share one copy of their prompt: every layout against the library's model,
+which reads each sample whole and alone, in one process and float64.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def given_samples() -> list[Sample]:
 
 
 def update_of(samples: Sequence[Sample], *, share: bool, dp_rank: int = 0, dp_size: int = 1) -> Update:
-    """Old and reference log-probs that differ from the policy's, and an advantage of each sample; one is left out. What a
-    critic and a teacher say follows from a token's label.
+    """Old and reference log-probs that differ from the policy's, and an advantage of each sample; one is left out.
+    What a critic and a teacher say follows from a token's label.
     """
     plan = RowPlan(SEQ_LEN, True, 1, microbatch_size=2, pad_id=0, fits=lambda n: n % 2 == 0, share_prompts=share)
     trained = [(i,) for i in range(len(samples)) if i != 3]
@@ -226,7 +226,9 @@ logging: {report: false}
 """
 
 
-def two_steps(rank: int, world: int, folder: Path, overrides: Sequence[str]) -> dict[str, tuple[list[dict[str, float]], str]]:
+def two_steps(
+    rank: int, world: int, folder: Path, overrides: Sequence[str]
+) -> dict[str, tuple[list[dict[str, float]], str]]:
     """What the steps of a run measure with shared prompts and without, and what its header says of them."""
     from automodel_cli.rollout.rollouts import Rollouts
     from tests.dist.sessions import session

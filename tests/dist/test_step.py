@@ -87,7 +87,9 @@ def _noticed(rank, world, mesh_config):
     dist.all_reduce = counted
     try:
         notice = (0, 15)[rank == world - 1] or (10 if rank == 0 else 0)
-        result = train_step(SingleStage(module), batches, SFT(), optimizer, mesh, max_grad_norm=None, notice=lambda: notice)
+        result = train_step(
+            SingleStage(module), batches, SFT(), optimizer, mesh, max_grad_norm=None, notice=lambda: notice
+        )
     finally:
         dist.all_reduce = plain
     return result.notice, result.loss.item(), seen.count(2 + 32 + world)

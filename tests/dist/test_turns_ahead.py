@@ -18,9 +18,9 @@ from automodel_cli.data.prompts import Prompt
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.environments.conversation import Episode, Player
 from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.environment import Environment, Turn
+from automodel_cli.rollout.environments.conversation import Episode, Player
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.episodes import episodes_beside
 from automodel_cli.rollout.model_engines import RankZeroEngine
@@ -181,7 +181,8 @@ def an_environment_hangs(rank: int, world: int) -> None:
             assert drawn is not None
             assert [answer.finish_reason for answer in drawn.answers] == ["stop", "timeout", "error", "stop"]
         queue.close()
-        alone = [Episode(seed=seed).about(0, request[2]) for seed, request in zip(seeds_of(requests), requests)]
+        pairs = zip(seeds_of(requests), requests, strict=True)
+        alone = [Episode(seed=seed).about(0, request[2]) for seed, request in pairs]
         player = Player(Letters(tokenizer), tokenizer, pool, PARAMS, 400)  # type: ignore[arg-type]
         thread = threading.Thread(target=player.together, args=(alone,))
         thread.start()

@@ -1,9 +1,7 @@
-"""The rows of `automodel verify` for settings beyond the layout: adapters by closed form, lower precision by its units in
-the last place, compiled layers, stages as described."""
+"""The rows of `automodel verify` for settings beyond the layout: adapters by closed form, lower precision by its units
+in the last place, compiled layers, stages as described."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
