@@ -86,9 +86,9 @@ def test_each_token_says_by_which_weights_it_was_drawn_while_weights_change(engi
     engine.weight_version = -1
     engine.update_weights([weights_of(models[0])])
     found: list[Completion] = []
-    drawing = threading.Thread(target=lambda: found.extend(engine.generate(asked, SamplingParams(200), list(range(8)))))
+    drawing = threading.Thread(target=lambda: found.extend(engine.generate(asked, SamplingParams(400), list(range(8)))))
     drawing.start()
-    time.sleep(0.7)
+    time.sleep(0.4)
     engine.update_weights([weights_of(models[1])])
     drawing.join(120)
     assert len(found) == 8
@@ -106,13 +106,13 @@ def test_what_is_aborted_is_asked_for_again(engine: SGLangEngine) -> None:
             return super()._once(method, path, body)
 
     engine.server = Counting(engine.server.url, timeout=60, retries=2)
-    abort = threading.Timer(0.5, lambda: engine.server._once("POST", "/pause_generation", {"mode": "abort"}))
+    abort = threading.Timer(0.3, lambda: engine.server._once("POST", "/pause_generation", {"mode": "abort"}))
     go_on = threading.Timer(1.5, lambda: engine.go_on())
     abort.start()
     go_on.start()
-    found = engine.generate(prompts()[:1] * 4, SamplingParams(200), list(range(4)))
+    found = engine.generate(prompts()[:1] * 4, SamplingParams(400), list(range(4)))
     assert paths.count("/generate") > 4, paths
-    assert all(c.finish_reason == "stop" or len(c.tokens) == 200 for c in found)
+    assert all(c.finish_reason == "stop" or len(c.tokens) == 400 for c in found)
 
 
 def test_a_completion_that_the_context_cuts_is_no_sample(engine: SGLangEngine) -> None:
