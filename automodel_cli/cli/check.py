@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.problems import Problem, show
 from automodel_cli.config.trust import Need, Trust
 
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 @common.config_options
 @click.option("--resolved", is_flag=True, help="Print the composed config with the origin of every value instead.")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Dry-run its step on so many GPUs, too.")
-@click.option("--gpu", default="h100", show_default=True, type=click.Choice(common.GPUS), help="Which GPU.")
-def check(conf: str, overrides: tuple[str, ...], trust: Trust, *, resolved: bool, gpus: int | None, gpu: str) -> None:
+@click.option("--gpu", type=click.Choice(common.GPUS), help="Which GPU, with --gpus.  [default: h100]")
+def check(
+    conf: str, overrides: tuple[str, ...], trust: Trust, *, resolved: bool, gpus: int | None, gpu: str | None
+) -> None:
     """Check a config without running it: no GPU, no network, no torch.
 
     Every error at once, missing files and folders too; else a line for each section and ok. With --gpus a rank of each
@@ -29,6 +32,12 @@ def check(conf: str, overrides: tuple[str, ...], trust: Trust, *, resolved: bool
     """
     from automodel_cli.config.bundled import conf_dir, display
 
+    if gpu is not None and gpus is None:
+        raise ConfigError(f"--gpu {gpu}: a check dry-runs the step only with --gpus N", fix=f"--gpus 1 --gpu {gpu}")
+    if resolved and gpus is not None:
+        raise ConfigError(
+            f"--resolved prints the config and runs no step, but --gpus {gpus} asks for one", fix="--resolved"
+        )
     untrusted: list[Need] = []
     load = common.load if gpus is None else common.load_recipe
     composed, recipe = load(conf, overrides, trust, untrusted=untrusted)
@@ -43,7 +52,7 @@ def check(conf: str, overrides: tuple[str, ...], trust: Trust, *, resolved: bool
         click.echo(f"{click.style(label.ljust(width), bold=True)}  {_clip(_line(value), limit)}")
     common.say_untrusted(composed, untrusted, width)
     if gpus is not None:
-        found = _dry_run(composed, recipe, trust, gpus, gpu)
+        found = _dry_run(composed, recipe, trust, gpus, gpu or "h100")
         click.echo(f"{click.style('dry run'.ljust(width), bold=True)}  {found}")
     homes = (composed.path.parent, conf_dir())
     chain = [display(path) for path in reversed(composed.files) if path.parent in homes]

@@ -131,13 +131,14 @@ def _sorted_once(
     if known is None:
         return None
     shared = None if block is None else SharedExperts.of(block, experts)
+    beside = None if shared is None else shared.run
 
     def compute(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         parameters = parameters_of(experts)
         sums = sums_of(experts) if autocast_dtype(hidden_TD.device) is None else []
         if not sums:
             parameters = [_local(param) for param in parameters]
-        return known(hidden_TD, index_TK, weight_TK, parameters, sums, None if shared is None else shared.run)
+        return known(hidden_TD, index_TK, weight_TK, parameters, sums, beside)
 
     return compute
 

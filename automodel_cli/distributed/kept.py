@@ -76,7 +76,8 @@ def is_keeping(what: Kept = Kept.EXCHANGES) -> bool:
 
 def is_repeating(what: Kept = Kept.EXCHANGES) -> bool:
     """Whether `keep` hands out what it remembers of this, and makes nothing."""
-    return is_keeping(what) and _current.call is not None and _current.call.next is not None
+    call = _current.call
+    return call is not None and what <= call.most and call.next is not None
 
 
 def recomputed(most: Kept) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -9,11 +9,14 @@ computes what it is given, so the family's code may do as it likes.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 _TOKENS = 4
 
@@ -80,7 +83,10 @@ def find(block: nn.Module, experts: nn.Module) -> nn.Module | None:
     try:
         with torch.no_grad():
             like(given)
-    except Exception:  # a family's code may read what is in a tensor
+    except Exception as error:  # a family's code may read what is in a tensor
+        logger.info(
+            "%s: nothing runs beside its experts, it has no run on the meta device: %s", type(block).__name__, error
+        )
         return None
     if len(beside) != 1 or called.count(beside[0]) != 1 or called.count(name_of[experts]) != 1:
         return None

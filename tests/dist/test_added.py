@@ -48,9 +48,8 @@ class _Model(nn.Module):
             x = layer(x)
         settings = Settings(HeadKind("plain"), chunk=4)
         scores = fused_scores(x.flatten(0, 1), self.head.weight, labels[:, None], settings, weight_sum_of(self.head))
-        weights = torch.arange(
-            1.0, len(labels) + 1, dtype=scores.logprobs_SN.dtype
-        )  # so that the head sums in backward
+        # so that the head sums in backward
+        weights = torch.arange(1.0, len(labels) + 1, dtype=scores.logprobs_SN.dtype)
         return (scores.logprobs_SN[:, 0] * weights).sum()
 
 

@@ -12,7 +12,6 @@ from automodel_cli.dryrun.request import Request
 from automodel_cli.dryrun.worker import load
 from tests.dist.harness import launch
 from tests.dryrun.test_recipes import _ONCE_A_STEP, _fewer_layers
-from tests.marks import slow
 
 
 def _times(rank: int, world: int, given: str, wait_at_once: bool) -> tuple[float, float]:
@@ -37,10 +36,10 @@ def _times(rank: int, world: int, given: str, wait_at_once: bool) -> tuple[float
     return found.once_seconds + found.microbatch_seconds, in_exchanges
 
 
-@pytest.mark.parametrize("layers", slow(2))
-def test_gradients_of_tokens_go_back_while_those_of_weights_are_made(layers: int) -> None:
+@pytest.mark.slow
+def test_gradients_of_tokens_go_back_while_those_of_weights_are_made() -> None:
     """One of four exchanges that take equally long, in a layer without shared experts that nothing recomputes."""
-    overrides = (*_fewer_layers("qwen3_moe_30b_ep8", layers), *_ONCE_A_STEP)
+    overrides = (*_fewer_layers("qwen3_moe_30b_ep8", 2), *_ONCE_A_STEP)
     request = Request("qwen3_moe_30b_ep8", overrides, 8, 0, microbatches=2).to_json()
     options: dict[str, Any] = {"timeout": 400, "process_group": False}
     beside, in_exchanges = launch(_times, 1, request, False, **options)

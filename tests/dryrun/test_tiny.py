@@ -104,6 +104,11 @@ def test_a_check_with_gpus_says_that_the_step_fits_or_what_it_would_hold(tmp_pat
     (line,) = [line for line in fits.stdout.splitlines() if line.startswith("dry run")]
     held = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN).peak / 2**30
     assert f"runs, and fits: {held:.1f} GiB and {RESERVE_GIB:g} set aside, of 79.1" in line
+    for more, what in ((("--resolved",), "runs no step"), (("--gpu", "tpu"), "'tpu' is not one of")):
+        refused = automodel(tmp_path, *command, *more)
+        assert refused.returncode == 2 and what in refused.stderr
+    alone = automodel(tmp_path, "check", "-c", "llama3_8b_tp2cp2_tiny", "--gpu", "l40s")
+    assert alone.returncode == 2 and "only with --gpus N" in alone.stderr
     large = "model.config.vocab_size=30000000"
     found = automodel(tmp_path, *command, large, "--gpu", "l40s")
     assert found.returncode == 2 and "ok " not in found.stdout
