@@ -61,7 +61,7 @@ def evaluate(
     """Ask a model the questions of EVAL and say how many it answers, with intervals.
 
     A run is judged by its newest checkpoint under its own layout, on as many ranks; MODEL is a hub id or a folder.
-    Overrides are those of EVAL. Differences are paired: the same questions, a bootstrap over them.
+    Overrides are those of EVAL. Differences are paired: both models answer the same questions.
     """
     if alone and against:
         raise ConfigError(f"--alone and --against {against[0]} exclude each other", fix=f"--against {against[0]}")

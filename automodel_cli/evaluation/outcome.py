@@ -12,6 +12,8 @@ import numpy as np
 REWARD = "reward"
 """The measure that is no share."""
 _SEED = 0
+_Z = 1.959963984540054
+"""The 97.5% quantile of the standard normal distribution."""
 _CHUNK = 4_000_000
 
 
@@ -66,22 +68,79 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def interval(values: Sequence[float], num_resamples: int) -> tuple[float, float]:
-    """95% percentile bootstrap of the mean, over questions; NaN without any."""
+    """95% interval of the mean over questions; NaN without any.
+
+    Wilson's score interval where every value is 0 or 1, since a bootstrap has no width at 0% and 100%. A percentile
+    bootstrap elsewhere.
+    """
     if not len(values):
         return math.nan, math.nan
+    if _are_binary(values):
+        return wilson(int(sum(values)), len(values))
+    return _bootstrap(values, num_resamples)
+
+
+def _bootstrap(values: Sequence[float], num_resamples: int) -> tuple[float, float]:
     means = _resampled(np.asarray(values, np.float64), num_resamples)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
 
+def wilson(num_right: int, num_questions: int) -> tuple[float, float]:
+    """95% score interval of a proportion (Wilson 1927, doi:10.1080/01621459.1927.10502953)."""
+    n, share = num_questions, num_right / num_questions
+    middle = share + _Z * _Z / (2 * n)
+    half = _Z * math.sqrt(share * (1 - share) / n + _Z * _Z / (4 * n * n))
+    return max(0.0, (middle - half) / (1 + _Z * _Z / n)), min(1.0, (middle + half) / (1 + _Z * _Z / n))
+
+
+def _are_binary(values: Sequence[float]) -> bool:
+    return all(value in (0, 1) for value in values)
+
+
+def _paired_score(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the difference of two proportions on the same questions.
+
+    Two Wilson intervals, joined with the correlation of the answers (Newcombe 1998, Statistics in Medicine 17:2635,
+    method 10).
+    """
+    n = len(values)
+    both = sum(a == b == 1 for a, b in zip(values, others, strict=True))
+    num, other = int(sum(values)), int(sum(others))
+    spread = num * (n - num) * other * (n - other)
+    covariance: float = n * both - num * other
+    if covariance > 0:
+        covariance = max(0.0, covariance - n / 2)
+    phi = covariance / math.sqrt(spread) if spread else 0.0
+    (low, high), (other_low, other_high) = wilson(num, n), wilson(other, n)
+    share, other_share = num / n, other / n
+
+    def reach(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b))
+
+    difference = share - other_share
+    return (
+        difference - reach(share - low, other_high - other_share),
+        difference + reach(high - share, other_share - other_low),
+    )
+
+
 def paired_difference(
     values: Sequence[float | None], others: Sequence[float | None], num_resamples: int
 ) -> tuple[float, tuple[float, float]]:
-    """Mean of `values - others` over the same questions, and its 95% bootstrap: questions are drawn, so that what makes
-    one hard for both does not widen it. Those that were not judged for both are left out; NaN where all were."""
+    """Mean of `values - others` over the same questions, and its 95% interval.
+
+    A score interval for answers that are right or wrong, else a bootstrap that draws questions: what makes one hard for
+    both does not widen it. Questions that were not judged for both are left out; NaN where all were.
+    """
     pairs = [(a, b) for a, b in zip(values, others, strict=True) if a is not None and b is not None]
     differences = np.asarray([a - b for a, b in pairs], np.float64)
-    return float(differences.mean()) if pairs else math.nan, interval(differences.tolist(), num_resamples)
+    if not pairs:
+        return math.nan, (math.nan, math.nan)
+    ours, theirs = zip(*pairs, strict=True)
+    if _are_binary([*ours, *theirs]):
+        return float(differences.mean()), _paired_score(ours, theirs)
+    return float(differences.mean()), _bootstrap(differences.tolist(), num_resamples)
 
 
 def _resampled(values: np.ndarray, num_resamples: int) -> np.ndarray:

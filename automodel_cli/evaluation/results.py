@@ -72,7 +72,7 @@ def _write(out: Path, scores: list[dict[str, str]], found: Found, config_yaml: s
     content = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "code": code_version(),
-        "interval": "95% percentile bootstrap over questions",
+        "interval": "95%: Wilson for proportions, Newcombe for their paired differences, else bootstrap over questions",
         "scores": scores,
         "models": {
             label: {name: {"measures": o.measures, "items": o.items} for name, o in tasks.items()}

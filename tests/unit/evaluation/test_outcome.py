@@ -26,11 +26,30 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(num_samples: in
         assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_the_interval_of_a_share_is_that_of_its_normal_approximation() -> None:
+@pytest.mark.parametrize(
+    ("num_right", "num_questions", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_a_share_has_the_published_score_interval(num_right: int, num_questions: int, low: float, high: float) -> None:
+    """Table I of Newcombe 1998 (Statistics in Medicine 17:857), method 3. At 100% it mirrors 0%."""
+    values = [1.0] * num_right + [0.0] * (num_questions - num_right)
+    assert interval(values, 10) == pytest.approx((low, high), abs=5e-5)
+    assert interval([1.0 - value for value in values], 10) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+
+
+def test_a_mean_of_other_values_has_a_bootstrap() -> None:
     """1.96 standard errors around the mean, for many questions."""
-    values = [1.0] * 300 + [0.0] * 700
-    error = 1.96 * math.sqrt(0.3 * 0.7 / 1000)
-    assert interval(values, 20_000) == pytest.approx((0.3 - error, 0.3 + error), abs=0.002)
+    values = [0.75] * 300 + [0.25] * 700
+    error = 1.96 * 0.5 * math.sqrt(0.3 * 0.7 / 1000)
+    assert interval(values, 20_000) == pytest.approx((0.4 - error, 0.4 + error), abs=0.002)
+
+
+def test_the_difference_of_shares_has_the_published_score_interval() -> None:
+    """Newcombe 1998 (Statistics in Medicine 17:2635), method 10: 36, 12, 2 and 0 pairs; then no pair that differs."""
+    ours, theirs = [1.0] * 48 + [0.0] * 2, [1.0] * 36 + [0.0] * 12 + [1.0] * 2
+    assert paired_difference(ours, theirs, 10) == (pytest.approx(0.2), pytest.approx((0.0569, 0.3404), abs=5e-5))
+    mean, (low, high) = paired_difference([1.0] * 3, [1.0] * 3, 10)
+    assert mean == 0 and low < -0.5 and high > 0.5
 
 
 def test_questions_that_a_judge_failed_on_are_told_and_count_nowhere() -> None:
