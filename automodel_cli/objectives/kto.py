@@ -94,7 +94,7 @@ class KTO:
 
 def reference_point_sums(output: HeadOutput, batch: Batch) -> Tensor:
     """What `kl_baseline_1` is made of: sum of log-ratios over documents that are neither good nor bad (a prompt with
-    another prompt's response), and their number. The baseline is sum / number over the whole step, at least 0.
+    another prompt's response), and their number.
     """
     import torch
 
@@ -102,6 +102,12 @@ def reference_point_sums(output: HeadOutput, batch: Batch) -> Tensor:
 
     other_S = (batch.extra["desirable_S"] == -1) & (labels_by_document(batch) > 0)
     return torch.stack([(log_ratios(output.logprobs_BT, batch) * other_S).sum(), other_S.sum().float()])
+
+
+def reference_point_of(sums_2: Tensor) -> Tensor:
+    """`kl_baseline_1` from the `reference_point_sums` of a whole step. At least 0, as a divergence is."""
+    total, count = sums_2.unbind()
+    return (total / count.clamp(min=1)).clamp(min=0)[None]
 
 
 def log_ratios(logprobs_BT: Tensor, batch: Batch) -> Tensor:

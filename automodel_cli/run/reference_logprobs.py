@@ -24,7 +24,7 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.data.dataset import PackedDataset
 from automodel_cli.models.source import model_files
 from automodel_cli.objectives.base import ReferenceSource
-from automodel_cli.objectives.kto import reference_point_sums
+from automodel_cli.objectives.kto import reference_point_of, reference_point_sums
 from automodel_cli.run.row_cache import RowCache, Scored, content_of
 from automodel_cli.run.scoring import ReferenceModel, logprobs_of
 from automodel_cli.run.session import Columns, Session
@@ -93,6 +93,5 @@ def reference_point(session: Session, batches: list[Batch]) -> list[Batch]:
     mesh = session.mesh
     on_device = [batch.to(mesh.device) for batch in batches]
     sums = session.model.stages.forward(on_device, reference_point_sums)
-    total, count = mesh.sum_over(mesh.dp, torch.stack(sums).sum(0)).unbind()
-    baseline_1 = (total / count.clamp(min=1)).clamp(min=0)[None]
+    baseline_1 = reference_point_of(mesh.sum_over(mesh.dp, torch.stack(sums).sum(0)))
     return [batch.with_columns(kl_baseline_1=baseline_1) for batch in on_device]

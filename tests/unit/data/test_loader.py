@@ -70,6 +70,13 @@ def test_a_batch_by_hand():
     assert data.describe(0) == "t.jsonl:1, 2" and data.describe(1) == "t.jsonl:3"
 
 
+def test_every_document_of_a_row_is_apart():
+    """Three and four documents in rows with and without padding: boundaries and positions by hand."""
+    batch = dataset(store([[[2, 2], [2], [2, 2, 2]], [[2], [2], [2], [2]]]), row_len=6).collate([0, 1])
+    assert batch.cu_seqlens.tolist() == [0, 2, 3, 6, 7, 8, 9, 10, 12]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 0, 0, 1, 2], [0, 0, 0, 0, 0, 1]]
+
+
 def test_lengths_of_padded_rows():
     rows = [[[1, 2, 3]], [[4, 6]]]
     assert dataset(store(rows)).collate([1]).shape == (1, 2)

@@ -69,6 +69,19 @@ def test_merged_export_equals_the_adapter_model(family: str, tmp_path: Path):
     assert len(lora.wrappers(part.model)) > 0  # still injected
 
 
+@pytest.mark.parametrize(("use_rslora", "want"), [(False, 8 / 4), (True, 8 / 4**0.5)])
+def test_the_update_is_scaled_by_alpha_over_the_rank_or_its_root(use_rslora: bool, want: float, tmp_path: Path):
+    """`W + scale * B @ A` through the layer itself: with A and B all ones, each input of 1 adds `scale * rank`."""
+    part, _ = _trained(tmp_path, "llama", use_rslora=use_rslora)
+    _, layer = lora.wrappers(part.model)[0]
+    base, x = layer.get_base_layer(), torch.ones(1, layer.get_base_layer().in_features)
+    with torch.no_grad():
+        for matrix in (layer.lora_A["default"], layer.lora_B["default"]):
+            matrix.weight.fill_(1.0)
+        found = (layer(x) - base(x)) / (4 * base.in_features)
+    assert found[0].tolist() == pytest.approx([want] * base.out_features, rel=1e-4)
+
+
 def test_merged_export_in_bf16_is_compared_at_bf16_and_leaves_the_model_as_it_was(tmp_path: Path):
     """The sum is what is rounded, so the comparison must round the sum: the base alone is off by 1e-3 and more."""
     model = build_hf("llama").to(torch.bfloat16)

@@ -11,7 +11,7 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.dpo import DPO
-from automodel_cli.objectives.kto import KTO
+from automodel_cli.objectives.kto import KTO, reference_point_of
 from tests.unit.objectives.test_vectors import rows_as_batch
 
 # chosen: 0.8 over 4 tokens, rejected: -0.4 over 2 tokens, above a reference of 0 everywhere
@@ -227,3 +227,8 @@ def test_several_losses_add_up_with_their_weights_each_averaging_as_it_is_define
 def test_additions_that_have_no_meaning_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         DPO(**options)
+
+
+@pytest.mark.parametrize(("total", "count", "want"), [(6.0, 3.0, 2.0), (-6.0, 3.0, 0.0), (0.0, 0.0, 0.0)])
+def test_the_reference_point_of_a_step_is_no_less_than_zero(total, count, want):
+    assert reference_point_of(torch.tensor([total, count])).tolist() == [want]
