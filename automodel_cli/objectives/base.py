@@ -21,11 +21,13 @@ its prompt; tokens whose label is ignored are not read):
 - `teacher_ids_BTN` int64, `teacher_logprobs_BTN` fp32 (Distillation): the tokens that a teacher thinks likeliest in
   each label's place, largest first, and their log-probs
 - `rewards_BT` fp32 (GRPO with `positive_nll`): the reward of the token's document
+- `positive_scale_1` fp32 (GRPO with `positive_nll`; the step fills it): the step's `weight` over its label tokens with
+  a reward above 0, and 0 without any
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -55,6 +57,23 @@ class Objective(Protocol):
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         """fp32 scalar with gradient: the batch's SUM, to be minimised."""
         ...
+
+
+class TermWeights(Objective, Protocol):
+    """An objective with terms that have denominators of their own: one that has `term_weights`."""
+
+    def term_weights(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Column of `Batch.extra` -> what this batch adds to that term's denominator: a scalar, the same names in every
+        batch. The step fills each column with the sum of `weight` over the sum of the term (0 where that is 0), so a
+        term's sum times its column, divided by `weight`, is a mean over the term's own tokens.
+        """
+        ...
+
+
+def term_weights_of(objective: Objective, batch: Batch) -> Mapping[str, Tensor]:
+    """What `TermWeights` says; nothing for an objective without, which need not have it."""
+    ask: Callable[[Batch], Mapping[str, Tensor]] | None = getattr(objective, "term_weights", None)
+    return {} if ask is None else ask(batch)
 
 
 class PreferenceObjective(Objective, Protocol):

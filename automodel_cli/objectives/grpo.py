@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GRPO:
-    """Loss = mean of w x policy loss + `kl_coef` x KL + `positive_nll` x NLL - `entropy_coef` x entropy, over label
-    tokens or over sequences.
+    """Loss = mean of w x policy loss + `kl_coef` x KL - `entropy_coef` x entropy, over label tokens or over sequences,
+    + `positive_nll` x the mean NLL over label tokens of responses with a reward above 0.
 
     Policy loss of a token with advantage A and probability ratio q (now against the rollout's weights).
     `surrogate`: `clip` is max(-A q, -A clamp(q)), `cispo` is -A clamp(q) log p with the clamp detached, `reinforce`
@@ -39,6 +39,8 @@ class GRPO:
     KL to the reference: `kl_type` k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d, with d = reference - policy log-prob clamped
     to +-`kl_input_clamp`, the result to +-`kl_output_clamp` (None: no clamp). `kl_in`: in the `loss`, or `reward`: the
     recipe takes it off the rewards and the loss has none. `kl_importance` weighs it by policy / sampler probability.
+    `kl_score_term`: the gradient of the KL in the loss is grad(KL) + KL x grad(log p), that of the sampled estimate;
+    false leaves the second term out, as verl does, and TRL with `use_bias_correction_kl=false`.
 
     Correction of the difference between sampler and trainer, w = e^(old - sampler): `none`; `plain`; `truncate` (TIS)
     clamps w to [`correction_min` or 0, `correction_max`]; `icepop` (MIS) sets w to 0 outside of them; `sequence_mask`
@@ -46,8 +48,9 @@ class GRPO:
     its own w, or all tokens of a response (`sequence`) the product of them; null: as `ratio` has it. Sources:
     docs/algorithms.md.
 
-    `positive_nll` adds the NLL of responses with a reward above 0. The entropy is exact, of the distribution that each
-    response token was drawn from, and a metric in any case. Metrics: see `objectives/policy.py`.
+    The NLL of positive responses is divided by their own label tokens under every `aggregation` (arXiv:2504.05118). The
+    entropy is exact, of the distribution that each response token was drawn from, and a metric in any case. Metrics:
+    see `objectives/policy.py`.
     """
 
     surrogate: Literal["clip", "cispo", "reinforce", "sapo"] = "clip"
@@ -61,6 +64,7 @@ class GRPO:
     kl_type: KLType = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     kl_importance: bool = False
+    kl_score_term: bool = True
     kl_input_clamp: float | None = 20.0
     kl_output_clamp: float | None = 10.0
     correction: Literal["none", "plain", "truncate", "icepop", "sequence_mask"] = "none"
@@ -157,11 +161,21 @@ class GRPO:
         for name in ("kl_input_clamp", "kl_output_clamp"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 self._refuse("must be above 0, or null for no clamp", name, fix=f"objective.{name}=null")
-        of_kl = {"kl_type": "k3", "kl_in": "loss", "kl_input_clamp": 20.0, "kl_output_clamp": 10.0}
+        of_kl = {
+            "kl_type": "k3",
+            "kl_in": "loss",
+            "kl_input_clamp": 20.0,
+            "kl_output_clamp": 10.0,
+            "kl_score_term": True,
+        }
         unread = [name for name, default in of_kl.items() if getattr(self, name) != default]
         if self.kl_coef == 0 and unread:
-            back = " ".join(f"objective.{name}={of_kl[name]}" for name in unread)
+            back = " ".join(f"objective.{name}={str(of_kl[name]).lower()}" for name in unread)
             self._refuse("there is no KL", *unread, "kl_coef", fix=f"objective.kl_coef=0.01, or {back}")
+        if not self.kl_score_term and (self.kl_in == "reward" or self.kl_importance):
+            other = "kl_in" if self.kl_in == "reward" else "kl_importance"
+            reason = "the loss has no KL" if other == "kl_in" else "the weight brings a gradient of its own"
+            self._refuse(reason, "kl_score_term", other, fix="objective.kl_score_term=true")
         if self.kl_importance and (self.kl_coef == 0 or self.kl_in == "reward"):
             self._refuse(
                 "the loss has no KL to weigh", "kl_importance", "kl_coef", "kl_in", fix="objective.kl_importance=false"
@@ -221,7 +235,7 @@ class GRPO:
         found |= {"old_logprobs_BT"} if self.uses_old_logprobs else set()
         found |= {"ref_logprobs_BT"} if self.loss_kl_coef else set()
         found |= {"uncertain_BT"} if self.top_entropy is not None else set()
-        return frozenset(found | ({"rewards_BT"} if self.positive_nll else set()))
+        return frozenset(found | ({"rewards_BT", "positive_scale_1"} if self.positive_nll else set()))
 
     @property
     def needs(self) -> HeadRequest:
@@ -257,6 +271,12 @@ class GRPO:
         from automodel_cli.objectives.policy import num_sequences
 
         return batch.num_label_tokens if self.aggregation == "token" else num_sequences(batch)
+
+    def term_weights(self, batch: Batch) -> Mapping[str, Tensor]:
+        """See `TermWeights`."""
+        from automodel_cli.objectives.policy import POSITIVE_SCALE, num_positive_tokens
+
+        return {POSITIVE_SCALE: num_positive_tokens(batch)} if self.positive_nll else {}
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         from automodel_cli.objectives.policy import PolicyTerms

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from automodel_cli.objectives.base import Metric, Objective, metrics_of, request_of
+from automodel_cli.objectives.base import Metric, Objective, metrics_of, request_of, term_weights_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,9 @@ class WithMultiToken:
 
     def weight(self, batch: Batch) -> Tensor:
         return self.objective.weight(batch)
+
+    def term_weights(self, batch: Batch) -> Mapping[str, Tensor]:
+        return term_weights_of(self.objective, batch)
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
         logprobs_BTM = _further(output)

@@ -10,7 +10,8 @@ of them, since there the gradient ends, `clip_low_fraction` below with A < 0 and
 `clip_dual_fraction` tokens that dual clip bounds;
 `kl_penalty` the KL, in the loss or in the reward, as the loss aggregates it, without its coefficient; `is_oob_ratio`
 what the correction's bounds touch (tokens; sequence_mask: responses); `uncertain_fraction` tokens that `top_entropy`
-trains; `num_valid_samples` responses with a label token.
+trains; `positive_nll_loss` the NLL of responses with a reward above 0, a mean over their label tokens
+(`num_positive_tokens`); `num_valid_samples` responses with a label token.
 """
 
 from __future__ import annotations
@@ -31,12 +32,19 @@ from automodel_cli.objectives.documents import label_mask, labels_by_document, s
 if TYPE_CHECKING:
     from automodel_cli.objectives.grpo import GRPO
 
-_TOKENS, _SEQUENCES = "num_response_tokens", "num_valid_samples"
+_TOKENS, _SEQUENCES, _POSITIVE = "num_response_tokens", "num_valid_samples", "num_positive_tokens"
+POSITIVE_SCALE = "positive_scale_1"
+"""The column that gives the NLL of positive responses a mean of its own (`objectives/denominators.py`)."""
 
 
 def num_sequences(batch: Batch) -> Tensor:
     """Documents with a label token: int64 scalar."""
     return (labels_by_document(batch) > 0).sum()
+
+
+def num_positive_tokens(batch: Batch) -> Tensor:
+    """Label tokens of responses with a reward above 0: int64 scalar."""
+    return (label_mask(batch) & (batch.extra["rewards_BT"] > 0)).sum()
 
 
 def kl_penalty(
@@ -47,14 +55,21 @@ def kl_penalty(
     input_clamp: float | None = 20.0,
     output_clamp: float | None = 10.0,
     importance: Tensor | None = None,
+    score_term: bool = True,
 ) -> Tensor:
-    """Estimate of KL(policy || reference) by token, with the gradient of the sampled estimate: of the value and of the
-    policy's own probability.
+    """Estimate of KL(policy || reference) by token.
 
-    `importance` weighs each token (policy / sampler probability); by default a 1 that keeps that gradient.
+    `importance` weighs each token (policy / sampler probability). Without it the weight is 1. With `score_term` this 1
+    carries the gradient of the token's log-prob, so the gradient is that of the sampled estimate:
+    `grad(value) + value * grad(logprob)`. Without it the gradient is `grad(value)` alone.
     """
     difference = ref_logprobs - logprobs
-    weight = (logprobs - logprobs.detach()).exp() if importance is None else importance
+    if importance is not None:
+        weight = importance
+    elif score_term:
+        weight = (logprobs - logprobs.detach()).exp()
+    else:
+        weight = torch.ones_like(logprobs)
     if input_clamp is not None:
         weight = torch.where(difference.abs() > input_clamp, weight.detach(), weight)
         difference = difference.clamp(-input_clamp, input_clamp)
@@ -96,7 +111,7 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
     if objective.top_entropy is not None:
         found["uncertain_fraction"] = Metric(_TOKENS)
     if objective.positive_nll:
-        found["positive_nll_loss"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES)
+        found |= {"positive_nll_loss": Metric(_POSITIVE), _POSITIVE: Metric()}
     return {**found, _TOKENS: Metric(), _SEQUENCES: Metric()}
 
 
@@ -148,11 +163,12 @@ class PolicyTerms:
             losses_BT = losses_BT * self.batch.extra["uncertain_BT"]
         if objective.loss_kl_coef:
             losses_BT = losses_BT + objective.loss_kl_coef * self._kl()
-        if objective.positive_nll:
-            losses_BT = losses_BT + objective.positive_nll * self._positive_nll()
         if objective.entropy_coef:
             losses_BT = losses_BT - objective.entropy_coef * self.entropy_BT
-        return self.aggregate(losses_BT)
+        total = self.aggregate(losses_BT)
+        if objective.positive_nll:
+            total = total + objective.positive_nll * self._sum(self._positive_nll()) * self._positive_scale()
+        return total
 
     def metrics(self) -> dict[str, Tensor]:
         """See the module's docstring; sums and extrema."""
@@ -191,7 +207,8 @@ class PolicyTerms:
         if objective.top_entropy is not None:
             found["uncertain_fraction"] = self._sum(self.batch.extra["uncertain_BT"])
         if objective.positive_nll:
-            found["positive_nll_loss"] = self.aggregate(self._positive_nll())
+            found["positive_nll_loss"] = self._sum(self._positive_nll())
+            found[_POSITIVE] = num_positive_tokens(self.batch).float()
         return {**found, _TOKENS: mask_BT.sum().float(), _SEQUENCES: num_sequences(self.batch).float()}
 
     @cached_property
@@ -254,7 +271,12 @@ class PolicyTerms:
             input_clamp=objective.kl_input_clamp,
             output_clamp=objective.kl_output_clamp,
             importance=(self.now_BT - self.sampler_BT).exp() if objective.kl_importance else None,
+            score_term=objective.kl_score_term,
         )
+
+    def _positive_scale(self) -> Tensor:
+        """What turns a sum over positive tokens into a mean, times the loss's own denominator."""
+        return self.batch.extra[POSITIVE_SCALE].squeeze(0)
 
     def _positive_nll(self) -> Tensor:
         return -self.now_BT * (self.batch.extra["rewards_BT"] > 0)

@@ -90,6 +90,6 @@ class PPO(GRPO):
         errors_BT = (now_BT - returns_BT).square()
         if self.value_clip is None:
             return errors_BT / 2, torch.zeros_like(mask_BT)
-        clipped_BT = old_BT + (now_BT - old_BT).clamp(-self.value_clip, self.value_clip)
+        clipped_BT = now_BT.clamp(old_BT - self.value_clip, old_BT + self.value_clip)  # the same number where inside
         bounded_BT = (clipped_BT - returns_BT).square()
         return torch.maximum(errors_BT, bounded_BT) / 2, bounded_BT > errors_BT

@@ -21,6 +21,7 @@ from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.models import compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import Objective, request_of
+from automodel_cli.objectives.denominators import with_denominators
 from automodel_cli.parity import values
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.gradients import full_gradients, gradient_errors
@@ -44,7 +45,8 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
 
     Microbatches are added up in float64, so that an error is that of the other side.
     """
-    weight = float(sum(objective.weight(batch) for batch in batches))
+    total, batches = with_denominators(objective, batches)
+    weight = float(total)
     request = request_of(objective)
     head = values.reference_head(model.config.get_text_config().hidden_size) if request.values else None
     loss = 0.0

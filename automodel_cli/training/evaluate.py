@@ -12,6 +12,7 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective, request_of
+from automodel_cli.objectives.denominators import with_denominators
 from automodel_cli.training.metric_accumulator import MetricAccumulator
 from automodel_cli.training.stages import Stages
 
@@ -31,7 +32,7 @@ def evaluate(stages: Stages, batches: Sequence[Batch], objective: Objective, mes
     Collective; every rank brings equally many batches.
     """
     tally = MetricAccumulator(objective, mesh.device)
-    weight = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    weight, batches = with_denominators(objective, batches, lambda local: mesh.sum_over(mesh.dp, local))
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def reduce(output: HeadOutput, batch: Batch) -> Tensor:
@@ -39,10 +40,9 @@ def evaluate(stages: Stages, batches: Sequence[Batch], objective: Objective, mes
 
     for number, batch in enumerate(batches):  # one at a time: a validation set need not fit on the device
         on_device = batch.to(mesh.device)
-        weight += objective.weight(on_device)
         values = stages.forward([on_device], reduce, request_of(objective))[0]
         total += values[0]
         tally.keep(number, values[1:])
     # every rank of a pipeline holds these values, so they add up over dp only
-    totals = mesh.sum_over(mesh.dp, torch.cat([torch.stack([total, weight]), tally.sums().double()]))
-    return Evaluation(totals[0] / totals[1], tally.result(totals[2:].float(), mesh))
+    totals = mesh.sum_over(mesh.dp, torch.cat([total[None], tally.sums().double()]))
+    return Evaluation(totals[0] / weight, tally.result(totals[1:].float(), mesh))

@@ -17,6 +17,7 @@ from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.gradients import clip_grad_norm_
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective, request_of
+from automodel_cli.objectives.denominators import with_denominators
 from automodel_cli.training.metric_accumulator import MetricAccumulator
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.torch_compat import step_unless
@@ -98,7 +99,7 @@ def train_step(
     it where its kernel can be told on the device to change nothing, else after it.
     """
     batches = [batch.to(mesh.device) for batch in batches]
-    weight = mesh.sum_over(mesh.dp, torch.stack([objective.weight(batch) for batch in batches]).sum())
+    weight, batches = with_denominators(objective, batches, lambda local: mesh.sum_over(mesh.dp, local))
     tally = MetricAccumulator(objective, mesh.device)
     for hook in hooks:
         hook.begin(batches)

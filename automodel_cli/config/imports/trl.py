@@ -144,7 +144,7 @@ def _grpo(draft: Draft, ranks: int) -> None:
     else:
         draft.put("objective.clip_low", low, "epsilon")
         draft.put("objective.clip_high", high, "epsilon_high")
-    draft.put("objective.kl_coef", draft.get("beta", 0.0), "beta", note="their default 0")
+    _kl(draft)
     if loss in _AGGREGATION:
         draft.put(
             "objective.aggregation", _AGGREGATION[loss], "loss_type", note="their default dapo: a mean over tokens"
@@ -161,6 +161,22 @@ def _grpo(draft: Draft, ranks: int) -> None:
         keys = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
         draft.put("rollout", "vllm", *keys)
         draft.put("rollout.engine.url", url, *keys, note="a server as docs/rollout.md starts it, not `trl vllm-serve`")
+
+
+def _kl(draft: Draft) -> None:
+    """Theirs is k3 without clamps, times the policy's ratio to the rollout's weights by default (from TRL 1.16 on)."""
+    theirs = "use_bias_correction_kl"
+    draft.put("objective.kl_coef", draft.get("beta", 0.0), "beta", note="their default 0")
+    if not draft.get("beta"):
+        draft.leave(theirs, "beta is 0: there is no KL")
+        return
+    if draft.get(theirs, True):
+        note = "their default; theirs is the trainer's ratio, ours the ratio to the sampler"
+        draft.put("objective.kl_importance", True, theirs, note=note)
+    else:
+        draft.put("objective.kl_score_term", False, theirs, note="the gradient of the KL's value alone")
+    for name in ("kl_input_clamp", "kl_output_clamp"):
+        draft.put(f"objective.{name}", None, "beta", note="theirs has no clamp")
 
 
 _LEVELS: dict[str, Any] = {level: level for level in ("token", "sequence", "sequence_token")}

@@ -148,6 +148,9 @@ def _kl(draft: Draft) -> None:
         kind = _KL.get(draft.get(_ACTOR + "kl_loss_type", "low_var_kl"))
         if kind and coef:  # with 0, theirs is measured only
             draft.put("objective.kl_type", kind, _ACTOR + "kl_loss_type")
+            _clamps(draft, kind, _ACTOR + "kl_loss_type")
+            note = "theirs has the gradient of the KL's value alone"
+            draft.put("objective.kl_score_term", False, _ACTOR + "kl_loss_type", note=note)
     elif reward:
         keys = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
         draft.put("objective.kl_coef", draft.get("algorithm.kl_ctrl.kl_coef", 0.001), *keys)
@@ -155,12 +158,20 @@ def _kl(draft: Draft) -> None:
         kind = _KL.get(draft.get("algorithm.kl_penalty", "kl"))
         if kind:
             draft.put("objective.kl_type", kind, "algorithm.kl_penalty", note="their default kl is k1")
+            _clamps(draft, kind, "algorithm.kl_penalty")
     else:
         draft.put("objective.kl_coef", 0.0, _ACTOR + "use_kl_loss", "algorithm.use_kl_in_reward")
     if draft.options.get("objective") == "ppo" and not draft.is_set("objective.kl_in"):
         draft.put("objective.kl_in", "loss", note="ours has it in the reward with ppo")
         if not draft.is_set("objective.kl_type"):
             draft.put("objective.kl_type", "k3", note="as without ppo")
+
+
+def _clamps(draft: Draft, kind: str, theirs: str) -> None:
+    """Only their k3 clamps what goes in and comes out, as ours does."""
+    if kind != "k3":
+        for name in ("kl_input_clamp", "kl_output_clamp"):
+            draft.put(f"objective.{name}", None, theirs, note=f"their {kind} has no clamp")
 
 
 def _sft(draft: Draft) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.objectives.denominators import with_denominators
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.policy import kl_penalty
 from tests.unit.objectives.test_vectors import judge, rows_as_batch
@@ -79,6 +80,48 @@ def test_kl_gradient_is_that_of_the_sampled_estimate_and_zero_where_clamped():
     value.sum().backward()
     assert value.tolist() == pytest.approx([4.389056, 0.718282], abs=1e-6)
     assert logprobs.grad.tolist() == pytest.approx([0.0, -1.0])
+
+
+def test_without_the_score_term_the_gradient_is_that_of_the_value():
+    """d = reference - policy = 1: k1 has gradient 1, k2 has -d, k3 has 1 - e^d."""
+    for kl_type, slope in (("k1", 1.0), ("k2", -1.0), ("k3", 1 - math.e)):
+        objective = GRPO(kl_coef=0.1, kl_type=kl_type, kl_score_term=False)
+        with_term = GRPO(kl_coef=0.1, kl_type=kl_type)
+        loss, grad, _ = step_of(objective, [-2.0] * 3, advantages=0.0)
+        assert grad.tolist() == [pytest.approx([0.1 * slope / 3] * 3)]
+        assert loss == pytest.approx(step_of(with_term, [-2.0] * 3, advantages=0.0)[0])
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_positive_responses_have_a_mean_of_their_own(aggregation):
+    """Rewards 2, 0, 1 on responses of 3, 2 and 1 tokens: the NLL is divided by 3 + 1 tokens, not by all 6."""
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0]])
+    now = [[-1.0, -2.0, -3.0], [-9.0, -9.0, -9.0], [-4.0, -9.0, -9.0]]
+    rewards = torch.tensor([[2.0], [0.0], [1.0]]).expand(3, 3)
+    given = {"mask": mask, "advantages": 0.0, "rewards": rewards}
+    loss, grad, metrics = step_of(GRPO(positive_nll=0.5, aggregation=aggregation), now, **given)
+    assert loss == pytest.approx(0.5 * (1 + 2 + 3 + 4) / 4)
+    assert grad.tolist() == [[-0.125] * 3, [0.0] * 3, [-0.125, 0.0, 0.0]]
+    assert metrics["positive_nll_loss"] == pytest.approx(10 / 4)
+    given["rewards"] = torch.zeros(3, 3)
+    assert step_of(GRPO(positive_nll=0.5, aggregation=aggregation), now, **given)[0] == 0
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_the_mean_over_positive_responses_does_not_depend_on_microbatches(aggregation):
+    """The second microbatch has no positive response."""
+    objective = GRPO(positive_nll=0.5, aggregation=aggregation)
+    mask, rewards = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0]]), torch.tensor([2.0, 0.0, -1.0])
+    columns = {f"{n}_BT": torch.zeros(3, 4) for n in ("advantages", "old_logprobs", "sampler_logprobs")}
+    columns["rewards_BT"] = rewards[:, None].expand(3, 4)
+    logprobs_BT = -torch.arange(12.0).view(3, 4)
+    losses = []
+    for rows in ([[0, 1, 2]], [[0], [1, 2]]):
+        batches = [rows_as_batch(mask[r], torch.ones(len(r)), **{n: c[r] for n, c in columns.items()}) for r in rows]
+        weight, batches = with_denominators(objective, batches)
+        outputs = [HeadOutput(logprobs_BT[r], entropy_BT=torch.zeros(len(r), 4)) for r in rows]
+        losses.append(sum(objective(o, b) for o, b in zip(outputs, batches, strict=True)).item() / weight.item())
+    assert losses == pytest.approx([0.5 * (0 + 1 + 2) / 3] * 2)
 
 
 def test_kl_in_the_loss():
@@ -166,14 +209,6 @@ def test_max_tokens_divides_by_a_constant():
     objective = GRPO(aggregation="max_tokens", max_tokens=10)
     loss, _, _ = step_of(objective, [[-1.0] * 3] * 2, mask=mask)
     assert loss == pytest.approx(-4 / (2 * 10))
-
-
-def test_positive_nll_reads_responses_with_a_reward():
-    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]])
-    rewards = torch.tensor([[1.0], [0.0]]).expand(2, 3)
-    loss, _, metrics = step_of(GRPO(positive_nll=0.5), [[-1.0] * 3] * 2, mask=mask, advantages=0.0, rewards=rewards)
-    assert loss == pytest.approx(0.5 * 3 / 6)
-    assert metrics["positive_nll_loss"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("ratio", ["token", "on_policy"])

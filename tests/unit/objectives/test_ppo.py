@@ -48,6 +48,19 @@ def test_the_value_loss_takes_the_larger_of_the_plain_and_the_clipped_error():
     assert measured["value_loss"].item() == pytest.approx(want / 0.5) and set(measured) == set(objective.metrics)
 
 
+def test_values_within_the_clip_are_not_counted_as_clipped():
+    """In float32 `old + (now - old)` is often not `now`."""
+    columns = dict.fromkeys(("advantages_BT", "sampler_logprobs_BT", "old_logprobs_BT"), torch.zeros(1, 1001))
+    now_BT = torch.randn(1, 1001, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    old_BT = (now_BT + 0.05 * torch.rand(1, 1001, generator=torch.Generator().manual_seed(1))).detach()
+    columns |= {"old_values_BT": old_BT, "returns_BT": torch.zeros(1, 1001)}
+    batch = rows_as_batch(torch.ones(1, 1001), torch.ones(1), **columns)
+    output = HeadOutput(torch.zeros(1, 1001), torch.zeros(1, 1001), now_BT)
+    measured = PPO(value_clip=0.2).measure(output, batch)
+    assert measured["value_clip_fraction"] == 0
+    assert measured["value_loss"] == PPO(value_clip=None).measure(output, batch)["value_loss"]
+
+
 def test_without_a_clip_it_is_the_squared_error():
     output, _, batch = case()
     values = PPO(value_coef=1.0, value_clip=None)(output, batch) - GRPO()(output, batch)

@@ -14,6 +14,7 @@ from torch import Tensor
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.advantages import group_advantages
+from automodel_cli.objectives.denominators import with_denominators
 from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.sft import SFT
@@ -45,7 +46,7 @@ def judge(objective: Any, batch: Batch, next_token_logprobs: Tensor) -> tuple[fl
     leaf = next_token_logprobs.double().requires_grad_()
     logprobs_BT = torch.nn.functional.pad(leaf, (0, 1)).masked_fill(batch.labels_BT == IGNORE_INDEX, 0.0)
     output = HeadOutput(logprobs_BT, entropy_BT=torch.full_like(logprobs_BT, 0.5))
-    weight = objective.weight(batch)
+    weight, (batch,) = with_denominators(objective, [batch])
     loss = objective(output, batch) / weight
     loss.backward()
     if isinstance(objective, SFT):

@@ -228,7 +228,47 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             "verl_grpo.yaml",
             "adv_estimator: grpo\n  use_kl_in_reward: false",
             "use_kl_in_reward: true\n  kl_penalty: mse",  # gae is their default; the loss has its own KL here
-            {"rollout.baseline": "critic", "rollout.gae_lambda": 1.0, "objective.kl_coef": 0.001},
+            {
+                "rollout.baseline": "critic",
+                "rollout.gae_lambda": 1.0,
+                "objective.kl_coef": 0.001,
+                "objective.kl_output_clamp": DEFAULT,
+                "objective.kl_score_term": False,
+            },
+        ),
+        (
+            "verl_grpo.yaml",
+            "kl_loss_type: low_var_kl",
+            "kl_loss_type: mse",
+            {
+                "objective.kl_type": "k2",
+                "objective.kl_input_clamp": None,
+                "objective.kl_output_clamp": None,
+                "objective.kl_score_term": False,
+            },
+        ),
+        (
+            "trl_grpo.yaml",
+            "beta: 0.001",
+            "beta: 0.04",
+            {
+                "objective.kl_coef": 0.04,
+                "objective.kl_importance": True,
+                "objective.kl_score_term": DEFAULT,
+                "objective.kl_output_clamp": None,
+            },
+        ),
+        (
+            "trl_grpo.yaml",
+            "beta: 0.001",
+            "beta: 0.04\nuse_bias_correction_kl: false",
+            {"objective.kl_importance": DEFAULT, "objective.kl_score_term": False, "objective.kl_input_clamp": None},
+        ),
+        (
+            "trl_grpo.yaml",
+            "beta: 0.001",
+            "beta: 0.0\nuse_bias_correction_kl: true",
+            {"objective.kl_coef": 0.0, "objective.kl_importance": DEFAULT, "objective.kl_input_clamp": DEFAULT},
         ),
         (
             "verl_grpo.yaml",

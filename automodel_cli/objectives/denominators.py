@@ -1,0 +1,33 @@
+"""The denominators of a step: what the loss is divided by, and what single terms of it are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.objectives.base import Objective, term_weights_of
+
+
+def with_denominators(
+    objective: Objective, batches: Sequence[Batch], total: Callable[[Tensor], Tensor] = lambda local: local
+) -> tuple[Tensor, list[Batch]]:
+    """The sum of `objective.weight` over the step, and the batches with the columns of `TermWeights`.
+
+    `total` sums a vector over the ranks of a step that has several; it is called once.
+    """
+    terms = [term_weights_of(objective, batch) for batch in batches]
+    names = list(terms[0])
+    local = [
+        torch.stack([objective.weight(batch), *of_batch.values()])
+        for batch, of_batch in zip(batches, terms, strict=True)
+    ]
+    sums = total(torch.stack(local).sum(0))
+    weight = sums[0]
+    if not names:
+        return weight, list(batches)
+    scales = torch.where(sums[1:] > 0, weight / sums[1:].clamp(min=1), 0.0).float()
+    columns = {name: scales[i : i + 1] for i, name in enumerate(names)}
+    return weight, [batch.with_columns(**columns) for batch in batches]
