@@ -128,6 +128,10 @@ class ChatEncoder:
         chat = self._formed(chat)
         return self._render_text(chat.messages, chat.tools)
 
+    def render_messages(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        """The text of messages as they are. Raises RowError like `render`."""
+        return self._render_text(messages, tools)
+
     def _render(self, jobs: Sequence[tuple[Conversation, int, bool]]) -> list[str | RowError]:
         """Text of the first n messages of each conversation, with the generation prompt after them where asked."""
         out: list[Any] = [None] * len(jobs)

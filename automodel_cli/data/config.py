@@ -165,6 +165,11 @@ class DataConfig:
     special_tokens_in_text: SpecialTokensInText = "auto"
     """What becomes of a special token's spelling inside user text: plain text, the control token, or a refusal."""
     ignore_columns: list[str] = field(default_factory=list)
+    add_bos: bool = True
+    """Whether texts, and prompts without a chat template, get the BOS that the tokenizer adds; false: rows have it."""
+    add_eos: bool = True
+    """Whether texts, and completions without a chat template, end with EOS; false: rows have it, and white space behind
+    it is not trained."""
     cache_dir: str | None = None
     """Where prepared data is kept; null: `$AUTOMODEL_CACHE`, else the user's cache folder."""
     num_workers: int | None = None

@@ -48,6 +48,13 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bo
     return [as_ids(ids) for ids in out["input_ids"]]
 
 
+def around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer adds before and after a text by itself: BOS in most, EOS in some."""
+    bare, dressed = (list(tokenizer("a", add_special_tokens=flag)["input_ids"]) for flag in (False, True))
+    at = next(i for i in range(len(dressed)) if dressed[i : i + len(bare)] == bare)
+    return dressed[:at], dressed[at + len(bare) :]
+
+
 def as_ids(ids: Sequence[int]) -> np.ndarray:
     """Token ids as an array, int32."""
     return np.asarray(ids, np.int32)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.already_rendered import SAMPLE_ROWS
 from automodel_cli.data.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
 from automodel_cli.data.chat import GENERATION_TAG
 from automodel_cli.data.columns import Unseen, check_mapped
@@ -202,6 +203,8 @@ class _Builder:
             "mask": self.config.mask,
             "special_tokens_in_text": self.config.special_tokens_in_text,
             "ignore_columns": self.config.ignore_columns,
+            "add_bos": self.config.add_bos,
+            "add_eos": self.config.add_eos,
             "preferences": self.preferences,
         }
         key = entry_key({"kind": "tokens", **ingredients})
@@ -228,8 +231,11 @@ class _Builder:
             turns=data.turns,
             own_template=template.own,
             stop_ids=self.stop_ids,
+            add_bos=data.add_bos,
+            add_eos=data.add_eos,
         )
         encoder = RowEncoder(self.tokenizer, spec)
+        encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
         unseen = Unseen(config.columns, source.name)
         for_rows, for_origins = itertools.tee(unseen.watch(source.rows()))
         workers = choose_workers(self.config.num_workers, source.num_bytes)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.already_rendered import SAMPLE_ROWS, Added, refuse_rendered
 from automodel_cli.data.cache import cache_root
 from automodel_cli.data.chat import ChatEncoder
 from automodel_cli.data.checksums import Checksum
@@ -18,7 +19,7 @@ from automodel_cli.data.columns import check_mapped
 from automodel_cli.data.config import DataConfig, SourceConfig
 from automodel_cli.data.dataset import length_histogram, shuffled
 from automodel_cli.data.documents import Conversation
-from automodel_cli.data.encoded import encode_texts
+from automodel_cli.data.encoded import around, encode_texts
 from automodel_cli.data.formats import format_name, named, prompt_format
 from automodel_cli.data.report import MANY, SpecialReport, round_length
 from automodel_cli.data.row_reader import RowReader
@@ -235,7 +236,7 @@ class _Reader:
         if choice == "auto":
             choice = "keep" if self.template is None else "as_text"
         self.special = SpecialText(tokenizer, choice)
-        self.chats = None
+        self.chats, self._adds_eos = None, around(tokenizer)[1] == [tokenizer.eos_token_id]
         if self.template is not None:
             self.chats = SpecialChats(ChatEncoder(tokenizer, self.template, "all"), self.special)
         self.num_dropped = self.longest_dropped = self.num_rows = self._number = 0
@@ -244,15 +245,31 @@ class _Reader:
 
     def read(self, source: Source, node: SourceConfig) -> list[Prompt]:
         """Every usable prompt of a source."""
-        check_mapped(first_rows(source), node.columns, source.name)
+        sample = first_rows(source, SAMPLE_ROWS)
+        check_mapped(sample, node.columns, source.name)
         fmt = prompt_format(node.format)
         refused = (*MEDIA, "functions")  # what else is there may be for rewards
         reader = RowReader(fmt, node.columns, chat=True, keys=self.keys, refused=refused)
+        self._refuse_rendered([attempt(_asked, reader, row) for row in sample], source.name)
         prompts: list[Prompt] = []
         rows = source.rows()
         while batch := list(itertools.islice(rows, BATCH_ROWS)):
             prompts += self._kept(batch, source, reader)
         return prompts
+
+    def _refuse_rendered(self, sample: Sequence[Conversation | RowError], where: str) -> None:
+        """Raise DataError where most prompts hold BOS or a template that would be added again."""
+        chats = [chat for chat in sample if not isinstance(chat, RowError)]
+        templated = self.chats is not None
+        render = self.chats.encoder.render_messages if self.chats is not None else None
+        refuse_rendered(
+            chats,
+            self.config,
+            Added.of(self.tokenizer, render),
+            where=where,
+            templated=templated,
+            plain_works=lambda: all(not isinstance(attempt(_only_text, chat), RowError) for chat in chats),
+        )
 
     def _kept(self, batch: Sequence[SourceRow], source: Source, reader: RowReader) -> Iterator[Prompt]:
         """The prompts of these rows that can be used; the others are counted."""
@@ -331,7 +348,8 @@ class _Reader:
 
     def _encode_texts(self, texts: Sequence[str | RowError]) -> list[tuple[np.ndarray | RowError, int]]:
         plain = [text for text in texts if not isinstance(text, RowError)]
-        encoded = iter(encode_texts(self.tokenizer, plain, add_special_tokens=True))
+        add_bos = self.config.add_bos
+        encoded = iter(encode_texts(self.tokenizer, plain, add_special_tokens=add_bos))
         out: list[tuple[np.ndarray | RowError, int]] = []
         for text in texts:
             if isinstance(text, RowError):
@@ -339,7 +357,9 @@ class _Reader:
                 continue
             ids, count = next(encoded), self.special.count(text)
             if count and self.special.choice != "keep":
-                ids = attempt(self.special.encode_text, text, True)
+                ids = attempt(self.special.encode_text, text, add_bos)
+            if add_bos and self._adds_eos and not isinstance(ids, RowError):
+                ids = ids[:-1]  # the response follows
             out.append((ids, count))
         return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from automodel_cli.config import targets
@@ -14,7 +14,7 @@ from automodel_cli.data.format import DOCUMENTS, Format
 from automodel_cli.data.formats import format_name
 from automodel_cli.data.messages import ROLES
 from automodel_cli.data.row_fields import Fields
-from automodel_cli.data.rows import RowError, without_nulls
+from automodel_cli.data.rows import RowError, attempt, without_nulls
 from automodel_cli.data.unread import NO_OTHER_KEYS, TRAINING_COLUMNS, KnownKeys
 
 
@@ -49,6 +49,12 @@ class RowReader:
         self.keys.refuse(row, self.columns_read, self._what, self.refused)
         fields = Fields(row, self.format.fields, self.columns, chat=self.chat, keys=self.keys)
         return self.format.read(fields) if self._is_ours else self._read_with_care(fields)
+
+    def reads_without_template(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these rows can be read where no chat template renders them."""
+        plain = RowReader(self.format, self.columns, chat=False, keys=self.keys, refused=self.refused)
+        documents = [attempt(plain.read, row) for row in rows]
+        return all(isinstance(d, AnsweredPrompt | PlainText | Pair | JudgedResponse) for d in documents)
 
     def _columns_read(self) -> set[str]:
         """Columns that `read` looks at, and `rejected` for those who chose to train on `chosen` alone."""

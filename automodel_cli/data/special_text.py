@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from automodel_cli.data.config import SpecialTokensInText
+from automodel_cli.data.encoded import around
 from automodel_cli.data.rows import RowError
 
 PRIVATE = 0x10F700
@@ -127,9 +128,8 @@ class SpecialText:
         ids = np.asarray(self.spelled.ids(text), np.int32)
         if not add_special_tokens:
             return ids
-        bare, dressed = (self.tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (False, True))
-        at = next(i for i in range(len(dressed)) if dressed[i : i + len(bare)] == bare)
-        return np.concatenate([dressed[:at], ids, dressed[at + len(bare) :]]).astype(np.int32)
+        before, after = around(self.tokenizer)
+        return np.concatenate([before, ids, after]).astype(np.int32)
 
 
 class SpelledTokenizer:

@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
+from automodel_cli.data.already_rendered import Added, refuse_rendered
 from automodel_cli.data.chat import ChatEncoder
-from automodel_cli.data.config import Mask, SpecialTokensInText, Turns
+from automodel_cli.data.config import DataConfig, Mask, SpecialTokensInText, Turns
 from automodel_cli.data.documents import AnsweredPrompt, Conversation, Document, JudgedResponse, Pair, PlainText
-from automodel_cli.data.encoded import Encoded, Unrolled, encode_texts
+from automodel_cli.data.encoded import Encoded, Unrolled, around, encode_texts
 from automodel_cli.data.format import PREFERENCES, Format
 from automodel_cli.data.preferences import judged_document
 from automodel_cli.data.readers import Row
@@ -47,6 +48,8 @@ class EncodeSpec:
     own_template: str | None = None
     stop_ids: tuple[int, ...] = ()
     special_tokens_in_text: SpecialTokensInText = "auto"
+    add_bos: bool = True
+    add_eos: bool = True
 
     @property
     def special_choice(self) -> SpecialTokensInText:
@@ -74,6 +77,20 @@ class RowEncoder:
         """One result per row, in order. A row is refused also when nothing of it would be trained."""
         read = [row if isinstance(row, RowError) else attempt(self.reader.read, row) for row in rows]
         return (self._encode_preferences if self.spec.fmt.makes in PREFERENCES else self._encode_documents)(read)
+
+    def refuse_rendered(self, rows: Sequence[Row], config: DataConfig, where: str) -> None:
+        """Raise DataError where most of these rows hold BOS, EOS or a template that would be added again."""
+        documents = [attempt(self.reader.read, row) for row in rows]
+        templated = self.chat is not None and self.spec.fmt.makes != "texts"
+        render = self.chat.encoder.render_messages if self.chat is not None and templated else None
+        refuse_rendered(
+            [document for document in documents if not isinstance(document, RowError)],
+            config,
+            Added.of(self.tokenizer, render),
+            where=where,
+            templated=templated,
+            plain_works=lambda: self.reader.reads_without_template(rows),
+        )
 
     def _encode_documents(self, documents: Sequence[Document | RowError]) -> list[Encoded | Unrolled | RowError]:
         out: list[Encoded | Unrolled | RowError] = [d if isinstance(d, RowError) else _NOTHING for d in documents]
@@ -121,14 +138,17 @@ class RowEncoder:
             if isinstance(ids, RowError):
                 out.append(ids)
                 continue
-            ids = self._with_eos(ids)
-            out.append(Encoded(ids, np.ones(len(ids), np.uint8), num_special=count))
+            ids = self._with_eos(self._without_eos(ids))
+            trained = np.ones(len(ids), np.uint8)
+            trained[self._own_end(ids) :] = 0
+            out.append(Encoded(ids, trained, num_special=count))
         return out
 
     def _own_texts(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self, texts: Sequence[str], *, add_special_tokens: bool | None = None
     ) -> tuple[list[int], list[np.ndarray | RowError]]:
         """Token ids of texts that rows bring whole, and the number of special tokens in each."""
+        add_special_tokens = self.spec.add_bos if add_special_tokens is None else add_special_tokens
         results: list[Any] = list(encode_texts(self.tokenizer, texts, add_special_tokens=add_special_tokens))
         counts = [self.special.count(text) for text in texts]
         if self.special.choice != "keep":
@@ -150,7 +170,7 @@ class RowEncoder:
             if isinstance(whole, RowError) or isinstance(prompt, RowError) or isinstance(rest, RowError):
                 out.append(next(error for error in (whole, prompt, rest) if isinstance(error, RowError)))
                 continue
-            prompt, whole = self._without_eos(prompt), self._with_eos(whole)
+            prompt, whole = self._without_eos(prompt), self._with_eos(self._without_eos(whole))
             ids = whole
             if not np.array_equal(whole[: len(prompt)], prompt):
                 ids = self._with_eos(np.concatenate([prompt, rest]))
@@ -167,17 +187,33 @@ class RowEncoder:
                     continue
             trained = np.ones(len(ids), np.uint8)
             trained[: len(prompt)] = self.spec.mask == "all"
+            trained[self._own_end(ids) :] = 0
             out.append(Encoded(ids, trained, num_special=count))
         return out
 
     def _with_eos(self, ids: np.ndarray) -> np.ndarray:
         eos = self.tokenizer.eos_token_id
-        if eos is None or (len(ids) and ids[-1] == eos):
+        if not self.spec.add_eos or eos is None or (len(ids) and ids[-1] == eos):
             return ids
         return np.append(ids, np.int32(eos))
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
-        return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id else ids
+        """Without the EOS that the tokenizer adds behind a text by itself; one of the row's own stays."""
+        return ids[:-1] if self.spec.add_bos and self._tokenizer_adds_eos else ids
+
+    def _own_end(self, ids: np.ndarray) -> int:
+        """Where a row that brings its own EOS ends: white space behind it is no part of what the model says."""
+        if self.spec.add_eos or self.tokenizer.eos_token_id is None:
+            return len(ids)
+        found = np.flatnonzero(ids == self.tokenizer.eos_token_id)
+        if not len(found):
+            return len(ids)
+        end = int(found[-1]) + 1
+        return len(ids) if self.tokenizer.decode(ids[end:]).strip() else end
+
+    @cached_property
+    def _tokenizer_adds_eos(self) -> bool:
+        return around(self.tokenizer)[1] == [self.tokenizer.eos_token_id]
 
 
 _NOTHING = RowError("internal", "the row was not encoded")
