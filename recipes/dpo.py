@@ -26,6 +26,8 @@ class DPORecipe(PreferenceRecipe):
     """
 
     reference: ReferenceSource = "auto"
+    """Source of the reference's log-probs: `precomputed`, `adapters_off` or `frozen_copy`. `auto` is `adapters_off`
+    with LoRA, else `precomputed`."""
     reference_update: ReferenceUpdate | None = None
     """Let the reference follow the policy. null: it stays as it was loaded."""
 

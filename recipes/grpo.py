@@ -47,8 +47,11 @@ class GRPORecipe(Recipe):
     """
 
     objective: PolicyObjective
+    """The policy loss: `objective=grpo`, `ppo`, `best_of_n` and others."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How samples are drawn, and how rewards become advantages."""
     rewards: dict[str, RewardNode] = field(default_factory=dict)
+    """Rewards by name. A sample's reward is the sum of weight x score."""
     teacher: TeacherConfig | None = None
     """Another model in the reference's place, to learn from (on-policy distillation); rewards may then be missing."""
     reference_update: ReferenceUpdate | None = None

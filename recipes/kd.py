@@ -18,6 +18,7 @@ class KDRecipe(SFTRecipe):
     """The story of `SFTRecipe`; the teacher is asked at each step or once, and the student exported."""
 
     objective: Distillation
+    """The distillation loss: `objective=distillation`."""
     teacher: TeacherConfig
     """The model that is learnt from: frozen, sharded like the student, with the same tokens."""
     cache_teacher: bool = False

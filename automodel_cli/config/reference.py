@@ -1,7 +1,6 @@
 """What every key of a config is: type, default, choices and a sentence, from the nodes themselves. Imports no torch.
 
-The sentence of a key stands in its node's docstring, as `key: ...` at the begin of a line or as the sentence that names
-it, or in a docstring right below the field; a class without one inherits its base's.
+The sentence of a key is the docstring right below its field. A field that a class redefines without one has its base's.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import ast
 import functools
 import inspect
 import itertools
-import re
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ _OPEN = {
     "objective": ("automodel_cli.objectives.sft.SFT",),
     "data.task": (
         "automodel_cli.data.tasks.ChatTasks",
+        "automodel_cli.data.preference_tasks.PreferenceTasks",
         "automodel_cli.rollout.rewards.reasoning.ReasoningTasks",
         "automodel_cli.rollout.environments.verifiers.VerifiersTasks",
     ),
@@ -64,6 +64,7 @@ _OPEN = {
         for name in (
             *("text.ExactAnswer", "text.FormatRegex", "text.Length", "text.FunctionReward"),
             *("math.MathEquivalence", "code.CodeExecution", "reasoning.ReasoningReward", "model.RewardModel"),
+            *("remote.ScoreServer", "remote.ModelJudge"),
         )
     ),
 }
@@ -72,8 +73,8 @@ _OPEN = {
 _GROUPS = ("objective", "optimizer", "lr_scheduler", "parallelizer", "pipeline")
 """Groups of conf/ whose files name nodes."""
 
-_BY_NAME = ("rewards", "validation.tasks")
-"""Keys that hold nodes by names of the user's."""
+_ELEMENT = {"rewards": "NAME", "validation.tasks": "NAME", "data.sources": "0"}
+"""Keys that hold several nodes: by names of the user's, or as a list, whose first one is shown."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ def nodes() -> list[Node]:
 
 
 def _below(path: str, hint: Any) -> Iterator[Node]:
-    inner: dict[type, tuple[str, ...]] = dict.fromkeys(schema.dataclass_members(hint), ())
+    inner: dict[type, tuple[str, ...]] = dict.fromkeys(_dataclasses(hint), ())
     for target, options in _choices(path):
         inner[target] = options
     for target, options in inner.items():
-        place = f"{path}.NAME" if path in _BY_NAME else path
+        place = f"{path}.{_ELEMENT[path]}" if path in _ELEMENT else path
         parameters = schema.signature(target).parameters
         texts = sentences(target)
         name = f"{target.__module__}.{target.__qualname__}"
@@ -133,6 +134,14 @@ def _below(path: str, hint: Any) -> Iterator[Node]:
             continue  # what is below are a `data` and `rewards` again
         for k, p in parameters.items():
             yield from _below(f"{place}.{k}", p.hint)
+
+
+def _dataclasses(hint: Any) -> list[type]:
+    """Return the config nodes that a value of this annotation may hold, also those in a list or by name."""
+    found = schema.dataclass_members(hint)
+    for member in schema.members(hint):
+        found += [cls for argument in typing.get_args(member) for cls in _dataclasses(argument)]
+    return found
 
 
 def _choices(path: str) -> list[tuple[type, tuple[str, ...]]]:
@@ -162,14 +171,11 @@ def _key(name: str, parameter: schema.Parameter, text: str) -> Key:
 
 @functools.cache
 def sentences(target: Callable[..., Any]) -> dict[str, str]:
-    """What the docstrings say of each parameter; "" where they are silent."""
+    """Return the docstring below each field; "" where there is none."""
     found = dict.fromkeys(schema.signature(target).parameters, "")
     for cls in inspect.getmro(target)[:-1] if isinstance(target, type) else ():
         below = _below_fields(cls.__module__).get(cls.__name__, {})
-        doc = inspect.cleandoc(cls.__doc__ or "")
-        for name, text in found.items():
-            if not text:
-                found[name] = below.get(name) or _said_of(name, doc)
+        found = {name: text or below.get(name, "") for name, text in found.items()}
     return found
 
 
@@ -189,20 +195,6 @@ def _texts(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
             text = after.value.value if isinstance(after.value, ast.Constant) else None
             if isinstance(text, str):
                 yield field.target.id, " ".join(text.split())
-
-
-def _said_of(name: str, doc: str) -> str:
-    """The entry `name: ...`, else the first sentence that has the name in backticks, else as a word."""
-    for paragraph in re.split(r"\n(?=\w+(?:, \w+)*: )|\n\n", doc):
-        head, colon, rest = paragraph.partition(": ")
-        if colon and name in head.split(", ") and "\n" not in head:
-            return " ".join(rest.split())
-    for pattern in (rf"`{name}[`=]", rf"\b{name}\b"):
-        for paragraph in _paragraphs(doc):
-            for sentence in re.split(r"(?<=[.;]) (?=[A-Z`])", paragraph):
-                if re.search(pattern, sentence):
-                    return sentence
-    return ""
 
 
 def _paragraphs(doc: str) -> list[str]:

@@ -78,14 +78,23 @@ class SourceConfig:
     """
 
     path: str
+    """A file (json, jsonl, csv, parquet, arrow, txt; text ones also as .gz), a folder or glob of files, a saved
+    dataset, or a hub id."""
     name: str | None = None
+    """Configuration of a hub dataset."""
     revision: str | None = None
+    """Branch, tag or commit of a hub dataset."""
     split: str = "train"
+    """Split of a hub dataset or of a saved DatasetDict."""
     format: FormatName | Format = "auto"
     """How a row is read: by a name, found from the columns (`auto`), or by a node of your own (docs/data.md)."""
     columns: dict[str, str] = field(default_factory=dict)
+    """Maps a field of the format to its column: `{prompt: question}`. An empty column leaves an optional field
+    out."""
     weight: float = 1.0
+    """How often each row is seen per epoch: 2 is twice, 0.5 is every second epoch."""
     txt_rows: TxtRows = "file"
+    """One document of a .txt file: the whole `file`, a `paragraph` (between blank lines) or a `line`."""
 
     def __post_init__(self) -> None:
         if not (self.weight > 0 and math.isfinite(self.weight)):
@@ -140,31 +149,58 @@ class DataConfig:
     """
 
     path: str | None = None
+    """File, folder, glob or hub id of the rows. Give exactly one of `path`, `sources` and `task`."""
     name: str | None = None
+    """Configuration of the hub dataset in `path`."""
     revision: str | None = None
+    """Branch, tag or commit of the hub dataset in `path`."""
     split: str = "train"
+    """Split of the hub dataset or saved DatasetDict in `path`."""
     format: FormatName | Format = "auto"
     """How a row is read: by a name, found from the columns (`auto`), or by a node of your own (docs/data.md)."""
     columns: dict[str, str] = field(default_factory=dict)
+    """Maps a field of the format to a column of `path`: `{prompt: question}`. An empty column leaves an optional
+    field out."""
     txt_rows: TxtRows = "file"
+    """One document of a .txt file in `path`: the whole `file`, a `paragraph` or a `line`."""
     sources: list[SourceConfig] | None = None
+    """Several datasets, each with a weight: `[{path: a.jsonl, weight: 2}, ...]`."""
     task: TaskNode | None = None
+    """A node that generates rows."""
     validation_rows: float = 0
+    """Rows taken out of the training rows for validation. Below 1: a share; 1 or more: a number."""
     validation_path: str | None = None
+    """A file of validation rows, with the format and columns of the training rows."""
     validation_split: str | None = None
+    """Split of the same hub dataset to validate on."""
     seq_len: int = 2048
+    """Tokens per row."""
     packing: Packing = "best_fit"
+    """How documents fill rows: `best_fit` (whole ones), `wrapped` (one after the other, cut at `seq_len`) or `none`
+    (one per row, padded)."""
     long_documents: LongChoice = "auto"
+    """Documents longer than `seq_len`: `split`, `truncate`, `drop` or `fail`. `auto` splits text, truncates chats,
+    drops pairs and prompts."""
     pad_to: Literal["longest", "seq_len"] = "longest"
+    """Length of unpacked rows: the `longest` of their microbatch, or `seq_len`."""
     pad_multiple: int = 1
+    """Round the length of unpacked rows up to a multiple of this."""
     mask: Mask = "assistant"
+    """Tokens that are trained: those of `assistant` turns, of the `last_turn`, or `all`."""
     turns: Turns = "auto"
+    """`whole` keeps a conversation in one document, `unroll` makes one per trained turn. `auto` unrolls where the
+    template rewrites earlier turns."""
     chat_template: str | None = "auto"
+    """`auto` and `tokenizer` use the tokenizer's template, `none` uses none. Other values are a file or the
+    template text."""
     on_bad_row: Literal["fail", "drop"] = "fail"
+    """`fail` lists all bad rows and stops. `drop` goes on without them, up to `max_bad`."""
     max_bad: float = 0.01
+    """Largest share of bad rows that `on_bad_row=drop` accepts."""
     special_tokens_in_text: SpecialTokensInText = "auto"
     """What becomes of a special token's spelling inside user text: plain text, the control token, or a refusal."""
     ignore_columns: list[str] = field(default_factory=list)
+    """Columns that may be left out although they would change the training."""
     add_bos: bool = True
     """Whether texts, and prompts without a chat template, get the BOS that the tokenizer adds; false: rows have it."""
     add_eos: bool = True

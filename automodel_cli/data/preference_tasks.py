@@ -25,6 +25,7 @@ class PreferenceTasks:
     """
 
     tasks: ChatTasks = field(default_factory=ChatTasks)
+    """Questions that the pairs answer."""
 
     def rows(self, split: Split) -> Iterator[dict[str, Any]]:
         """Dicts with `prompt` (one user message), `chosen` and `rejected`; the same for the same node."""

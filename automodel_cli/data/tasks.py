@@ -47,13 +47,21 @@ class ChatTasks:
     """
 
     kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 1.0))
+    """Share of the rows by kind of question. Any positive numbers; 0 leaves a kind out."""
     num_train: int = 20_000
+    """Number of training rows, drawn with replacement."""
     num_validation: int = 256
+    """Number of validation rows: distinct problems that no training split contains."""
     max_number: int = 99
+    """Upper bound of every number."""
     max_addend: int = 9
+    """Upper bound of the smaller operand of a sum or difference."""
     max_length: int = 5
+    """Largest number of letters or digits of a string (at least 2)."""
     context: list[dict[str, str]] = field(default_factory=list)
+    """Messages in front of each question, not trained: `[{role: system, content: ...}]`."""
     seed: int = 0
+    """Seed of the questions."""
 
     def __post_init__(self) -> None:
         for name, share in self.kinds.items():

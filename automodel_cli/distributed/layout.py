@@ -71,7 +71,9 @@ class MeshConfig:
     """
 
     dp_size: int | None = None
+    """Data-parallel ranks. null: all ranks that the other axes leave."""
     dp_replicate_size: int | None = 1
+    """Copies of the sharded model among the data-parallel ranks (hybrid sharding). null: 1."""
     tp_size: int | None = 1
     """Ranks that share each layer's matrices."""
     pp_size: int | None = 1
@@ -79,6 +81,7 @@ class MeshConfig:
     cp_size: int | None = 1
     """Ranks that share the tokens of each row."""
     ep_size: int | None = 1
+    """Ranks that share the experts. They are ranks of the other axes, so this adds none."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

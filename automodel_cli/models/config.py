@@ -23,12 +23,18 @@ class LoRAConfig:
     """
 
     rank: int = 16
+    """Rank of the adapters (Hu et al. 2021)."""
     alpha: float = 32.0
+    """Scale of the update: `alpha / rank` times B A."""
     dropout: float = 0.0
     """Share of an adapter's inputs that are dropped in training."""
     target_modules: str | list[str] = "all-linear"
+    """Linear layers with adapters: a regular expression over module names, a list of name endings, or
+    `all-linear`."""
     use_rslora: bool = False
+    """Scale the update by `alpha / sqrt(rank)` instead."""
     base_quantization: Literal["none", "nf4"] = "none"
+    """`nf4` keeps the adapted layers' frozen weights in 4 bits through bitsandbytes (QLoRA)."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -56,8 +62,11 @@ class MoEConfig:
     """
 
     experts: Literal["grouped_mm", "eager"] = "grouped_mm"
+    """How tokens are multiplied with their experts: `grouped_mm` is one kernel for all, `eager` a loop."""
     aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss. 0: none."""
     bias_update_speed: float = 0.0
+    """Step of the routers' selection bias, where they have one (DeepSeek-V3: 0.001). 0: the bias stays."""
 
     def __post_init__(self) -> None:
         for name in ("aux_loss_coef", "bias_update_speed"):
@@ -72,7 +81,7 @@ class MTPConfig:
     """Training of the layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2; docs/mtp.md)."""
 
     loss_weight: float = 0.1
-    """Of the mean over depths of their cross entropy, which is added to the loss; DeepSeek-V3 took 0.3, then 0.1."""
+    """Weight of the MTP loss (the mean cross entropy over depths) in the loss. DeepSeek-V3: 0.3, then 0.1."""
     depths: int | None = None
     """How many such layers a model of random weights gets; null: what its config says. A checkpoint has what it has."""
 
@@ -97,9 +106,14 @@ class TransformerEngineConfig:
     """
 
     attention: bool = True
+    """Compute packed attention with Transformer Engine, in bfloat16 or float16."""
     linear: bool = True
+    """Replace the linear layers of the decoder layers."""
     norm: bool = True
+    """Replace the RMS norms by fused ones."""
     fp8_recipe: Literal["none", "current", "block", "mxfp8"] = "none"
+    """Scales of fp8 products: `current` has one per tensor, `block` one per 128 values, `mxfp8` one per 32
+    (Blackwell)."""
 
     def __post_init__(self) -> None:
         if self.fp8_recipe not in ("none", "current", "block", "mxfp8"):
@@ -135,6 +149,8 @@ class Fp8Config:
     """
 
     recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp", "mxfp8"] = "rowwise"
+    """Scales of the products: `rowwise`, `tensorwise` (faster, less exact), `rowwise_with_gw_hp` (gradients of
+    weights unquantized) or `mxfp8` (B200)."""
     skip: list[str] = field(default_factory=list)
     """Endings of names of linear layers to leave alone, as `[o_proj, mlp.down_proj]`."""
     experts: bool = False
@@ -178,20 +194,31 @@ class ModelConfig:
     """
 
     pretrained: str | None = None
+    """Hub id or local folder of the weights. Give exactly one of `pretrained`, `config` and a lone `gguf_file`."""
     config: dict[str, Any] | None = None
+    """Fields of the library's config, with `model_type`. The weights are random, drawn from the run's seed."""
     gguf_file: str | None = None
+    """A GGUF file: a path, or a name inside `pretrained`."""
     revision: str | None = None
     """Branch, tag or commit of the hub id."""
     trust_remote_code: bool = field(
         default=False, metadata=trust.runs(trust.REMOTE_CODE, "runs Python code that comes with the model")
     )
+    """Allow the library to run Python code that lies beside the weights; needs `--trust remote-code`."""
     dtype: DType = "float32"
+    """Storage dtype of the parameters, which the optimizer updates. The parallelizer's `mp_policy` sets the compute
+    dtype."""
     attention: str = field(
         default="packed",
         metadata=trust.runs(trust.REMOTE_CODE, "loads a kernel from the hub, which is code", lambda name: "/" in name),
     )
+    """`packed` isolates the documents of a packed row. Other names (`eager`, `sdpa`, ...) select the library's
+    attention, which the packing probe checks."""
     attention_kernel: Literal["auto", "flash", "fa3", "fa4", "flex", "dense"] = "auto"
+    """Kernel of packed attention. `auto` selects FlashAttention where it is exact, else FlexAttention; `dense` is
+    the definition. Other names insist on that kernel."""
     tokenizer: Any = None
+    """Hub id, folder or tokenizer node. null: the tokenizer beside the weights."""
     lora: LoRAConfig | None = None
     """Low-rank adapters; null trains all parameters."""
     moe: MoEConfig = MoEConfig()
@@ -199,9 +226,11 @@ class ModelConfig:
     mtp: MTPConfig | None = None
     """Train the layers for multi-token prediction too; null: what the checkpoint has of them is exported as it was."""
     transformer_engine: TransformerEngineConfig | None = None
+    """Attention, linear layers and norms of NVIDIA's Transformer Engine. null: torch's."""
     fp8: Fp8Config | None = None
     """Linear layers and experts multiply in 8-bit floats; null: in what the run computes in."""
     head_chunk_size: int | None = None
+    """Tokens whose logits exist at once. null: chosen for the caches of a CPU, or near 512 MiB on a GPU."""
 
     def __post_init__(self) -> None:
         self._check_source()
@@ -338,9 +367,13 @@ class TeacherConfig:
     """
 
     pretrained: str
+    """Hub id or folder of the teacher. Its tokens must be the student's."""
     revision: str | None = None
+    """Branch, tag or commit of the teacher's hub id."""
     dtype: DType = "float32"
+    """Storage dtype of the teacher. It computes in the parallelizer's compute dtype."""
     attention: str = "packed"
+    """Attention of the teacher, as in `model.attention`."""
 
     def as_model(self) -> ModelConfig:
         """The same as a section of a model."""

@@ -65,6 +65,7 @@ class ByteTokenizer:
     """
 
     words: tuple[str, ...] = COMMON_WORDS
+    """Words that are one token each, alone and after a space. Every byte is a token too."""
 
     def __post_init__(self) -> None:
         for word in self.words:
@@ -113,7 +114,9 @@ class PretrainedTokenizer:
     )
     """Whether Python code that comes with the tokenizer may run."""
     gguf_file: str | None = None
+    """A GGUF file inside the folder, to read the tokenizer from."""
     chat_template: str | None = None
+    """Template text or path of a `.jinja` file. It replaces the tokenizer's own and is exported."""
 
     def __post_init__(self) -> None:
         if (

@@ -32,7 +32,9 @@ class BestOfN:
     """See `PolicyObjective`: a good response is worth imitating whoever has drawn it."""
 
     keep: int = 1
+    """Best responses of each group to train on (RAFT, arXiv:2304.06767)."""
     threshold: float | None = None
+    """Train only on responses with a reward above this. null: no bound."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:

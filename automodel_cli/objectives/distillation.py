@@ -43,9 +43,14 @@ class Distillation:
     """See `PolicyObjective`: any tokens will do to compare two distributions."""
 
     beta: float = 0.0
+    """Interpolation of the generalized Jensen-Shannon divergence (GKD, arXiv:2306.13649). 0 is the forward KL, 1
+    the reverse KL."""
     top_k: int | None = 64
+    """Tokens of the teacher's distribution that are kept; all others count as one. null: the whole vocabulary."""
     kd_weight: float = 1.0
+    """Weight of the divergence from the teacher."""
     sft_weight: float = 0.0
+    """Weight of the NLL of the labels."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:

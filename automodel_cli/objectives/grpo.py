@@ -54,33 +54,55 @@ class GRPO:
     """
 
     surrogate: Literal["clip", "cispo", "reinforce", "sapo"] = "clip"
+    """Policy loss: `clip` (PPO's), `cispo`, `reinforce` or `sapo` (a soft gate). Formulas: docs/algorithms.md."""
     ratio: Literal["token", "sequence", "sequence_token", "on_policy"] = "token"
+    """Importance ratio of a `token`, of the `sequence` (GSPO), `sequence_token` (GSPO-token), or `on_policy` (1,
+    for one update per rollout)."""
     clip_low: float = 0.2
+    """The ratio is clamped from below at 1 - `clip_low`."""
     clip_high: float = 0.2
+    """The ratio is clamped from above at 1 + `clip_high`."""
     dual_clip: float | None = None
+    """Bounds the loss of negative advantages by -A x `dual_clip`; above 1. null: no bound."""
     aggregation: Literal["token", "sequence", "max_tokens"] = "token"
+    """Divide by the label tokens of the step (`token`), average per response first (`sequence`), or divide by
+    responses x `max_tokens`."""
     max_tokens: int | None = None
+    """The constant divisor per response of `aggregation=max_tokens` (Dr. GRPO)."""
     kl_coef: float = 0.0
+    """Weight of the KL to the reference."""
     kl_type: KLType = "k3"
+    """Estimator of the KL, with d = reference - policy log-prob: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d."""
     kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL to the `loss`, or subtract it from the `reward`."""
     kl_importance: bool = False
+    """Weigh the KL by policy / sampler probability."""
     kl_score_term: bool = True
+    """Give the KL the gradient of its expectation, with the score-function term. false: of its value alone."""
     kl_input_clamp: float | None = 20.0
+    """Clamp of d in the KL, at plus and minus this. null: no clamp."""
     kl_output_clamp: float | None = 10.0
+    """Clamp of the KL of a token, at plus and minus this. null: no clamp."""
     correction: Literal["none", "plain", "truncate", "icepop", "sequence_mask"] = "none"
-    """How the ratio between trainer and sampler weighs a token, as above."""
+    """Weight w of a token for the difference between trainer and sampler: `none`, `plain`, `truncate` (TIS),
+    `icepop` (MIS) or `sequence_mask`."""
     correction_level: Literal["token", "sequence"] | None = None
+    """Weight w per `token`, or its product over the response (`sequence`). null: as `ratio`."""
     correction_max: float | None = None
+    """Largest w. `truncate` clamps there, `icepop` and `sequence_mask` drop what lies above."""
     correction_min: float | None = None
+    """Smallest w. `truncate` clamps there, `icepop` and `sequence_mask` drop what lies below."""
     positive_nll: float = 0.0
+    """Weight of the NLL of responses with a reward above 0."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
     top_entropy: float | None = None
-    """The policy loss is of this share of an update's tokens only, of those whose entropy was highest before the first
-    update (arXiv:2506.01939: 0.2); what it is divided by stays. null: of all tokens."""
+    """Share of an update's tokens that have a policy loss: those of highest entropy before the first update
+    (arXiv:2506.01939). null: all."""
     sapo_positive: float = 1.0
-    """How fast the gate of sapo closes with the ratio where the advantage is above 0."""
+    """Slope of sapo's gate where the advantage is above 0."""
     sapo_negative: float = 1.05
-    """The same elsewhere."""
+    """Slope of sapo's gate where the advantage is below 0."""
 
     def __post_init__(self) -> None:
         self._check_surrogate()

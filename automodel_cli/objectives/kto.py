@@ -27,11 +27,13 @@ class KTO:
     """
 
     beta: float = 0.1
+    """Temperature of the log-ratio to the reference."""
     desirable_weight: float = 1.0
-    """w of responses judged good."""
+    """Weight of responses judged good."""
     undesirable_weight: float = 1.0
-    """w of responses judged bad."""
+    """Weight of responses judged bad."""
     reference_point: Literal["kl", "zero"] = "kl"
+    """Value that log-ratios are compared with: the KL estimated on mismatched pairs, or 0."""
 
     def __post_init__(self) -> None:
         for name in ("beta", "desirable_weight", "undesirable_weight"):

@@ -32,7 +32,9 @@ class PPO(GRPO):
     """
 
     value_coef: float = 0.1
+    """Weight of the value loss."""
     value_clip: float | None = 0.2
+    """Clip of the value around the rollout's value (arXiv:1707.06347). null: no clip."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

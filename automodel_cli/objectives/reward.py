@@ -30,7 +30,9 @@ class BradleyTerry:
     """
 
     margin: bool = False
+    """Subtract each pair's `margin` column from the score difference (arXiv:2307.09288, eq. 2)."""
     center: float = 0.0
+    """Weight of (chosen + rejected score)^2, which keeps scores near 0 (arXiv:2312.09244)."""
 
     def __post_init__(self) -> None:
         if not self.center >= 0:

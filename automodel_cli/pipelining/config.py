@@ -34,17 +34,32 @@ class PipelineConfig:
     """
 
     schedule: str | None = "1f1b"
+    """Schedule by name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, zb_h1, interleaved_zb, zbv, dualpipev, or
+    torch's names."""
     csv: str | None = None
+    """A file with a program in torch's compute-only format, in place of `schedule`."""
     layers_per_stage: int | None = None
+    """Decoder layers per stage, which fixes the number of stages."""
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
+    """Round a number of stages that `mesh.pp_size` does not divide `up` or `down`."""
     layout: str | list[list[str]] | None = None
+    """Stages in the layout language, for example `Et*3|(tt|)*29,m|L`."""
     module_fqns_per_model_part: list[list[str]] | None = None
+    """Module names per stage."""
     balance: Literal["even", "cost"] = "even"
+    """How layers spread over stages: `even`, or by `cost` with the head weighed."""
     microbatch_group_size: int | None = None
+    """Microbatches per chunk and round of interleaved_1f1b. null: torch's grouping."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the tensors between stages. null: the compute dtype."""
     runtime: Literal["torch", "eager"] = "torch"
+    """`torch` executes every schedule on torch.distributed.pipelining. `eager` executes 1f1b and interleaved_1f1b
+    with Megatron-core's functions."""
     overlap_p2p_comm: bool = False
+    """Post receives early, in the eager runtime's interleaved_1f1b."""
     num_microbatches_with_partial_activation_checkpoints: int | None = None
+    """In the eager runtime, how many live microbatches keep their activations; the others recompute. null: as the
+    parallelizer."""
 
     def __post_init__(self) -> None:
         if self.schedule is None and self.csv is None:

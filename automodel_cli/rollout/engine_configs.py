@@ -34,11 +34,8 @@ CudaGraphs = Literal["auto"] | bool
 class SamplerConfig:
     """Our own sampler on the trained weights: no copy of the model, any layout.
 
-    `num_slots` sequences decode together on each data-parallel rank; the cache holds that many times the longest. null:
-    as many as have room in an eighth of the rank's memory, at most 256.
-    `prefill_tokens` bounds the prompts of one forward, `refill_share` is the share of slots that must be free before
-    new prompts start. `cuda_graphs` launches a decoding step as one graph (docs/rollout.md): auto does so on CUDA where
-    a rank has the whole weights to itself, true under FSDP2 too, and the header says where not. Never run on a GPU.
+    The cache holds `num_slots` times the longest sequence. `cuda_graphs=true` makes graphs under FSDP2 too; the header
+    shows where they are off (docs/rollout.md). Never run on a GPU.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -46,9 +43,14 @@ class SamplerConfig:
     )
 
     num_slots: int | None = None
+    """Sequences that decode together on each data-parallel rank. null: what an eighth of the memory holds, at most
+    256."""
     prefill_tokens: int = 8192
+    """Most prompt tokens of one forward pass."""
     refill_share: float = 0.125
+    """Share of slots that must be free before new prompts start."""
     cuda_graphs: CudaGraphs = "auto"
+    """Launch a decoding step as one CUDA graph. `auto`: on CUDA where a rank holds the whole weights."""
 
     def __post_init__(self) -> None:
         _at_least(self, prefill_tokens=1, **({} if self.num_slots is None else {"num_slots": 1}))
@@ -88,24 +90,24 @@ class HFConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """A server that speaks OpenAI's completions API, at `url` (`http://localhost:8000`); a list of addresses is several
-    servers of the same model, among which requests are shared (docs/rollout.md).
-
-    `model` is its name there, null where the server has only one. `timeout` seconds for one request; a request that
-    finds the server busy or gone is sent again `retries` times. `api_key_env` names the environment variable with the
-    key. `trust_logprobs`: the server's log-probs are those of the distribution sampled from.
-    """
+    """A server that speaks OpenAI's completions API, or several of them, among which requests are shared."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=False, seeds=False)
 
     url: str | list[str] | None
+    """Address of the server (`http://localhost:8000`), or a list of them with the same model."""
     model: str | None = None
+    """Name of the model on the server. null: the server has only one."""
     concurrency: int = 32
     """Requests that are open at once, at each server."""
     timeout: float = 600.0
+    """Seconds for one request."""
     retries: int = 4
+    """How often a request is repeated when the server is busy or gone."""
     api_key_env: str | None = None
+    """Environment variable with the API key. null: no key."""
     trust_logprobs: bool = False
+    """Take the server's log-probs as those of the sampled distribution."""
 
     def __post_init__(self) -> None:
         _at_least(self, concurrency=1, retries=0)
@@ -181,8 +183,7 @@ class LiveServerConfig(ServerConfig):
     you have started it. It is a list of words, or one text that is cut into words as a shell does; no shell runs it, so
     nothing in it is expanded. The command line must allow it: `--trust command`.
 
-    `servers` in the place of `url`: the run starts as many as it needs, by a command of its own, or
-    `automodel submit --rollout-nodes` does so on nodes of their own; `rollout.placement` says on which GPUs.
+    `automodel submit --rollout-nodes` starts `servers` on nodes of their own; `rollout.placement` selects the GPUs.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -196,16 +197,25 @@ class LiveServerConfig(ServerConfig):
     """The command of a server that tells which experts tokens go to."""
 
     url: str | list[str] | None = None
+    """Address of the running server, or a list of them. null: see `servers`."""
     servers: StartedServers | None = None
+    """Servers that the run starts itself, in place of `url`."""
     concurrency: int = 256
+    """Open requests at once, per server."""
     weights_folder: str | None = None
+    """Folder through which `transport=files` passes weights. null: `rollout_weights` in the run folder."""
     address: str | None = None
+    """Host of the first rank as the server reaches it. null: this host's name, or 127.0.0.1 for a local server."""
     port: int = 29_600
+    """Free port on the first rank's host, for the transfer of weights."""
     trust_logprobs: bool = True
+    """Must be true: the update needs the server's log-probs."""
     command: str | list[str] | None = field(
         default=None, metadata=trust.runs(trust.COMMAND, "is a command that the run starts on this machine")
     )
+    """Command that starts the server at `url`, as text or words; needs `--trust command`. null: it is running."""
     start_timeout: float = 900.0
+    """Seconds within which a started server must answer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -323,7 +333,9 @@ class VLLMConfig(LiveServerConfig):
     with_experts: ClassVar[str] = VLLM_WITH_EXPERTS
 
     servers: VLLMServers | None = None
+    """vLLM servers that the run starts itself, in place of `url`."""
     transport: Literal["files", "nccl", "ipc"] = "nccl"
+    """How weights reach vLLM: `files`, `nccl` (GPU to GPU) or `ipc` (same GPUs, `rollout.placement=colocated`)."""
 
     @property
     def way(self) -> str:

@@ -25,6 +25,7 @@ class DynamicSampling:
     """
 
     max_batches: int = 10
+    """Most batches of prompts per step. After them the step trains on the groups that it has."""
 
     def __post_init__(self) -> None:
         if self.max_batches < 1:
@@ -43,9 +44,13 @@ class Overlong:
     """
 
     filter: bool = False
+    """Leave cut responses out of training and of their group's baseline."""
     buffer: int | None = None
+    """Tokens before the limit over which the reward falls linearly (arXiv:2503.14476, eq. 13). null: none."""
     penalty: float = 1.0
+    """Largest deduction of `buffer`."""
     factor: float | None = None
+    """Factor, 0 to 1, of a cut response's reward. null: 1."""
 
     def __post_init__(self) -> None:
         if self.buffer is not None and self.buffer < 1:
@@ -70,10 +75,6 @@ class Overlong:
 class RolloutConfig:
     """How samples are drawn, and what becomes of them. A step is one rollout and the updates on it.
 
-    Each step takes `prompts_per_step` prompts over all ranks and draws `group_size` responses to each. `temperature`,
-    `top_p` and `top_k` shape the distribution, in the sampler and in every log-prob of the trainer. A response ends at
-    the end-of-sequence token, or after `max_new_tokens`.
-
     `passes`: how often each sample is trained on; each pass has `prompts_per_step x group_size /
     train.global_batch_size` updates. Advantages are rewards minus the group's mean, divided where `normalise` by the
     deviation of the whole group (GRPO, arXiv:2402.03300; without `normalise` Dr. GRPO, arXiv:2503.20783); with
@@ -89,68 +90,76 @@ class RolloutConfig:
     a KL in the reward off token by token, and may have a `group_size` of 1. `gamma` discounts rewards to come,
     `gae_lambda` is the critic's.
 
-    `environment` answers the model, which then speaks again: an episode of several messages, each of up to
-    `max_new_tokens`, all together with the prompt of up to `data.seq_len`. null: one response. `environments` are
-    several of them by name, and `environment_column` of a row says whose it is; `only` of a reward may name the same
-    column.
-
-    `max_staleness` 0: samples are drawn by the newest weights, and sampling and training take turns. k: up to k
-    rollouts are drawn while steps before them train, and no token that is trained on was drawn by weights that are more
-    than k steps old (docs/grpo.md).
-
-    `replay_routing`, for a mixture of experts: the update sends each token to the experts that it went to when it was
-    sampled; gate weights, and so the gradients of routers, are the trainer's own (arXiv:2510.11370).
-
-    `share_prompts`: the update, and the passes for log-probs before it, read the prompt of a group once for all
-    responses that stand in one row, instead of once for each. The numbers are the same. `auto`: wherever that can be;
-    the header says where it cannot, and why (docs/rollout.md).
-
-    `placement`: on which GPUs servers generate. `separate`: on others than those that train, of the same machine or of
-    further nodes. `colocated`: on the same ones in turns; while one works the other keeps little in their memory. null:
-    as the engine is (a server is separate, our own sampler and `hf` share the trainer's GPUs).
-
-    `max_mult_prob_error`: sampler and trainer disagree on the probabilities of the sampled tokens by this factor on
-    average before a warning is printed (1 is agreement; once only where samples are stale by `max_staleness`).
-    `max_logprob_gap`: before the first step an engine with weights of its own draws some tokens, and the run is refused
-    where its log-probs and the trainer's differ by more nats on average. `reward_helpers` processes on each rank judge
-    what has a timeout. `show_every` steps a table of samples is
-    printed, `show` of them (null: never).
+    An episode of an environment has several messages of up to `max_new_tokens` each, all together with the prompt of
+    up to `data.seq_len`. With `max_staleness` k, up to k rollouts are drawn while steps before them train
+    (docs/grpo.md). `share_prompts` changes no numbers; the header shows where it is off (docs/rollout.md).
+    `max_logprob_gap` is measured before the first step, on tokens that an engine with weights of its own draws.
     """
 
     engine: EngineConfig = field(default_factory=SamplerConfig)
     """What generates: `rollout=sampler`, `hf`, `vllm` or `sglang`, or a node of your own (examples/own_engine.py)."""
     placement: Literal["colocated", "separate"] | None = None
+    """GPUs of generation servers: `separate` from the trainer's, or `colocated` on them in turns. null: as the
+    engine requires."""
     prompts_per_step: int = 32
+    """Prompts per step over all ranks."""
     group_size: int = 8
+    """Responses to each prompt."""
     max_new_tokens: int = 512
+    """Most tokens of a response."""
     temperature: float = 1.0
+    """Sampling temperature, which the trainer's log-probs use too."""
     top_p: float = 1.0
+    """Sample from the likeliest tokens that have this much probability together. 1: all."""
     top_k: int = 0
+    """Sample from this many of the likeliest tokens. 0: all."""
     passes: int = 1
+    """How often each sample is trained on. Each pass has prompts_per_step x group_size / train.global_batch_size
+    updates."""
     baseline: Literal["group", "batch", "critic"] = "group"
+    """What rewards are compared with: their `group`, the `batch` (REINFORCE++), or a `critic` (PPO)."""
     leave_one_out: bool = False
+    """Leave the sample itself out of its group's mean (RLOO, arXiv:2402.14740)."""
     normalise: bool = True
+    """Divide advantages by the deviation that `scale` selects. false is Dr. GRPO."""
     scale: Literal["group", "batch", "mean"] = "group"
+    """Divisor of `normalise`: the deviation of the `group`, of the `batch`, or the group's `mean` reward
+    (MaxRL)."""
     gamma: float = 1.0
+    """Discount of later rewards, for `baseline=batch` and `critic`."""
     gae_lambda: float = 0.95
+    """Lambda of generalized advantage estimation, for `baseline=critic`."""
     dynamic_sampling: DynamicSampling | None = None
+    """Replace groups whose rewards are all equal by further samples (DAPO). null: skip and count them."""
     overlong: Overlong = field(default_factory=Overlong)
     """What becomes of responses that ran into `max_new_tokens`."""
     environment: EnvironmentNode | None = None
+    """Environment that answers the model, for episodes of several messages. null: one response."""
     environments: dict[str, EnvironmentNode] = field(default_factory=dict)
+    """Several environments by name, of which a row's `environment_column` selects one."""
     environment_column: str = "environment"
+    """Column with the name of a row's environment."""
     max_staleness: int = 0
+    """Most steps between the weights that sampled a token and those that train on it. 0: sampling and training
+    alternate."""
     replay_routing: bool = False
+    """In the update, send each token to the experts that it used when sampled (arXiv:2510.11370)."""
     share_prompts: bool | Literal["auto"] = "auto"
+    """Compute a group's prompt once for all its responses in a row. `auto`: wherever possible."""
     max_mult_prob_error: float = 1.05
+    """Warn where sampler and trainer probabilities differ by more than this factor on average."""
     max_logprob_gap: float = 0.1
+    """Refuse the run where the engine's log-probs and the trainer's differ by more nats on average."""
     reward_helpers: int = 2
+    """Helper processes per rank for rewards with a timeout."""
     validation_samples: int = 0
-    """k: so many samples to each held-out prompt besides the greedy one, for `val_avg_at_k` and `val_pass_at_k`."""
+    """Samples per held-out prompt besides the greedy one, for `val_avg_at_k` and `val_pass_at_k`."""
     validation_temperature: float | None = None
-    """What they are drawn at; null: `temperature`."""
+    """Temperature of the validation samples. null: `temperature`."""
     show_every: int | None = 10
+    """Steps between printed tables of samples. null: none."""
     show: int = 4
+    """Samples in a printed table."""
 
     def __post_init__(self) -> None:
         params = self.params()  # has the rules of the sampling itself

@@ -51,7 +51,7 @@ class Recipe(ConfigRoot):
     data: DataConfig
     """Rows to train on, and how they become tokens."""
     objective: Objective
-    """What is minimised."""
+    """What is minimized."""
     optimizer: OptimizerNode
     """A node (`optimizer=adamw`, `muon`, `adamw8bit`), or any class of torch.optim with `_partial_: true`."""
     lr_scheduler: ScheduleNode
@@ -63,7 +63,7 @@ class Recipe(ConfigRoot):
     pipeline: PipelineConfig | None = None
     """How stages are cut and scheduled; needed where mesh.pp_size is above 1: `pipeline=1f1b`."""
     train: TrainConfig
-    """Length of the run and size of a step."""
+    """Batch sizes, length of the run, clipping and limits."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """When the held-out rows are measured."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -19,7 +19,9 @@ class ReferenceUpdate:
     """
 
     every: int
+    """Steps between updates of the reference (TR-DPO, arXiv:2404.09656)."""
     alpha: float = 1.0
+    """Weight of the policy in the new reference, parameter by parameter. 1: the policy itself."""
 
     def __post_init__(self) -> None:
         if self.every < 1:

@@ -36,14 +36,22 @@ class TrainConfig:
     """
 
     global_batch_size: int
+    """Rows (packs, when packing) per optimizer step over all ranks. In a recipe with rollouts: samples per
+    update."""
     microbatch_size: int = 1
+    """Rows (packs, when packing) per forward pass on one data-parallel rank."""
     max_steps: int | None = None
+    """Steps after which the run ends. null: `epochs` alone decides."""
     epochs: float | None = None
+    """Passes over the data after which the run ends. null: `max_steps` alone decides."""
     max_grad_norm: float | None = 1.0
+    """Clip the gradient norm to this. null: no clipping; the norm is still measured."""
     deterministic: bool = False
+    """Refuse kernels without a reproducible result."""
     cpu_threads: int | None = None
     """Threads of torch on each rank's CPU; null: what the launcher gives it."""
     step_timeout: float | Literal["auto"] | None = "auto"
+    """Seconds without progress after which the run ends and prints the stacks of all ranks. null: no limit."""
     max_restarts: int = 0
     """How often the ranks of one host are started again where one dies, from the newest whole checkpoint."""
 
@@ -128,9 +136,13 @@ class ValidationConfig:
     """
 
     every: int | None = None
+    """Steps between validations. null: none during the run."""
     num_batches: int | None = None
+    """Microbatches per rank of one validation. null: all."""
     at_start: bool = False
+    """Validate before the first step."""
     at_end: bool = True
+    """Validate after the last step."""
     tasks: dict[str, ValidationTask] = field(default_factory=dict)
     """What is asked besides the loss, by name: the tasks of an evaluation, also where there are no validation rows."""
 
@@ -160,10 +172,16 @@ class CheckpointConfig:
     """
 
     every: int | None = None
+    """Steps between checkpoints. null: only at the end."""
     keep: int | None = 3
+    """Newest checkpoints that are kept, besides the one with the best validation loss. null: all."""
     async_save: bool = False
+    """Copy the state and write it while training goes on."""
     resume: str | None = None
+    """`auto` continues from the newest whole checkpoint of the run folder; another text is a checkpoint's folder.
+    null: start at step 0."""
     save_final: bool = True
+    """Save after the last step too."""
 
     def __post_init__(self) -> None:
         _positive("checkpoint", every=self.every, keep=self.keep)
@@ -186,10 +204,15 @@ class ProfileConfig:
     """
 
     start_step: int = 3
+    """First step of the trace, counted from 1."""
     num_steps: int = 2
+    """Number of steps in the trace."""
     ranks: tuple[int, ...] = (0,)
+    """Global ranks that record."""
     memory: bool = False
+    """Record allocations too, which makes large traces."""
     stacks: bool = False
+    """Record source lines too, which makes large traces."""
 
     def __post_init__(self) -> None:
         _positive("logging.profile", start_step=self.start_step, num_steps=self.num_steps)
@@ -213,10 +236,15 @@ class LoggingConfig:
     """
 
     every: int = 1
+    """Steps between printed lines. `metrics.jsonl` gets a row per step in any case."""
     display: Literal["auto", "live", "plain"] = "auto"
+    """`live` redraws one line, `plain` prints lines. `auto` is `live` on a terminal."""
     trackers: list[TrackerName | TrackerNode] = field(default_factory=list)
+    """Trackers by name (tensorboard, wandb, mlflow, trackio) or nodes of `automodel_cli.training.trackers`."""
     profile: ProfileConfig | None = None
+    """Record a profiler trace. null: none."""
     report: bool = True
+    """Write report.html and loss.svg at the end."""
 
     def __post_init__(self) -> None:
         _positive("logging", every=self.every)

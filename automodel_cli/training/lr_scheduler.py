@@ -95,9 +95,9 @@ class _Warmup:
     """Warm-up in steps or as a share of the run; at most one of the two."""
 
     warmup_steps: int | None = None
-    """Steps over which the rate rises from 0."""
+    """Steps of linear warm-up."""
     warmup_ratio: float | None = None
-    """The same as a share of the run's steps."""
+    """Share of the run's steps with linear warm-up, in place of `warmup_steps`."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
@@ -156,6 +156,7 @@ class Constant(_Warmup):
 @dataclass(frozen=True)
 class _Decay(_Warmup):
     min_lr_ratio: float = 0.0
+    """Last learning rate as a share of the peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,8 +193,11 @@ class WSD(_Decay):
     """
 
     decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """Shape of the decay at the end; `1-sqrt` is from arXiv:2405.18392."""
     decay_ratio: float = 0.2
+    """Share of the run's steps that decay."""
     decay_steps: int | None = None
+    """Steps that decay, in place of `decay_ratio`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

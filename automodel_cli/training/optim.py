@@ -92,6 +92,7 @@ class AdamW:
     weight_decay: float = 0.01
     """Decoupled; of matrices only, biases and norms have none."""
     implementation: Implementation = "auto"
+    """Kernel of the update. `auto` takes the fused one."""
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of both moments; auto: that of the parameters. bfloat16 beside float32 parameters takes 4 bytes less of each."""
     stochastic_rounding: bool = False
@@ -169,24 +170,30 @@ class Muon:
     """
 
     lr: float
+    """Peak learning rate of Muon."""
     weight_decay: float = 0.1
     """Decoupled, of Muon's and of AdamW's matrices."""
     momentum: float = 0.95
-    """Of the gradient before it is orthogonalised."""
+    """Momentum of the gradient before it is orthogonalized."""
     nesterov: bool = True
-    """Whether the update looks one momentum step ahead."""
+    """Use Nesterov momentum."""
     ns_steps: int = 5
-    """Iterations of Newton-Schulz."""
+    """Number of Newton-Schulz iterations."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Scale of the update: `match_rms_adamw` fits AdamW's learning rates (arXiv:2502.16982), `original` is
+    sqrt(max(1, rows / columns))."""
     adamw_lr: float | None = None
+    """Peak learning rate of AdamW, which updates the other parameters. null: `lr`."""
     adamw_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's two moments."""
+    """Decay rates of AdamW's two moments."""
     adamw_eps: float = 1e-8
-    """Of AdamW, added to the root of the second moment."""
+    """Added to the root of AdamW's second moment."""
     adamw_names: tuple[str, ...] = ("lm_head", "embed", "wte", "wpe")
+    """Parts of names of matrices that AdamW updates instead, such as the head's."""
     ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the products that orthogonalize."""
     implementation: Implementation = "auto"
-    """Of AdamW: `auto` takes the fused kernel."""
+    """Kernel of AdamW's update. `auto` takes the fused one."""
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.adamw_betas, self.adamw_eps, self.weight_decay)
@@ -267,7 +274,7 @@ class AdamW8bit:
     weight_decay: float = 0.01
     """Decoupled; of matrices only, biases and norms have none."""
     library: Literal["torchao", "bitsandbytes"] = "torchao"
-    """Whose kernels: torchao or bitsandbytes."""
+    """Package whose kernels run: torchao or bitsandbytes."""
 
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)

@@ -72,6 +72,7 @@ class TensorBoard:
 
     module: ClassVar[str] = "tensorboard"
     log_dir: str | None = None
+    """Folder of the event files. null: `tensorboard` in the run folder."""
 
     def __post_init__(self) -> None:
         _require(self.module, "tensorboard")
@@ -108,6 +109,7 @@ class WandB:
     group: str | None = None
     """Name under which several runs stand together."""
     mode: Literal["online", "offline"] = "online"
+    """`offline` writes below the run folder and sends nothing."""
 
     def __post_init__(self) -> None:
         _require(self.module, "wandb")
@@ -145,6 +147,7 @@ class MLflow:
     experiment: str = "automodel"
     """The experiment that runs are listed in."""
     tracking_uri: str | None = None
+    """Address of the MLflow server. null: a SQLite file `mlflow.db` in the run folder."""
 
     def __post_init__(self) -> None:
         _require(self.module, "mlflow")
@@ -180,6 +183,7 @@ class Trackio:
     project: str = "automodel"
     """The project that runs are listed in."""
     space_id: str | None = None
+    """Hugging Face Space to show the run in. null: none."""
 
     def __post_init__(self) -> None:
         _require(self.module, "trackio")

@@ -27,9 +27,13 @@ class Calculator(Environment):
     """
 
     pattern: str = r"<calc>(.*?)</calc>"
+    """Regular expression whose first group is the arithmetic to compute."""
     role: Literal["tool", "user"] = "tool"
+    """Role of the message with the result."""
     call_reward: float = 0.0
+    """Reward of each call that gave a number."""
     error_reward: float = 0.0
+    """Reward of each call that failed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

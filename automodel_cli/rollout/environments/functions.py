@@ -26,6 +26,7 @@ class FunctionTools(ToolEnvironment):
     """
 
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Your functions by tool name: `{add: {_target_: my_tools.add, _partial_: true}}`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -39,9 +39,13 @@ class MCPTools(ToolEnvironment):
     servers: dict[str, str | list[str]] = field(
         default_factory=dict, metadata=trust.runs(trust.COMMAND, "names commands that the run starts on its machines")
     )
+    """Command of each server by name, as text or words; no shell runs it."""
     variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables that servers receive, by name."""
     tools_of_server: dict[str, list[str]] = field(default_factory=dict)
+    """Tools that are offered, by server. A server that is not named offers all."""
     start_timeout: float = 60.0
+    """Seconds within which a server must answer when it starts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,10 +41,15 @@ class PythonTool(ToolEnvironment):
     """
 
     blocks: bool = False
+    """Run every ```python block of a message instead of showing a tool."""
     seconds: float = 5.0
+    """Time limit of a call."""
     memory_mib: int = 512
+    """Memory limit of a call."""
     allow_unisolated: bool = False
+    """Run the code even where the machine cannot isolate it."""
     concurrency: int = 4
+    """Calls that run at once on a rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -42,12 +42,19 @@ class ToolEnvironment(Environment):
     """
 
     pattern: str = r"<tool_call>(.*?)</tool_call>"
+    """Regular expression whose first group is a call: JSON `{"name": ..., "arguments": {...}}`."""
     role: Literal["tool", "user"] = "tool"
+    """Role of the messages with results."""
     show_tools: bool = True
+    """Let the chat template show the tools' definitions to the model."""
     max_calls: int = 8
+    """Most calls in one message."""
     max_result_chars: int = 4000
+    """Characters after which a result is cut off."""
     call_reward: float = 0.0
+    """Reward of each call with a result."""
     error_reward: float = 0.0
+    """Reward of each call without a result."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

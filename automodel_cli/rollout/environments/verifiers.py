@@ -44,9 +44,13 @@ class VerifiersTasks:
     """
 
     environment: str = field(metadata=trust.imports())
+    """Module with the `load_environment` function (a name with `_`, not `-`)."""
     arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `load_environment`."""
     num_train: int | None = None
+    """Number of training rows, the first ones. null: all."""
     num_validation: int = 64
+    """Number of evaluation rows, the first ones."""
 
     def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
         """Dicts with `messages`, `answer`, `kind` (the environment) and `entry`, what the environment needs."""
@@ -80,10 +84,15 @@ class VerifiersEnvironment(Environment):
     """
 
     environment: str = field(metadata=trust.imports())
+    """Module of the environment, as in `data.task`."""
     arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of its `load_environment`, as in `data.task`."""
     pattern: str = r"<tool_call>(.*?)</tool_call>"
+    """Regular expression whose first group is a tool call in JSON."""
     show_tools: bool = True
+    """Let the chat template show the environment's tools to the model."""
     max_turns: int = 10
+    """Most messages of the model. The environment's own number of turns ends it earlier."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,11 +32,17 @@ class CodeExecution(Reward):
     limits_itself: ClassVar[bool] = True
 
     column: str = "tests"
+    """Column with the tests: Python that raises (`assert add(1, 2) == 3`), or `{stdin, stdout}`."""
     entry_point: str = "entry_point"
+    """Column with the name of the function under test."""
     all_or_nothing: bool = False
+    """Score 1 if all tests pass, else 0. false: the share of passed tests."""
     memory_mib: int = 512
+    """Memory limit of each test."""
     allow_unisolated: bool = False
+    """Run the code even where the machine cannot isolate it."""
     timeout: float | None = 5.0
+    """Seconds for each test."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,11 +24,15 @@ class MathEquivalence(Reward):
     confined: ClassVar[bool] = True
 
     column: str = "answer"
+    """Column with the answer, as LaTeX or a plain expression."""
     answer_pattern: str | None = None
+    """Regular expression whose first group, in its last match, is the answer within the column (`#### (.+)`)."""
     float_digits: int = 6
+    """Digits of decimal numbers that are compared."""
     must_finish: bool = True
-    """Whether a completion that did not end by itself is wrong."""
+    """Judge a completion that did not end by itself as wrong."""
     timeout: float | None = 10.0
+    """Seconds for one comparison of expressions. null: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

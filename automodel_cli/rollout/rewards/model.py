@@ -24,10 +24,14 @@ class RewardModel(Reward):
     """
 
     on_error: OnError = "skip"
+    """Result where the model gives no score: `skip` leaves the sample out, since 0 is no bad score here."""
 
     folder: str
+    """Hub id or folder of a sequence classifier with one label, and its tokenizer."""
     dtype: Dtype = "float32"
+    """Dtype that the reward model computes in."""
     chat_template: str = "auto"
+    """Template of the reward model's conversations, as in `data.chat_template`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

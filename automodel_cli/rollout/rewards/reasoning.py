@@ -25,14 +25,17 @@ class ReasoningTasks:
     """
 
     task: str
+    """Name of a procedural task of reasoning-gym (`leg_counting`, `basic_arithmetic`, ...)."""
     num_train: int = 10_000
     """Rows to train on."""
     num_validation: int = 256
     """Held-out rows."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Options of the task itself, such as sizes and difficulty."""
     instruction: str = "Give the answer alone."
     """Text behind every question."""
     seed: int = 0
+    """Seed of the training rows. Validation rows have another seed and none of the training questions."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_train", 1), ("num_validation", 0)):
@@ -106,6 +109,7 @@ class ReasoningReward(Reward):
     confined: ClassVar[bool] = True
 
     timeout: float | None = 10.0
+    """Seconds for one score of reasoning-gym. null: no limit."""
 
     def check(self) -> None:
         _require()

@@ -31,13 +31,21 @@ class ScoreServer(RewardOfMany):
     per: ClassVar[Many] = "batch"
 
     url: str
+    """Address of the server."""
     path: str = "/score"
+    """Path of the request, behind `url`."""
     batch_size: int = 64
+    """Most samples per request."""
     whole_groups: bool = False
+    """Keep the samples of a group in one request."""
     timeout: float | None = 60.0
+    """Seconds for one request. null: no limit."""
     concurrency: int = 8
+    """Requests at once."""
     retries: int = 2
+    """How often a failed request is repeated."""
     api_key_env: str | None = None
+    """Environment variable with the bearer token. null: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,14 +98,23 @@ class ModelJudge(Reward):
     limits_itself: ClassVar[bool] = True
 
     url: str
+    """Address of an OpenAI-compatible server."""
     model: str
+    """Name of the judging model."""
     instruction: str
+    """Text for the judge, with `{question}`, `{completion}` and `{columns}` of the row in braces."""
     pattern: str = r"(\d+(?:\.\d+)?)"
+    """Regular expression whose first group, in its last match, is the score."""
     best: float = 10.0
+    """Score that is worth 1."""
     max_tokens: int = 256
+    """Most tokens of the judge's answer."""
     timeout: float | None = 120.0
+    """Seconds for one judgment. null: no limit."""
     retries: int = 2
+    """How often a failed request to the judge is repeated."""
     api_key_env: str | None = None
+    """Environment variable with the API key. null: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,10 +22,16 @@ class ExactAnswer(Reward):
     """
 
     column: str = "answer"
+    """Column with the answer."""
     pattern: str | None = None
+    """Regular expression whose first group, in its last match, is the completion's answer. null: the whole
+    completion."""
     ignore_case: bool = False
+    """Ignore case."""
     must_finish: bool = True
+    """Judge a completion that did not end by itself as wrong."""
     timeout: float | None = None
+    """Seconds for one comparison; a regular expression may take long. null: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +64,9 @@ class FormatRegex(Reward):
     confined: ClassVar[bool] = True
 
     pattern: str
+    """Regular expression that the whole completion must match."""
     timeout: float | None = 5.0
+    """Seconds for one match; a regular expression may take long. null: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +84,9 @@ class Length(Reward):
     """
 
     free_tokens: int
+    """Tokens without a deduction."""
     max_tokens: int
+    """Tokens at which the score reaches -1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +113,7 @@ class FunctionReward(Reward):
     """
 
     function: Callable[..., float | None]
+    """Your function, which returns a number, a bool, or None where it does not judge the row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,7 +35,9 @@ class SGLangConfig(LiveServerConfig):
     with_experts: ClassVar[str] = SGLANG_WITH_EXPERTS
 
     servers: SGLangServers | None = None
+    """SGLang servers that the run starts itself, in place of `url`."""
     transport: Literal["files", "broadcast"] = "files"
+    """How weights reach SGLang: `files`, or `broadcast` (NCCL between GPUs, gloo on the CPU)."""
 
     @property
     def way(self) -> str:

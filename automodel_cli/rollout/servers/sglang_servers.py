@@ -27,7 +27,9 @@ class SGLangServers(StartedServers):
     engine: ClassVar[str] = "SGLang"
 
     port: int = 30_000
+    """Port of a machine's first SGLang server. The others follow."""
     program: str | list[str] = field(default="sglang", metadata=unless("sglang"))
+    """First words of the server's command, for an engine in another environment; needs `--trust command`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

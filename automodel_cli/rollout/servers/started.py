@@ -58,17 +58,26 @@ class StartedServers(ABC):
     """Why it cannot tell experts on a CPU."""
 
     number: int = 1
+    """Number of servers over all machines."""
     gpus: int = 1
+    """GPUs per server. 0: on the CPU."""
     tensor_parallel: int = 1
+    """GPUs per copy of the model. A server holds gpus / tensor_parallel copies."""
     expert_parallel: bool = False
+    """Spread whole experts over a copy's GPUs instead of cutting each."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Compute dtype of the server, which should equal the trainer's. `auto`: the checkpoint's, half precision for
+    float32."""
     memory_share: float | None = None
+    """Share of each GPU's memory for the server. null: its own choice, 0.5 where colocated."""
     port: int = 8000
+    """Port of a machine's first server. The others follow."""
     program: str | list[str] = ""
     options: list[str] = field(
         default_factory=list,
         metadata=trust.runs(trust.COMMAND, "are options of a program that the run starts, and may name code"),
     )
+    """Further words of the server's command; needs `--trust command`."""
 
     def __post_init__(self) -> None:
         for name, least in (("number", 1), ("gpus", 0), ("tensor_parallel", 1), ("port", 1)):

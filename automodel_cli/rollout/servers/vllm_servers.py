@@ -21,6 +21,7 @@ class VLLMServers(StartedServers):
     routing_needs_gpus: ClassVar[str | None] = "its second model runner needs Triton"
 
     program: str | list[str] = field(default="vllm", metadata=unless("vllm"))
+    """First words of the server's command, for an engine in another environment; needs `--trust command`."""
 
     def command(self, model: str, wanted: Wanted) -> list[str]:
         """See `StartedServers`."""

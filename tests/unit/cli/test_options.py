@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -10,15 +17,100 @@ import yaml
 from automodel_cli.cli import complete
 from automodel_cli.cli.main import run
 from automodel_cli.cli.options import page
-from automodel_cli.config import bundled, reference
+from automodel_cli.config import bundled, reference, schema
+from automodel_cli.data.config import TaskNode
+from automodel_cli.models.tokenizer import TokenizerNode
+from automodel_cli.rollout.engine import EngineConfig
+from automodel_cli.rollout.environment import EnvironmentNode
+from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.training.config import ValidationTask
+from automodel_cli.training.trackers import TrackerNode
 from tests.unit.cli.test_main import check_quick
 
 NODES = reference.nodes()
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: f"{node.path}:{node.target.rpartition('.')[2]}")
-def test_every_key_has_a_sentence(node: reference.Node) -> None:
-    assert [key.name for key in node.keys if not key.text] == [], f"say it in the docstring of {node.target}"
+def test_every_key_has_a_sentence_of_its_own(node: reference.Node) -> None:
+    """The docstring below the field, and no two keys of a node share one."""
+    texts = {key.name: key.text for key in node.keys}
+    assert [name for name, text in texts.items() if not text] == [], f"write a docstring below the field: {node.target}"
+    assert len(set(texts.values())) == len(texts)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A text about speed: sentences of a class docstring, as `speed` and depth, belong to no key.
+
+    depth: nor does this one.
+    """
+
+    speed: float = 1.0
+    depth: int = 2
+    """Layers."""
+
+
+class _Inherits(_Node):
+    """A subclass keeps the sentences of its base."""
+
+
+def test_only_the_docstring_below_a_field_is_its_sentence() -> None:
+    assert reference.sentences(_Node) == {"speed": "", "depth": "Layers."}
+    assert reference.sentences(_Inherits) == {"speed": "", "depth": "Layers."}
+
+
+def test_keys_of_different_fields_do_not_share_a_sentence() -> None:
+    """A sentence of several keys is that of one field, seen in several nodes, or of fields with one meaning."""
+    by_text: dict[str, set[str]] = {}
+    for node in NODES:
+        for key in node.keys:
+            by_text.setdefault(key.text, set()).add(key.name.rpartition(".")[2])
+    assert {text: names for text, names in by_text.items() if len(names) > 1} == {}
+
+
+def test_a_sentence_is_a_sentence() -> None:
+    wrong = [
+        key.name for node in NODES for key in node.keys if not key.text.endswith((".", ".)")) or len(key.text) > 330
+    ]
+    assert wrong == []
+
+
+OPEN_PROTOCOLS: list[tuple[str, type, str]] = [
+    ("rewards.NAME", RewardNode, "automodel_cli.rollout.rewards"),
+    ("rollout.environment", EnvironmentNode, "automodel_cli.rollout.environments"),
+    ("data.task", TaskNode, "automodel_cli.data"),
+    ("data.task", TaskNode, "automodel_cli.rollout"),
+    ("rollout.engine", EngineConfig, "automodel_cli.rollout"),
+    ("model.tokenizer", TokenizerNode, "automodel_cli.models"),
+    ("logging.trackers", TrackerNode, "automodel_cli.training.trackers"),
+    ("validation.tasks.NAME", ValidationTask, "automodel_cli.evaluation.config"),
+]
+
+
+def _modules(package: str) -> Iterator[ModuleType]:
+    """A package, or a module, and all that is below it; without those of extras that are not installed."""
+    root = importlib.import_module(package)
+    yield root
+    for module in pkgutil.walk_packages(getattr(root, "__path__", ()), f"{package}."):
+        with contextlib.suppress(ModuleNotFoundError):
+            yield importlib.import_module(module.name)
+
+
+@pytest.mark.parametrize(
+    ("path", "protocol", "package"), OPEN_PROTOCOLS, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_every_node_of_ours_is_listed(path: str, protocol: type, package: str) -> None:
+    """Each concrete config node of the package that the annotation of the key allows."""
+    names = schema.protocol_members(protocol)[protocol]
+    listed = {node.target for node in NODES if node.path == path}
+    found = set()
+    for module in _modules(package):
+        for cls in vars(module).values():
+            is_node = isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__
+            if is_node and not schema.lacks(cls, names) and not cls.__subclasses__():
+                found.add(f"{cls.__module__}.{cls.__qualname__}")
+    assert found
+    assert found - listed == set()
 
 
 def test_the_page_is_what_the_code_says() -> None:

@@ -31,10 +31,15 @@ class DDPConfig(ParallelizerConfig):
     supports: ClassVar[frozenset[str]] = frozenset({"pp", "nf4", "fp8", "sampler", "mtp"})
 
     broadcast_buffers: bool = False
+    """Copy rank 0's buffers to all ranks before each forward pass."""
     find_unused_parameters: bool = False
+    """Search the graph for parameters without a gradient (slower)."""
     static_graph: bool = False
+    """Promise that every step uses the same parameters. Requires one microbatch per step."""
     bucket_cap_mb: float | None = None
+    """Bucket size in MiB. null: torch's choice."""
     gradient_as_bucket_view: bool = False
+    """Keep gradients in the buckets, which saves memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,8 +41,11 @@ class MixedPrecision:
     """
 
     param_dtype: str | None = "bfloat16"
+    """Dtype of gathered parameters, in which products run."""
     reduce_dtype: str | None = "float32"
+    """Dtype of gradient sums over ranks."""
     output_dtype: str | None = None
+    """Dtype of the model's output. null: as computed."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -66,6 +69,7 @@ class CPUOffload:
     """
 
     pin_memory: bool = True
+    """Pin host memory, so that copies are asynchronous."""
 
     def build(self, device_type: str) -> CPUOffloadPolicy:
         from torch.distributed.fsdp import CPUOffloadPolicy
@@ -112,18 +116,33 @@ class FSDP2Config(ParallelizerConfig):
     supports: ClassVar[frozenset[str]] = frozenset({"pp", "tp", "cp", "ep", "hsdp", "nf4", "fp8", "sampler", "mtp"})
 
     sequence_parallel: bool = False
+    """Shard activations between tensor-parallel regions along the sequence."""
     tp_plan: Any = field(default=None, metadata=trust.imports())
+    """Import path of a tensor-parallel plan, or the plan itself by module name. null: the model's own plan."""
     patch_is_packed_sequence: bool = False
+    """Stop the library's attention from searching each batch for packed rows, which waits for the device."""
     mp_policy: MixedPrecision | TorchMixedPrecision | None = None
+    """Dtypes of compute and gradient sums. null: bfloat16 compute with float32 sums."""
     offload_policy: CPUOffload | TorchOffload | None = None
+    """Keep parameters and optimizer states on the CPU between uses. null: on the device."""
     defer_fsdp_grad_sync: bool = True
+    """Reduce gradients on the last microbatch only. false: on each one (less memory, more communication)."""
     enable_async_tensor_parallel: bool = False
+    """Overlap tensor-parallel communication with matrix products."""
     enable_fsdp2_prefetch: bool = False
+    """Gather layers ahead of their use."""
     fsdp2_backward_prefetch_depth: int = 2
+    """Layers gathered ahead in the backward pass."""
     fsdp2_forward_prefetch_depth: int = 1
+    """Layers gathered ahead in the forward pass."""
     context_parallel: str = CONTEXT_PARALLEL[0]
+    """How attention reaches other ranks' keys: `all_gather` holds all of them during one layer, `ring` passes them
+    around."""
     expert_dispatch: str = EXPERT_DISPATCH[0]
+    """How tokens reach experts on other ranks: torch's `all_to_all`, or the kernels of `deepep` (CUDA)."""
     keep_cast_experts: bool | str = AUTO
+    """Gather and cast experts once per step (true) or per microbatch (false). `auto` keeps them where memory
+    allows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

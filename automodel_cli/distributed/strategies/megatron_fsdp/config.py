@@ -48,21 +48,37 @@ class MegatronFSDPConfig(ParallelizerConfig):
     supports: ClassVar[frozenset[str]] = frozenset({"tp", "cp"})
 
     sequence_parallel: bool = False
+    """Unsupported with this parallelizer; only false is accepted."""
     tp_plan: Any = field(default=None, metadata=trust.imports())
+    """Tensor-parallel plan, as for FSDP2."""
     megatron_fsdp_unit_modules: list[str] | None = field(default=None, metadata=trust.imports())
+    """Import paths of the classes that are gathered as one unit. null: the model's decoder layers."""
     zero_dp_strategy: int | str = 3
+    """What is sharded: nothing (0), optimizer states (1), gradients too (2), parameters too (3)."""
     init_fsdp_with_meta_device: bool = False
+    """Shard first, then fill the shards, so that no rank holds the whole model."""
     grad_reduce_in_fp32: bool = False
+    """Keep and reduce gradients in float32."""
     preserve_fp32_weights: bool = False
+    """The optimizer updates float32 copies of the parameters."""
     overlap_grad_reduce: bool = True
+    """Reduce gradients while the backward pass computes. Required where gradients are sharded."""
     overlap_param_gather: bool = True
+    """Gather parameters while the forward pass computes. Required where parameters are sharded."""
     check_for_nan_in_grad: bool = True
+    """Only true is accepted: a non-finite gradient always stops the step before the optimizer."""
     average_in_collective: bool = False
+    """Unsupported: gradients are summed. Only false is accepted."""
     disable_bucketing: bool = False
+    """Use one bucket for parameters outside the units."""
     calculate_per_token_loss: bool = False
+    """No effect: gradients are always sums, divided once by the tokens of the step."""
     keep_fp8_transpose_cache: bool = False
+    """Unsupported, because parameters are never fp8. Only false is accepted."""
     nccl_ub: bool = False
+    """Allocate communication buffers in memory registered with NCCL (CUDA)."""
     fsdp_double_buffer: bool = False
+    """Use two persistent communication buffers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
