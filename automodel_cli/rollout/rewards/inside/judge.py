@@ -75,8 +75,10 @@ class Judge(Peer):  # type: ignore[misc]
             if hasattr(builtins, name) and name != entry_point:
                 continue  # the completion does not say what `all` or `isinstance` means in a test
             what, *details = found[name]
-            if what == "module" and details[0].partition(".")[0] in sys.stdlib_module_names:
-                bound[name] = importlib.import_module(details[0])
+            if what == "module" and details[0] == name and name in sys.stdlib_module_names:
+                # Only a module that the test itself names: the completion chooses the name of any other, and modules
+                # such as `unittest.__main__` run and exit when they are imported.
+                bound[name] = importlib.import_module(name)
             elif what == "exception":
                 bound[name] = self._exception(details)
             else:
@@ -211,14 +213,21 @@ def verdict(descriptor: int, code: str, test: str, entry_point: str | None) -> d
     sys.modules["__main__"] = main
     try:
         vars(main).update(Judge(descriptor).bind(code, global_names(compiled), entry_point))
+    except BaseException as error:  # an exit too: the test has not run yet
+        return _failure(error)
+    try:
         exec(compiled, vars(main))
-    except Gone:
-        return {"failed": "the code ended its process, or ran out of time or memory"}
     except SystemExit as error:  # the test's own, as of unittest.main(): the completion's does not cross
         return {"passed": True} if not error.code else {"failed": f"the test exits with {error.code}"}
     except BaseException as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:500]}
+        return _failure(error)
     return {"passed": True}
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    if isinstance(error, Gone):
+        return {"failed": "the code ended its process, or ran out of time or memory"}
+    return {"failed": f"{type(error).__name__}: {error}"[:500]}
 
 
 def _main() -> None:
