@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,11 @@ import pytest
 from tests.pasted import watch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported, in the ranks' server too
+
+# A shell's `&` and `nohup` leave these ignored, and a run that inherits that does not hear them.
+for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, _handler)
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import local, memory, placement, startup, stop, worker
+from automodel_cli.launch import local, memory, output, placement, startup, stop, worker
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -91,6 +91,7 @@ def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: Tr
 
 def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> int:
     """Run `recipe` as the rank that this process is, or start its ranks with the same command line."""
+    output.outlive_readers()
     num_gpus = placement.num_gpus()
     if placement.detect().kind == "local":
         num_ranks = recipe.num_ranks(num_gpus)
@@ -104,4 +105,7 @@ def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> i
         stop.install()
     if num_gpus == 0:
         memory.keep_freed_memory()
-    return recipe.run(composed)
+    try:
+        return recipe.run(composed)
+    except BrokenPipeError as error:  # never of our output: click would end the process without a word
+        raise RunError(f"a process or server that this run talks to is gone: {error}") from error

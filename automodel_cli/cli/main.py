@@ -23,7 +23,7 @@ from automodel_cli import __version__
 from automodel_cli.cli import answers
 from automodel_cli.config import bundled
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.launch import peers, worker
+from automodel_cli.launch import output, peers, worker
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _FAILED, _USAGE, _OUT_OF_MEMORY, _INTERRUPTED = 1, 2, 4, 130
@@ -130,6 +130,8 @@ def run(arguments: Sequence[str]) -> int:
             return _FAILED
         traceback.print_exception(error.with_traceback(_own_frames(error)))
         return _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else _FAILED
+    finally:
+        output.restore()
 
 
 def render(error: ConfigError) -> str:

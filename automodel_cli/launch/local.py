@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.launch import stop, worker
+from automodel_cli.launch import output, stop, worker
 from automodel_cli.launch.killed import MemoryWatch
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class _Relay:
         self.killed = False
 
     def __enter__(self) -> _Relay:
-        self._before = {s: signal.signal(s, self._on_signal) for s in stop.EXIT_CODES}
+        self._before = stop.handle(self._on_signal)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -195,16 +195,20 @@ class _Relay:
             thread.join()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None and not stop.escalates(signum, self.received):
+            if signum != signal.SIGHUP:
+                self.received = signal.Signals(signum)
+            return
         if self.received is not None:
             self.killed = True
             run_folder = None
             if self._status is not None:
                 self._kill(self._status)
                 run_folder = worker.run_folder_in(self._status)
-            os.write(sys.stderr.fileno(), f"\n{stop.last_words(run_folder)}\n".encode())
+            output.urgent(f"\n{stop.last_words(run_folder)}\n")
             return
         self.received = signal.Signals(signum)
-        os.write(sys.stderr.fileno(), f"\n{stop.message(signum)}\n".encode())
+        output.urgent(f"\n{stop.message(signum)}\n")
 
     def _watch(self, status: Path, done: threading.Event) -> None:
         told: set[int] = set()
@@ -240,7 +244,7 @@ class _Relay:
                 said = (
                     f"rank {rank} (process {pid}) is stopped, and the others wait for it; go on with: kill -CONT {pid}"
                 )
-                os.write(sys.stderr.fileno(), f"\n{said}\n".encode())
+                output.urgent(f"\n{said}\n")
 
     def _failed(self, status: Path, rank: int, pid: int) -> bool:
         """Whether a rank has left a bad exit code, or is gone without leaving any."""

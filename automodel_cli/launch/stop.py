@@ -11,29 +11,46 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+from automodel_cli.launch import output
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGUSR1: 75}
 """What a run that stopped on request returns: 130 for Ctrl-C, 75 (EX_TEMPFAIL) for preempted."""
 
 _received: signal.Signals | None = None
+_before: dict[signal.Signals, Any] = {}
 _launched = False
 _run_folder: Path | None = None
 
 
 def install(*, launched: bool = False) -> None:
-    """Take over SIGINT, SIGTERM, SIGHUP and SIGUSR1.
+    """Take over SIGINT, SIGTERM, SIGHUP and SIGUSR1. A signal that is ignored, as SIGHUP under `nohup`, stays ignored.
 
     `launched` is for a rank whose launcher speaks and kills for its ranks (`launch.local`, our batch script): a
     scheduler that signals every process of a job must not look like a second request here.
     """
     global _launched
     _launched = launched
-    for signum in EXIT_CODES:
-        signal.signal(signum, _on_signal)
+    for signum, before in handle(_on_signal).items():
+        _before.setdefault(signum, before)
+
+
+def handle(handler: Any) -> dict[signal.Signals, Any]:
+    """Set a handler for each stop signal that is not ignored; returns the handlers before."""
+    heard = [s for s in EXIT_CODES if signal.getsignal(s) is not signal.SIG_IGN]
+    return {s: signal.signal(s, handler) for s in heard}
+
+
+def escalates(signum: int, received: signal.Signals) -> bool:
+    """Whether `signum` after `received` ends the run at once.
+
+    A terminal that is closed sends SIGHUP twice (the shell and the kernel), and a session that ends SIGTERM and SIGHUP.
+    """
+    return signal.SIGHUP not in (signum, received)
 
 
 def requested() -> signal.Signals | None:
@@ -51,12 +68,12 @@ def exit_code(received: signal.Signals | int | None = None) -> int:
 
 
 def reset() -> None:
-    """Forget the request and give the default handlers back."""
+    """Forget the request and give the handlers back that `install` replaced."""
     global _received, _run_folder
     _received = _run_folder = None
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in EXIT_CODES.keys() - {signal.SIGINT}:
-        signal.signal(signum, signal.SIG_DFL)
+    for signum, handler in _before.items():
+        signal.signal(signum, handler)
+    _before.clear()
 
 
 def note_run_folder(folder: Path) -> None:
@@ -92,14 +109,15 @@ def message(signum: int) -> str:
 
 def _on_signal(signum: int, frame: FrameType | None) -> None:
     global _received
-    if _received is not None:
+    first = _received is None
+    if _received is not None and escalates(signum, _received):
         if _launched:
             return
-        os.write(sys.stderr.fileno(), f"\n{last_words(_run_folder)}\n".encode())
+        output.urgent(f"\n{last_words(_run_folder)}\n")
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
         os._exit(128 + signum)  # nothing may run any more: a handler can fire inside a collective
-    _received = signal.Signals(signum)
-    if not _launched:
-        # os.write: the signal may have interrupted a print, and print is not reentrant.
-        os.write(sys.stderr.fileno(), f"\n{message(signum)}\n".encode())
+    if first or signum != signal.SIGHUP:  # after SIGHUP, the first signal that was sent on purpose
+        _received = signal.Signals(signum)
+    if first and not _launched:
+        output.urgent(f"\n{message(signum)}\n")

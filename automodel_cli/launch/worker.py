@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from automodel_cli.launch import placement, stop
+from automodel_cli.launch import output, placement, stop
 
 STATUS_DIR = "AUTOMODEL_STATUS_DIR"
 """Set by the launcher or the batch script for its workers, never by a user."""
@@ -36,6 +36,7 @@ def begin() -> None:
     The pid is written last: whoever can see it may send a signal and will be heard.
     """
     global _status
+    output.open_missing()
     if STATUS_DIR not in os.environ:
         return
     _status = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
@@ -97,6 +98,7 @@ def redirect_output(log_dir: Path | None = None) -> None:
 def note_run_folder(folder: Path) -> None:
     """Tell whoever has to say later how to go on: this process's signal handler, and the launcher. Rank 0 calls it."""
     stop.note_run_folder(folder)
+    output.continue_in(folder / "logs" / "rank-0.log")
     if _status is not None:
         _write(_status / _RUN, str(folder))
 
@@ -128,10 +130,10 @@ def leave(code: int) -> NoReturn:
     """
     code = finish(code)
     if "RANK" not in os.environ:
+        output.flush()
         sys.exit(code)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    output.flush()
     os._exit(code)
 
 

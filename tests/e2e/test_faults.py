@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +28,7 @@ from automodel_cli.run_folders.lock import hold
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.sessions import session
-from tests.e2e.command import TINY, automodel, curve, metrics, start_cold, write_config
+from tests.e2e.command import TINY, automodel, curve, environment, metrics, start_cold, write_config
 
 SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
 FEW = ("train.max_steps=4", "logging.report=false", "logging.display=plain", "checkpoint.every=null")
@@ -368,3 +370,27 @@ def test_a_run_folder_that_vanishes_is_made_again_with_all_that_can_be_had(tmp_p
     assert (run / "export" / "config.json").exists()
     again = automodel(tmp_path, "resume", "runs/tiny", "train.max_steps=6", "callbacks=[]")
     assert again.returncode == 0 and "step 6/6" in again.stdout, again.stderr
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves_a_run_of_two_ranks(tmp_path: Path) -> None:
+    """The launcher and rank 0 have the terminal; what they write after its end is in the run folder."""
+    write_config(tmp_path)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        command = [sys.executable, "-m", "automodel_cli", "tiny.yaml", "mesh.dp_size=2", "train.max_steps=5000"]
+        os.execve(command[0], command, environment(tmp_path))
+    seen = b""
+    while b"tok/s" not in seen:
+        seen += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+    run = tmp_path / "runs" / "tiny"
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert json.loads((run / "run.json").read_text())["attempts"][-1]["state"] == "interrupted"
+    assert f"stopped after step {step}; continue with: automodel resume" in (run / "logs" / "rank-0.log").read_text()
+    again = automodel(tmp_path, "resume", "tiny", f"train.max_steps={step + 2}")
+    assert again.returncode == 0, again.stderr
+    assert len(curve(run)) == step + 2
