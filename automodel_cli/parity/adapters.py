@@ -61,4 +61,4 @@ def reference_of(want: Reference, adapters: dict[str, Adapter]) -> Reference:
         gradients[f"{name}.lora_B.default.weight"] = adapter.scale * grad @ adapter.a.double().t()
         gradients[f"{name}.lora_A.default.weight"] = adapter.scale * adapter.b.double().t() @ grad
     norm = math.sqrt(sum(grad.square().sum().item() for grad in gradients.values()))
-    return Reference(want.loss, norm, {name: grad.float() for name, grad in gradients.items()})
+    return Reference(want.loss, norm, {name: grad.float() for name, grad in gradients.items()}, want.rounding)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _SECONDS_PER_ROW = 300.0
 _MAY_BE_ROUNDING = 1e-3  # mistakes cost more
-_TIMES_ITS_OWN = 4  # of the library's own rounding in float32, on ill-conditioned copies
 
 
 def verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
@@ -141,7 +140,7 @@ def _packing_refusal(recipe: Recipe, hf_config: PretrainedConfig, packed: bool) 
 
 
 def _measure(original: Original, row: Row, refusal: str | None, tolerance: float) -> Result:
-    from automodel_cli.parity.compare import Refused, run_rows
+    from automodel_cli.parity.compare import TIMES_ROUNDING, Refused, run_rows
 
     started = time.monotonic()
     if refusal is not None:
@@ -155,11 +154,11 @@ def _measure(original: Original, row: Row, refusal: str | None, tolerance: float
         return Result(row, "refused", seconds, reason=outcome.reason)
     verdict: table.Verdict = "ok" if outcome.within(*row.bounds(tolerance)) else "WRONG"
     note = ""
-    if verdict == "WRONG" and outcome.worst < _MAY_BE_ROUNDING:
-        own = original.rounding(row.objective, packed=row.packed)
-        if outcome.within(*row.bounds(max(tolerance, _TIMES_ITS_OWN * own))):
-            verdict = "ok"
-            note = f"rounding: the library's own float32 pass in one process is off by {own:.1e} on this copy"
+    of_rounding = row.bounds(max(tolerance, TIMES_ROUNDING * outcome.rounding))
+    if verdict == "WRONG" and outcome.worst < _MAY_BE_ROUNDING and outcome.within(*of_rounding):
+        verdict = "ok"
+        own = f"{outcome.rounding:.1e}"
+        note = f"rounding: the library's own float32 pass in one process is off by {own} on this copy"
     return Result(row, verdict, seconds, outcome.loss, outcome.grad_norm, outcome.gradient, outcome.name, note)
 
 

@@ -22,7 +22,7 @@ from automodel_cli.models.part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import microbatch
 from automodel_cli.parity.compare import Errors, Recorder, Sabotage, judge
-from automodel_cli.parity.reference import Reference, one_process
+from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.parity.rows import FP32
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import StepResult, train_step
@@ -57,7 +57,7 @@ def step_batches(case: Case, dp_size: int) -> list[list[Batch]]:
 
 
 def reference(family: str, batches: Sequence[Batch], **extra: Any) -> Reference:
-    return one_process(tiny.build_hf(family, **extra), batches, SFT())
+    return exact_process(tiny.build_hf(family, **extra), batches, SFT())
 
 
 def tiny_part(family: str, attention: str = PACKED, **extra: Any) -> ModelPart:

@@ -24,7 +24,6 @@ from tests import tiny
 from tests.dist import mutations
 from tests.dist.harness import launch
 
-TOLERANCE = 1e-6
 CLEARLY_WRONG = 1e-4
 DENSE, MOE = ("llama", "qwen3"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
 
@@ -122,7 +121,7 @@ def check(original: Original, rows: list[Row]) -> None:
     wrong = [
         f"{r}: {outcome}"
         for r, outcome in zip(rows, outcomes, strict=True)
-        if not isinstance(outcome, Errors) or not outcome.within(TOLERANCE)
+        if not isinstance(outcome, Errors) or not outcome.within_rounding()
     ]
     assert not wrong, "\n".join(wrong)
 

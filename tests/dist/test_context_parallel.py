@@ -25,7 +25,7 @@ from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.compare import Errors, Recorder, judge
-from automodel_cli.parity.reference import Reference, one_process
+from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.parity.rows import FP32
 from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
@@ -36,8 +36,6 @@ from tests.dist.harness import launch
 from tests.dist.turns import in_turns
 from tests.marks import slow
 
-TOLERANCE = 1e-6  # relative; measured <= 8.8e-7 for gradients
-RING_TOLERANCE = 1.5e-6  # which rounds at each arrival: 9.3e-7 and 1.03e-6 on two processors
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 ROWS = (  # document lengths of the two rows of each microbatch: no length divides, one is shorter than 2 * cp
     ((5, 9, 8), (15, 7)),
@@ -131,9 +129,7 @@ def in_one_process(case: Case) -> tuple[Reference, list[Tensor]]:
                 for ids, labels in zip(ids_N.split(lengths), labels_N.split(lengths), strict=True)
             ]
             logprobs.append(torch.cat(parts).view(batch.shape))
-    model.double()  # so that an error is that of the ranks
-    model.set_experts_implementation("eager")  # the library's faster way has no float64
-    return one_process(model, batches, SFT()), logprobs
+    return exact_process(model, batches, SFT()), logprobs
 
 
 def run_case(case: Case, wanted: tuple[Reference, list[Tensor]] | None) -> Outcome:
@@ -162,7 +158,7 @@ def check(world: int, cases: Sequence[Case]) -> None:
     failures = [
         f"{case}: {outcome}"
         for case, outcome in zip(cases, outcomes, strict=True)
-        if not (outcome.errors.within(RING_TOLERANCE if case.ring else TOLERANCE) and outcome.forward < 5e-6)
+        if not (outcome.errors.within_rounding() and outcome.forward < 5e-6)
     ]
     assert not failures, "\n".join(failures)
 

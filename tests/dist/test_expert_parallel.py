@@ -29,6 +29,7 @@ from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
 from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.pipelining import build
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage, Stages
@@ -37,8 +38,8 @@ from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Errors, microbatch, tiny_part
 from tests.marks import slow
+from tests.rounding import tolerance
 
-TOLERANCE = 1e-6
 CLEARLY_WRONG = 1e-3
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 FAST = ("gpt_oss", "deepseek_v3")  # biased, interleaved, transposed experts; a sigmoid router in groups
@@ -99,26 +100,12 @@ def batches_of(rank: int, count: int) -> list[Batch]:
 
 
 @cache
-def reference(
-    family: str, skewed: bool, num_microbatches: int, num_layers: int
-) -> tuple[float, float, dict[str, Tensor]]:
+def reference(family: str, skewed: bool, num_microbatches: int, num_layers: int) -> Reference:
     """The whole model in one process in float64, eager attention and eager experts, every document alone."""
-    model = tiny.build_hf(family, num_hidden_layers=num_layers).double()
-    model.set_experts_implementation("eager")
+    model = tiny.build_hf(family, num_hidden_layers=num_layers)
     if skewed:
         skew_routers(model)
-    batches = [microbatch(i, packed=True) for i in range(num_microbatches)]
-    weight = sum(int(batch.num_label_tokens) for batch in batches)
-    loss = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        ids_N, labels_N = batch.input_ids_BT.flatten(), batch.labels_BT.flatten()
-        for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-            logits_TV = model(input_ids=ids_N[None, start:end], use_cache=False).logits[0]
-            loss = loss - tiny.logprobs_of(logits_TV, labels_N[start:end]).sum() / weight
-    loss.backward()
-    gradients = tiny.gradients(model)
-    norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
-    return loss.item(), norm.item(), gradients
+    return exact_process(model, [microbatch(i, packed=True) for i in range(num_microbatches)], SFT())
 
 
 def build_stages(case: Case, mesh: Mesh) -> Stages:
@@ -141,11 +128,12 @@ def run_case(case: Case, mesh: Mesh) -> Errors:
     got = {name: grad for gradients in of_stages for name, grad in gradients.items()}
     if dist.get_rank() > 0:
         return Errors(0.0, 0.0, 0.0)
-    want_loss, want_norm, want = reference(case.family, case.skewed, count * mesh.dp_size, case.num_layers)
+    want = reference(case.family, case.skewed, count * mesh.dp_size, case.num_layers)
     return Errors(
-        loss=abs(result.loss.item() - want_loss) / abs(want_loss),
-        grad_norm=abs(result.grad_norm.item() - want_norm) / want_norm,
-        gradient=tiny.gradient_error(want, got),
+        loss=abs(result.loss.item() - want.loss) / abs(want.loss),
+        grad_norm=abs(result.grad_norm.item() - want.grad_norm) / want.grad_norm,
+        gradient=tiny.gradient_error(want.gradients, got),
+        rounding=want.rounding,
     )
 
 
@@ -157,7 +145,7 @@ def compare(rank: int, world: int, cases: list[Case], sabotage=None) -> list[Err
 
 def check(world: int, cases: list[Case]) -> None:
     for case, errors in zip(cases, launch(compare, world, cases), strict=True):
-        assert errors.within(TOLERANCE), f"{case}: {errors}"
+        assert errors.within_rounding(), f"{case}: {errors}"
 
 
 RECOMPUTE = replace(FSDP2, activation_checkpointing=True)
@@ -363,7 +351,7 @@ def test_layers_are_compiled_around_the_experts_and_recomputed_without_another_e
     (exchanges, want, none), plain, full, minimal, glue = launch(_compiled, 2, family)
     assert none == 0 and plain[0] == full[0] == glue[0] == exchanges < minimal[0]
     for _, got, num_graphs in (plain, full, minimal, glue):
-        assert num_graphs >= 2 and tiny.gradient_error(want, got) <= TOLERANCE
+        assert num_graphs >= 2 and tiny.gradient_error(want, got) <= tolerance()
 
 
 def _groups(rank, world):
@@ -404,7 +392,7 @@ ON_STAGES = MeshConfig(pp_size=2, ep_size=2)
 def test_gradients_of_experts_that_products_add(cases):
     """To sums in float64, so that they have another dtype than the products. Some ranks receive no token."""
     for case, errors in zip(cases, launch(compare, 4, cases, each_expert_adds_in_a_product), strict=True):
-        assert errors.within(TOLERANCE), f"{case}: {errors}"
+        assert errors.within_rounding(), f"{case}: {errors}"
 
 
 def _in_bfloat16(rank, world, family, ep_size):
@@ -443,7 +431,7 @@ def test_adapters_beside_frozen_experts():
     want, want_norm = launch(_frozen_experts, 1)
     got, norm = launch(_frozen_experts, 2)
     assert want and all("lora_" in name for name in want)
-    assert tiny.gradient_error(want, got) <= TOLERANCE and norm == pytest.approx(want_norm, rel=TOLERANCE)
+    assert tiny.gradient_error(want, got) <= tolerance() and norm == pytest.approx(want_norm, rel=tolerance())
 
 
 def _refused(rank, world, family):

@@ -17,7 +17,7 @@ from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.objectives.base import RewardKL
 from automodel_cli.parity.compare import Errors, Recorder, judge
-from automodel_cli.parity.reference import Reference, one_process
+from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.parity.rows import Row
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
 from automodel_cli.rollout.environments.calculator import Calculator
@@ -31,7 +31,7 @@ from automodel_cli.rollout.rewards.text import FormatRegex
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch, launch_all
-from tests.dist.test_grpo import OBJECTIVE, TOLERANCE, built, everyones, row, with_columns
+from tests.dist.test_grpo import OBJECTIVE, built, everyones, row, with_columns
 
 VOCAB, SEQ_LEN = 354, 100  # of the byte tokenizer, which must read what the model says
 STOPS = [1, *range(100, 260)]  # so many that random weights end their messages
@@ -81,9 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(folder / family)
         samples = launch(drawn_samples, 1, folder, family, row())
         torch.save(samples, folder / f"{family}.samples")
-        model.double()
-        model.set_experts_implementation("eager")
-        reference = one_process(model, update_of(samples, packed=False).batches, OBJECTIVE)
+        reference = exact_process(model, update_of(samples, packed=False).batches, OBJECTIVE)
         torch.save(vars(reference), folder / f"{family}.pt")
     return folder
 
@@ -128,7 +126,7 @@ def test_layouts_draw_the_same_turns_and_learn_the_same(folder, world, family, w
             for key in ("tokens", "generated", "said", "text", "finish_reason", "score"):
                 assert getattr(got, key) == getattr(expected, key), key
             torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs))
-        assert errors.within(TOLERANCE), errors
+        assert errors.within_rounding(), errors
 
 
 def test_labels_are_what_the_model_drew_and_nothing_else():

@@ -35,10 +35,10 @@ from tests.dist import cuda_stand_in
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Case, compare, step_batches, tiny_part
 from tests.marks import slow
+from tests.rounding import tolerance
 
 pytest.importorskip("megatron_fsdp", reason="pip install automodel-cli[megatron]")
 
-TOLERANCE = 1e-6
 MEGATRON = MegatronFSDPConfig()
 STEPS, SAVED_AFTER = 4, 2
 
@@ -51,7 +51,7 @@ def _compare(rank, world, cases, sabotage=None):
 def _check(world, cases):
     """All in one set of ranks."""
     for case, errors in zip(cases, launch(_compare, world, cases), strict=True):
-        assert errors.within(TOLERANCE), f"{case}: {errors}"
+        assert errors.within_rounding(), f"{case}: {errors}"
 
 
 def test_every_strategy_has_the_numbers_of_one_process():
@@ -244,7 +244,7 @@ def test_the_documented_functions():
         (-model(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT.sum() / weight).backward()
     want = tiny.gradients(model)
     for update in launch(_sgd_updates, 2):
-        assert tiny.gradient_error(want, update) < TOLERANCE
+        assert tiny.gradient_error(want, update) < tolerance()
 
 
 def _refusals(rank, world):

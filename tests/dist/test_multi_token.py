@@ -37,11 +37,10 @@ from tests.dist.harness import launch
 from tests.dist.test_composed import row
 from tests.marks import slow
 from tests.multi_token import ByHand
+from tests.rounding import tolerance
 
-TOLERANCE = 1e-6  # of the losses
 # Of single gradients: the definition is in float64, and one process in float32 is off by 7e-7; the sums that tensor
 # parallelism makes in parts by 1.5e-6. Mistakes cost 1e-3 and more.
-OF_GRADIENTS = 2e-6
 WEIGHT = 0.3
 
 
@@ -54,7 +53,7 @@ class Outcome:
 
     @property
     def is_right(self) -> bool:
-        return max(self.loss, self.mtp_loss) < TOLERANCE and self.gradient < OF_GRADIENTS
+        return max(self.loss, self.mtp_loss) < tolerance() and self.gradient < tolerance()
 
 
 def run(

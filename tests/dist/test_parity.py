@@ -26,7 +26,6 @@ from tests.dist.harness import launch
 from tests.dist.parity import FSDP2, Case, compare, step_batches
 from tests.marks import slow
 
-TOLERANCE = 1e-6
 CLEARLY_WRONG = 1e-4
 
 LAYOUTS = {
@@ -59,7 +58,7 @@ def test_same_numbers_as_one_process(layout, family):
         for count in (1, 3)
     ]
     for case, errors in zip(cases, launch(compare, world, cases), strict=True):
-        assert errors.within(TOLERANCE), f"{case}: {errors}"
+        assert errors.within_rounding(), f"{case}: {errors}"
 
 
 def _three_steps(rank, world, config):

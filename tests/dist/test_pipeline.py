@@ -11,13 +11,12 @@ from tests.dist.harness import launch
 from tests.dist.pipeline_cases import FAMILIES, KINDS, SCHEDULES, Case, run_cases, write_csv
 from tests.dist.turns import in_turns
 from tests.marks import slow
-
-TOLERANCE = 1e-6
+from tests.rounding import tolerance
 
 
 def check(world: int, cases: list[Case]) -> None:
     errors = launch(run_cases, world, cases, timeout=60 + 20 * len(cases))
-    wrong = [f"{case}: {error}" for case, error in zip(cases, errors, strict=True) if not error.worst <= TOLERANCE]
+    wrong = [f"{case}: {error}" for case, error in zip(cases, errors, strict=True) if not error.worst <= tolerance()]
     assert not wrong, "\n".join(wrong)
 
 
@@ -138,7 +137,7 @@ def test_fsdp_on_layers_only_and_reduction_per_microbatch(cases: list[Case]):
 def test_known_bad_on_two_ranks(sabotage: str, case: Case, blind: tuple[str, ...]):
     (errors,) = launch(run_cases, 2, [case], sabotage)
     assert errors.worst > 1e-3
-    assert all(getattr(errors, name) <= TOLERANCE for name in blind), "why loss alone is no parity test"
+    assert all(getattr(errors, name) <= tolerance() for name in blind), "why loss alone is no parity test"
 
 
 @pytest.mark.parametrize(

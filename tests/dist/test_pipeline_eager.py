@@ -21,9 +21,9 @@ from tests.dist.eager_cases import Chunk, Row, forward_step, reference, run_rows
 from tests.dist.harness import launch, launch_all
 from tests.dist.pipeline_cases import FAMILIES, KINDS, Case, run_cases
 from tests.dist.turns import in_turns
+from tests.rounding import tolerance
 from tests.tiny import gradient_error, gradients
 
-TOLERANCE = 1e-6
 ONE_BY_ONE = (("batch_p2p_comm", False),)
 OVERLAP = (*ONE_BY_ONE, ("overlap_p2p_comm", True))
 FLUSH = (*OVERLAP, ("overlap_p2p_comm_warmup_flush", True))
@@ -39,13 +39,13 @@ def group(size: int) -> tuple[tuple[str, Any], ...]:
 
 def check_rows(world: int, rows: list[Row]) -> None:
     per_rank = launch_all(run_rows, world, rows, timeout=60 + 20 * len(rows))
-    wrong = [f"{row}: {errors}" for row, *errors in zip(rows, *per_rank, strict=True) if not max(errors) <= TOLERANCE]
+    wrong = [f"{row}: {errors}" for row, *errors in zip(rows, *per_rank, strict=True) if not max(errors) <= tolerance()]
     assert not wrong, "\n".join(wrong)
 
 
 def check_cases(world: int, cases: list[Case]) -> None:
     errors = launch(run_cases, world, cases, timeout=60 + 20 * len(cases))
-    wrong = [f"{case}: {error}" for case, error in zip(cases, errors, strict=True) if not error.worst <= TOLERANCE]
+    wrong = [f"{case}: {error}" for case, error in zip(cases, errors, strict=True) if not error.worst <= tolerance()]
     assert not wrong, "\n".join(wrong)
 
 
@@ -122,7 +122,7 @@ def _token_mean(rank: int, world: int) -> float:
 
 
 def test_token_mean_over_data_parallel_ranks():
-    assert launch(_token_mean, 2) <= TOLERANCE
+    assert launch(_token_mean, 2) <= tolerance()
 
 
 def _shared_embedding(rank: int, world: int) -> list[float]:

@@ -35,7 +35,6 @@ from tests.dist.harness import launch
 from tests.marks import slow
 
 NUM_MICROBATCHES = 4
-TOLERANCE = 1e-6  # against a reference in float64
 FP32_ON_BOTH_SIDES = 2e-6  # 1.04e-6 measured: two roundings instead of one
 CLEARLY_WRONG = 1e-3
 
@@ -77,7 +76,7 @@ def originals(tmp_path_factory):
 
 def assert_exact(original, rows):
     for case, errors in zip(rows, launch(run_rows, rows[0].world_size, original, rows), strict=True):
-        assert errors.within(TOLERANCE), f"{case}: {errors}"
+        assert errors.within_rounding(), f"{case}: {errors}"
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,12 @@ from tests.hybrids import (
     run,
     weights_like,
 )
+from tests.rounding import tolerance
 from tests.tiny import FAMILIES, gradient_error, gradients, packed_batch, tiny_config, token_row
 
-TOLERANCE = 5e-6  # relative to the largest gradient, in float32, on any processor; a leak is 1e-3 and more
+OF_STATES = 3.0
+"""Recurrences add every token to one state: their rounding is up to three times that of attention. A leak is 1e-3 and
+more."""
 
 
 @pytest.mark.parametrize("family", EVERY_HYBRID)
@@ -38,8 +41,8 @@ def test_packed_equals_separate_documents(family: str):
     logprobs, got = run(part, ROWS)
     off, gradients_off = (logprobs - want_logprobs).abs().max().item(), gradient_error(want, got)
     print(f"{family}: log-probs off by {off:.1e}, gradients by {gradients_off:.1e}")
-    assert off < 1e-5
-    assert gradients_off < 1e-5
+    assert off < OF_STATES * tolerance()
+    assert gradients_off < OF_STATES * tolerance()
 
 
 def test_a_state_of_as_many_heads_as_a_document_has_tokens_is_no_result_per_token():
@@ -48,8 +51,8 @@ def test_a_state_of_as_many_heads_as_a_document_has_tokens_is_no_result_per_toke
     rows = [[token_row(small.num_attention_heads), token_row(25, 1)]]
     want_logprobs, want = alone(model, rows)
     logprobs, got = run(part_like(small, model), rows)
-    assert (logprobs - want_logprobs).abs().max() < 1e-5
-    assert gradient_error(want, got) < 1e-5
+    assert (logprobs - want_logprobs).abs().max() < OF_STATES * tolerance()
+    assert gradient_error(want, got) < OF_STATES * tolerance()
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba", "lfm2", "falcon_h1"])
@@ -70,7 +73,7 @@ def test_recomputation_meets_its_own_documents_with_two_microbatches_in_flight(f
     logprobs = [part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT for batch in batches]
     for of_batch, expected in zip(logprobs, want, strict=True):
         (of_batch * weights_like(of_batch)).sum().backward()
-        assert gradient_error(expected, gradients(part.model)) < TOLERANCE
+        assert gradient_error(expected, gradients(part.model)) < OF_STATES * tolerance()
         part.zero_grad()
 
 
@@ -86,8 +89,8 @@ def test_rows_of_one_document_run_as_they_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(state_layers.segments, "document_groups", None)
     logprobs, got = run(part, rows)
     assert len(seen) == 1
-    assert (logprobs - want_logprobs).abs().max() < TOLERANCE
-    assert gradient_error(want, got) < TOLERANCE
+    assert (logprobs - want_logprobs).abs().max() < OF_STATES * tolerance()
+    assert gradient_error(want, got) < OF_STATES * tolerance()
 
 
 def test_adapters_inside_a_state_layer_train_on_packed_rows():
@@ -105,7 +108,8 @@ def test_adapters_inside_a_state_layer_train_on_packed_rows():
             (part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT * its_weights).sum().backward()
     apart = gradients(part.model)
     assert any("linear_attn" in name for name in together)
-    assert gradient_error(apart, together) < 3e-5  # adapters of rank 4 add up rounding that whole weights spread
+    # Adapters of rank 4 add up rounding that whole weights spread.
+    assert gradient_error(apart, together) < 3 * OF_STATES * tolerance()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
