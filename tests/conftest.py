@@ -8,11 +8,27 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported, in the ranks' server too
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: workers and ranks share the cores
+
 import pytest
 
 from tests.pasted import watch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported, in the ranks' server too
+_BYTES_PER_WORKER = 2 * 1024**3
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of parallel workers: none for up to three files, else one more than the machine has cores.
+
+    Many tests wait for other processes, so one worker more than cores keeps all cores busy. A worker with its ranks
+    takes up to 2 GiB.
+    """
+    if len(config.args) <= 3 and all(".py" in argument for argument in config.args):
+        return 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, memory // _BYTES_PER_WORKER))
+
 
 # A shell's `&` and `nohup` leave these ignored, and a run that inherits that does not hear them.
 for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
