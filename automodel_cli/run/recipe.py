@@ -21,6 +21,7 @@ from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.run.rules import (
     check_4bit_base,
+    check_float16,
     check_fp8,
     check_multi_token,
     check_output_dir,
@@ -117,6 +118,7 @@ class Recipe(ConfigRoot):
         check_transformer_engine(self.parallelizer, self.model, self.mesh)
         check_4bit_base(self.parallelizer, self.model, self.mesh)
         check_fp8(self.parallelizer, self.model)
+        check_float16(self.model, self.optimizer)
         check_multi_token(self.parallelizer, self.model, self.kind)
         pp_size = self.mesh.pp_size or 1
         if pp_size > 1 and self.pipeline is None:

@@ -13,6 +13,7 @@ from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.run.storage import check_url, is_url
 from automodel_cli.training.config import ValidationConfig
+from automodel_cli.training.optim import OptimizerNode, refuse_float16_moments
 
 
 def check_run_name(name: str | None) -> None:
@@ -115,6 +116,12 @@ def check_fp8(parallelizer: Strategy, model: ModelConfig) -> None:
             keys=("model.fp8.experts", "parallelizer.expert_dispatch"),
             fix="parallelizer.expert_dispatch=all_to_all, or model.fp8.experts=false",
         )
+
+
+def check_float16(model: ModelConfig, optimizer: OptimizerNode) -> None:
+    """Refuse float16 parameters under an optimizer whose moments would be float16 too."""
+    if model.dtype == "float16":
+        refuse_float16_moments(optimizer)
 
 
 def check_4bit_base(parallelizer: Strategy, model: ModelConfig, mesh: MeshConfig) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from automodel_cli.training.newton_schulz import measured_dtype, orthogonalise
 from automodel_cli.training.param_groups import TrainableParam, decay_groups
+from automodel_cli.training.rounded_adamw import MOMENTS, RoundedAdamW, load_moments, moment_dtype
 
 _FLOAT32 = "newton_schulz_float32"
 """State of a matrix whose first step took fp32 products: a run that goes on elsewhere keeps them (else bfloat16)."""
@@ -50,7 +51,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__(groups, {})
         # The inner AdamW works on our groups and our state; constructing it fills in the options it expects in a group.
         adamw_groups = self._groups(muon=False)
-        self._adamw = torch.optim.AdamW(adamw_groups) if adamw_groups else None
+        self._adamw = _adamw(adamw_groups) if adamw_groups else None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load moments without a detour through the parameter's dtype, to which torch's own method rounds them."""
+        super().load_state_dict(state_dict)
+        load_moments(self, state_dict, ("momentum_buffer", *MOMENTS), lambda param: moment_dtype(param.dtype))
 
     def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["muon"] is muon]
@@ -72,15 +78,24 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
 
+def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return torch's AdamW, which keeps moments in the dtype of a parameter, or for float16 ours."""
+    if not any(param.dtype == torch.float16 for group in groups for param in group["params"]):
+        return torch.optim.AdamW(groups)
+    lr, betas, eps = (groups[0][name] for name in ("lr", "betas", "eps"))
+    return RoundedAdamW(groups, lr, betas, eps, state_dtype=None, stochastic_rounding=False)
+
+
 def _muon_step(param: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
     """One update of one matrix: momentum and decay on the shard, orthogonalisation on the whole."""
     grad = param.grad
     assert grad is not None
     if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(grad)
+        state["momentum_buffer"] = torch.zeros_like(grad, dtype=moment_dtype(param.dtype))
         if torch.float32 in (group["ns_dtype"], group["ns_measured"]):
             state[_FLOAT32] = 1
     momentum_S, grad_S, param_S = (_local(tensor) for tensor in (state["momentum_buffer"], grad, param))
+    grad_S = grad_S.to(momentum_S.dtype)
     momentum_S.lerp_(grad_S, 1 - group["momentum"])
     update_S = grad_S.lerp(momentum_S, group["momentum"]) if group["nesterov"] else momentum_S
     kept = torch.float32 if state.get(_FLOAT32) else torch.bfloat16

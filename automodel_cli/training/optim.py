@@ -94,7 +94,8 @@ class AdamW:
     implementation: Implementation = "auto"
     """Kernel of the update. `auto` takes the fused one."""
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of both moments; auto: that of the parameters. bfloat16 beside float32 parameters takes 4 bytes less of each."""
+    """Of both moments; auto: that of the parameters, and float32 for float16 parameters. bfloat16 beside float32
+    parameters takes 4 bytes less of each."""
     stochastic_rounding: bool = False
     """Round bfloat16 parameters and moments up or down at random, so that updates below their precision add up."""
 
@@ -141,7 +142,7 @@ class AdamW:
         from automodel_cli.training.param_groups import decay_groups, require_trainable
 
         groups = decay_groups(require_trainable(parts), self.weight_decay)
-        if self._is_own:
+        if self._is_own or has_float16(groups):
             return self._rounded(groups)
         return torch.optim.AdamW(
             groups, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, **_kernel(self.implementation)
@@ -151,7 +152,9 @@ class AdamW:
         """Two moments."""
         import torch
 
-        dtype = item.param.dtype if self.state_dtype == "auto" else getattr(torch, self.state_dtype)
+        from automodel_cli.training.rounded_adamw import moment_dtype
+
+        dtype = moment_dtype(item.param.dtype) if self.state_dtype == "auto" else getattr(torch, self.state_dtype)
         return 2.0 * float(dtype.itemsize) * numel
 
 
@@ -258,7 +261,9 @@ class Muon:
 
     def state_bytes(self, item: TrainableParam, numel: int) -> float:
         """One momentum, or AdamW's two moments."""
-        return (1.0 if self.orthogonalises(item) else 2.0) * item.param.dtype.itemsize * numel
+        from automodel_cli.training.rounded_adamw import moment_dtype
+
+        return (1.0 if self.orthogonalises(item) else 2.0) * moment_dtype(item.param.dtype).itemsize * numel
 
 
 @dataclass(frozen=True)
@@ -367,6 +372,36 @@ class FromTorch:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{_name(self)} refused its options: {error}", keys=("optimizer",)) from error
         return optimizer
+
+
+def has_float16(groups: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a parameter of these groups is float16."""
+    import torch
+
+    return any(param.dtype == torch.float16 for group in groups for param in group["params"])
+
+
+def refuse_float16_moments(section: Any) -> None:
+    """Raise ConfigError for an `optimizer` section whose moments would be float16, like the parameters.
+
+    Their range ends at 6e-8: squares of gradients become 0 and training diverges. A node of the user's own decides for
+    itself, and SGD has no squares.
+    """
+    node = optimizer_node(section)
+    name = _name(node)
+    if isinstance(node, AdamW) and node.implementation != "auto":
+        keys, what = ("optimizer.implementation", "model.dtype"), f"implementation={node.implementation}"
+        fix = "optimizer.implementation=auto, or model.dtype=float32"
+    elif (isinstance(node, AdamW8bit) and node.library == "torchao") or (isinstance(node, FromTorch) and name != "SGD"):
+        keys, what, fix = ("optimizer", "model.dtype"), name, "model.dtype=float32"
+    else:
+        return
+    raise ConfigError(
+        f"model.dtype=float16, but {what} keeps its moments in the dtype of the parameters: squares of gradients are 0 "
+        "in float16",
+        keys=keys,
+        fix=fix,
+    )
 
 
 def optimizer_node(section: Any) -> OptimizerNode:

@@ -8,7 +8,7 @@ several ranks stay equal, and a resumed run goes on to the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from automodel_cli.distributed.fused import Glue, by_compiler
 from automodel_cli.training.torch_compat import refuses_by_found_inf
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASK = 0xFFFFFFFF
 
 
 @refuses_by_found_inf
 class RoundedAdamW(torch.optim.Optimizer):
-    """Every element is updated in float32. `state_dtype` of both moments, None for the parameter's; with
+    """Every element is updated in float32. `state_dtype` of both moments, None for `moment_dtype`; with
     `stochastic_rounding`, bfloat16 parameters and moments are rounded at random, else to the nearest. A step whose
     `found_inf` is set (`torch_compat.step_unless`) changes nothing.
     """
@@ -44,6 +44,14 @@ class RoundedAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._state_dtype, self._rounds = state_dtype, stochastic_rounding
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load moments without a detour through the parameter's dtype, to which torch's own method rounds them."""
+        super().load_state_dict(state_dict)
+        load_moments(self, state_dict, MOMENTS, self._dtype_of)
+
+    def _dtype_of(self, param: Tensor) -> torch.dtype:
+        return self._state_dtype or moment_dtype(param.dtype)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "a training step evaluates the loss once"
@@ -56,19 +64,39 @@ class RoundedAdamW(torch.optim.Optimizer):
                     self._step_one(param, group, index, bad)
 
     def _step_one(self, param: Tensor, group: dict[str, Any], index: int, bad: Tensor | None) -> None:
-        state, dtype = self.state[param], self._state_dtype or param.dtype
+        state, dtype = self.state[param], self._dtype_of(param)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state |= {name: torch.zeros_like(param, dtype=dtype) for name in _MOMENTS}
-        for name in _MOMENTS:  # torch loads states in the dtype of the parameter
-            state[name] = state[name].to(dtype)
-        tensors = [_flat(tensor) for tensor in (param, param.grad, *(state[name] for name in _MOMENTS))]  # type: ignore
+            state |= {name: torch.zeros_like(param, dtype=dtype) for name in MOMENTS}
+        tensors = [_flat(tensor) for tensor in (param, param.grad, *(state[name] for name in MOMENTS))]  # type: ignore
         if not tensors[0].numel():
             return
         numbers = [state["step"], _number(group["lr"], param), _number(index, param, torch.int64)]
         numbers.append(_number(0.0, param) if bad is None else bad.to(param.device))
         constants = (*group["betas"], group["eps"], group["weight_decay"], self._rounds)
         _run(param.device)(*tensors, *numbers, *constants)
+
+
+def moment_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the moments of a parameter of `dtype` where the config leaves it open.
+
+    float16 ends at 6e-8: squares of gradients and `eps` would become 0, and the update a division by 0.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def load_moments(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    names: Collection[str],
+    dtype_of: Callable[[Tensor], torch.dtype],
+) -> None:
+    """Load the moments `names` into `optimizer`, each in the dtype that `dtype_of` gives its parameter."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, saved in state_dict["state"].items():
+        param = params[index]
+        for name in saved.keys() & set(names):
+            optimizer.state[param][name] = saved[name].to(device=param.device, dtype=dtype_of(param))
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import fused
 from automodel_cli.distributed.fused import Compiled, Glue
 from automodel_cli.training import rounded_adamw
-from automodel_cli.training.optim import AdamW
+from automodel_cli.training.optim import AdamW, Muon, refuse_float16_moments
 from automodel_cli.training.rounded_adamw import rounded_at_random, update
 from automodel_cli.training.torch_compat import step_unless
 
@@ -54,6 +55,63 @@ def test_moments_have_their_own_dtype_also_after_loading():
         assert a.dtype == torch.float32 and torch.equal(a, b)
         assert resumed.state[b]["exp_avg"].dtype == torch.bfloat16
         assert torch.equal(resumed.state[b]["exp_avg_sq"], optimizer.state[a]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize(
+    "node", [AdamW(**KEYWORDS), Muon(lr=0.01, adamw_names=("",), adamw_betas=(0.8, 0.99), adamw_eps=1e-6)]
+)
+def test_float16_parameters_have_float32_moments_also_after_loading(node):
+    """Gradients of 1e-5, whose squares are 0 in float16, beside AdamW in float64 and with a stop in the middle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).half()
+    exact = copy.deepcopy(model).double()
+    decay = node.weight_decay
+    weights, biases = ([p for p in exact.parameters() if p.ndim == d] for d in (2, 1))
+    groups = [{"params": weights, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.99), eps=1e-6)
+    optimizer = node.build([model])
+    for step in range(6):
+        if step == 3:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = node.build([model])
+            optimizer.load_state_dict(state)
+        for number, (ours, theirs) in enumerate(zip(model.parameters(), exact.parameters(), strict=True)):
+            ours.grad = (1e-5 * torch.sin(torch.arange(ours.numel()) * (step + number + 1.0))).view_as(ours).half()
+            theirs.grad = ours.grad.double()
+        optimizer.step()
+        reference.step()
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=6 * 2.0**-11 * 0.5)  # rounded 6 times below 1
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert optimizer.state[ours][key].dtype == torch.float32
+            torch.testing.assert_close(
+                optimizer.state[ours][key].double(), reference.state[theirs][key], rtol=1e-5, atol=0
+            )
+
+
+def test_moments_of_their_own_dtype_are_not_rounded_when_they_are_loaded():
+    """torch's own method casts them to bfloat16, that of the parameters."""
+    node = AdamW(**KEYWORDS, state_dtype="float32")
+    _, optimizer = trained(node, torch.bfloat16)
+    _, resumed = trained(node, torch.bfloat16, steps=0)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for a, b in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize(
+    ("section", "fix"),
+    [
+        (AdamW(lr=1e-3, implementation="foreach"), "optimizer.implementation=auto"),
+        (functools.partial(torch.optim.NAdam, lr=1e-3), "model.dtype=float32"),
+    ],
+)
+def test_optimizers_that_would_keep_float16_moments_are_refused(section, fix):
+    with pytest.raises(ConfigError) as error:
+        refuse_float16_moments(section)
+    assert "model.dtype" in error.value.keys and fix in error.value.fix
+    refuse_float16_moments(AdamW(lr=1e-3))
+    refuse_float16_moments(functools.partial(torch.optim.SGD, lr=1e-3))
 
 
 def test_numbers_are_rounded_to_a_neighbour_with_the_mean_kept():
