@@ -300,9 +300,10 @@ class GRPORecipe(Recipe):
     def prepared(self, tokenizer: Any) -> Any:
         """Prompts: the rows without their answers."""
         from automodel_cli.data.prompts import prepare_prompts
+        from automodel_cli.run.token_ids import check_prepared
 
         room = self._sample_len - self.rollout.max_new_tokens
-        return prepare_prompts(
+        found = prepare_prompts(
             self.data,
             tokenizer,
             seed=self.seed,
@@ -310,6 +311,8 @@ class GRPORecipe(Recipe):
             tools_of=self.rollout.tools_of,
             samples_per_row=self.data.seq_len // self._sample_len,
         )
+        check_prepared(found, tokenizer, self.model)
+        return found
 
     def rows_of_a_step(self) -> dict[str, int]:
         return {"global_batch_size": self.rollout.prompts_per_step, "microbatch_size": 1}

@@ -90,6 +90,17 @@ class PackedDataset:
         """Tokens of all rows; row r has those from `token_starts[r]` to `token_starts[r + 1]`."""
         return int(self.token_starts[-1])
 
+    def largest_id(self) -> tuple[int, str]:
+        """Return the largest token id of all rows, and the file and line of a document that holds it."""
+        found = -1, ""
+        for store in self.stores:
+            place = int(store.ids.argmax()) if len(store.ids) else None
+            if place is not None and store.ids[place] > found[0]:
+                piece = int(np.searchsorted(store.offsets, place, side="right")) - 1
+                name = store.meta["files"][int(store.files[piece])]
+                found = int(store.ids[place]), f"{name}:{int(store.lines[piece])}"
+        return found
+
     def attach(self, name: str, values: np.ndarray) -> None:
         """Give every batch a column of the objective, `extra[name]`: one value, or several, for each of the
         `num_tokens`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.evaluation.outcome import Outcome
+from automodel_cli.run.token_ids import check_tokens
 
 if TYPE_CHECKING:
     from automodel_cli.evaluation.candidate import Candidate
@@ -54,7 +55,18 @@ def choose(task: MultipleChoice, candidate: Candidate) -> Outcome:
 
 def questions(task: MultipleChoice, candidate: Candidate) -> list[_Question]:
     """What the task asks, read once. Raises DataError with the line that is no question."""
-    return candidate.once(task, lambda: [_question(line, where, candidate.tokenizer) for where, line in _lines(task)])
+    return candidate.once(task, lambda: _questions(task, candidate))
+
+
+def _questions(task: MultipleChoice, candidate: Candidate) -> list[_Question]:
+    lines = _lines(task)
+    found = [_question(line, where, candidate.tokenizer) for where, line in lines]
+    tokens = [
+        (where, [*question.prefix, *(token for ids in question.continuations for token in ids)])
+        for (where, _), question in zip(lines, found, strict=True)
+    ]
+    check_tokens(tokens, "task's", candidate.tokenizer, candidate.recipe.model)
+    return found
 
 
 def _size(task: MultipleChoice, question: _Question, choice: int) -> int:

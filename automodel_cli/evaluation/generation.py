@@ -12,6 +12,7 @@ from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
 from automodel_cli.rollout.environments.conversation import Episode
 from automodel_cli.rollout.episodes import play_episodes, scored_samples
 from automodel_cli.rollout.rewards.combine import RewardSum, check_rows
+from automodel_cli.run.token_ids import check_tokens
 
 if TYPE_CHECKING:
     from automodel_cli.evaluation.candidate import Candidate
@@ -96,5 +97,6 @@ def _prompts(task: Generation, candidate: Candidate) -> list[Prompt]:
             fix="tasks.NAME.data={path: held_out.jsonl}",
         )
     prompts = list((prepared.validation or prepared.train).prompts)[: task.limit]
+    check_tokens([(prompt.origin, prompt.tokens) for prompt in prompts], "task's", candidate.tokenizer, recipe.model)
     check_rows(task.rewards, ((prompt.origin, prompt.row) for prompt in prompts), all_judged=True)
     return prompts

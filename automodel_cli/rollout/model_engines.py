@@ -33,6 +33,7 @@ from automodel_cli.rollout.engine import (
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.sampler.decoder import Decoder, DecoderStage, fsdp_gathered
 from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.run.token_ids import pad_id
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -57,7 +58,7 @@ def build_replica(session: Built, stops: list[int], **options: Any) -> HFEngine:
         dtype=model.dtype,
         trust_remote_code=session.recipe.model.trust_remote_code,
         stop_token_ids=stops,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0],
+        pad_token_id=pad_id(tokenizer, model.config.get_text_config().vocab_size),
         **options,
     )
 

@@ -38,6 +38,7 @@ from automodel_cli.rollout.shared_prompts import why_apart
 from automodel_cli.run.answers import Accuracy
 from automodel_cli.run.reference_update import ReferenceUpdate
 from automodel_cli.run.scoring import logprobs_of, shaped
+from automodel_cli.run.token_ids import num_embeddings, pad_id
 from automodel_cli.training.callback import Callback, Run
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Rollouts(Callback):
             packed=self.recipe.data.packing != "none",
             pad_multiple=self.recipe.data.pad_multiple,
             microbatch_size=self.recipe.train.microbatch_size,
-            pad_id=_pad_id(session.tokenizer),
+            pad_id=pad_id(session.tokenizer, num_embeddings(self.recipe.model)),
             fits=session.model.stages.takes,
             share_prompts=not self._prompts_are_apart,
         )
@@ -292,7 +293,3 @@ class Rollouts(Callback):
             elif warning is not None:  # stale samples always differ by what the weights have moved
                 reason = "the samples are drawn by older weights, as rollout.max_staleness allows; not said again"
                 self._tell_once("staleness", f"step {step}: {warning} ({reason})")
-
-
-def _pad_id(tokenizer: Any) -> int:
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

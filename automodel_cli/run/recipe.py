@@ -184,9 +184,12 @@ class Recipe(ConfigRoot):
         """The data as a run reads it: `train`, `validation` (or None) and `report`. Needs no process group."""
         from automodel_cli.data.prepare import prepare
         from automodel_cli.models.source import stop_ids
+        from automodel_cli.run.token_ids import check_prepared
 
         stops = stop_ids(self.model)
-        return prepare(self.data, tokenizer, seed=self.seed, preferences=self.preferences, stop_ids=stops)
+        found = prepare(self.data, tokenizer, seed=self.seed, preferences=self.preferences, stop_ids=stops)
+        check_prepared(found, tokenizer, self.model)
+        return found
 
     def rows_of_a_step(self) -> dict[str, int]:
         """How many rows of the data a step reads over all ranks, and how many of them belong together."""
