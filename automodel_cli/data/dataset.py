@@ -12,6 +12,8 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.stores import PackedStore
 
+_TAUGHT = 0.01
+"""Share of the trained turns that a token must end for the model to stop there."""
 DUMMY_ROW = -1
 """Row number of a row of padding without labels, for ranks that would otherwise have one row less."""
 
@@ -89,6 +91,11 @@ class PackedDataset:
     def num_tokens(self) -> int:
         """Tokens of all rows; row r has those from `token_starts[r]` to `token_starts[r + 1]`."""
         return int(self.token_starts[-1])
+
+    def taught_stops(self) -> list[int]:
+        """Return the special tokens that end trained turns, each at least 1% of a dataset's, most frequent first."""
+        ends = [(token, count, s.meta["num_turns"]) for s in self.stores for token, count in s.meta["turn_ends"]]
+        return list(dict.fromkeys(token for token, count, total in ends if count >= _TAUGHT * total))
 
     def largest_id(self) -> tuple[int, str]:
         """Return the largest token id of all rows, and the file and line of a document that holds it."""

@@ -351,6 +351,8 @@ class _Builder:
                 "num_tokens": int(lengths.sum()),
                 "fill": packed.fill(config.seq_len),
                 "long": vars(long),
+                "num_turns": tokens.meta["num_turns"],
+                "turn_ends": tokens.meta["turn_ends"],
             },
         )
 

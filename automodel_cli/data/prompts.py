@@ -76,6 +76,10 @@ class PromptDataset:
         ids = np.array(self.prompts[row].tokens, np.int64)
         return ids, np.zeros(len(ids), np.uint8), np.array([0, len(ids)])
 
+    def taught_stops(self) -> list[int]:
+        """Return no token: a prompt teaches none."""
+        return []
+
     def largest_id(self) -> tuple[int, str]:
         """Return the largest token id of all prompts, and the file and line of a prompt that holds it."""
         return max(((max(prompt.tokens, default=-1), prompt.origin) for prompt in self.prompts), default=(-1, ""))

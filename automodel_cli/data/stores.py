@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,6 +186,7 @@ def write_tokens(
     lengths, files, lines, rows, shared, splits, judgements = (array("q") for _ in range(7))
     margins = array("f")
     rejected: list[Rejected] = []
+    turn_ends: Counter[int] = Counter()
     num_rows = ends_trained = special_tokens = special_rows = label_tokens = 0
     unrolled = _UnrolledCount()
     place = iter(origins)
@@ -221,6 +223,7 @@ def write_tokens(
             judgements.extend(item.judgement for item in good)
             margins.extend(item.margin for item in good)
             ends_trained += sum(int(_last_trained(item)) in special_ids for item in good)
+            turn_ends.update(token for item in good for token in _turn_ends(item))
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     np.save(folder / "offsets.npy", offsets)
     np.save(folder / "files.npy", np.asarray(files, np.int32))
@@ -235,6 +238,8 @@ def write_tokens(
         "num_rows": num_rows,
         "num_rejected": len(rejected),
         "ends_trained": ends_trained,
+        "num_turns": turn_ends.total(),
+        "turn_ends": [pair for pair in turn_ends.most_common() if pair[0] in special_ids],
         "special_tokens": special_tokens,
         "special_rows": special_rows,
         "unrolled": vars(unrolled),
@@ -263,6 +268,15 @@ def _next_trained(trained: np.ndarray) -> np.ndarray:
 
 def _last_trained(item: Encoded) -> int:
     return item.ids[np.flatnonzero(item.trained)[-1]]
+
+
+def _turn_ends(item: Encoded) -> list[int]:
+    """Return the last token of each trained stretch; two responses in one item are two stretches."""
+    goes_on = np.append(item.trained[1:], 0)
+    if item.split:
+        goes_on[item.split - 1] = 0
+    ends: list[int] = item.ids[(item.trained != 0) & (goes_on == 0)].tolist()
+    return ends
 
 
 def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict[str, Any]) -> None:

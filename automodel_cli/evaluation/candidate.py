@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +37,7 @@ class Candidate:
     tokenizer: Any
     run_dir: Path
     at_exit: ExitStack = field(default_factory=ExitStack)
+    taught_stops: Sequence[int] = ()
     _read: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
@@ -45,15 +46,17 @@ class Candidate:
     ) -> Candidate:
         """The model as the recipe begins with it, or with the weights of a checkpoint. Collective."""
         model = Model.build(recipe, mesh)
+        taught: Sequence[int] = ()
         if checkpoint is not None:
-            Checkpointer(run_dir, recipe.checkpoint).load(checkpoint, model.parts)
-        return cls(label, recipe, mesh, model, tokenizer, run_dir)
+            loaded = Checkpointer(run_dir, recipe.checkpoint).load(checkpoint, model.parts)
+            taught = loaded.extra.get("taught_stops", ())
+        return cls(label, recipe, mesh, model, tokenizer, run_dir, taught_stops=taught)
 
     @classmethod
     def of_session(cls, session: Session) -> Candidate:
         """The model of a run that goes on, with whatever weights it has when it is asked."""
         s = session
-        return cls("", s.recipe, s.mesh, s.model, s.tokenizer, s.run_dir, s.at_exit)
+        return cls("", s.recipe, s.mesh, s.model, s.tokenizer, s.run_dir, s.at_exit, s.taught_stops)
 
     @property
     def is_main(self) -> bool:

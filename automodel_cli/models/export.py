@@ -24,7 +24,7 @@ from torch import Tensor
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed.fp8_linear import paused
-from automodel_cli.models import carried, classifier, compat, lora, nf4, value_head
+from automodel_cli.models import carried, classifier, compat, generation_settings, lora, nf4, value_head
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.weights import bucketed, iter_hf_weights, over_stages
@@ -52,13 +52,15 @@ def export_hf(
     shard_bytes: int = _SHARD_BYTES,
     pp_group: dist.ProcessGroup | None = None,
     as_classifier: bool = False,
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Write the whole model in the hub's names, layout and dtype; adapters are merged in, a value head lies beside it,
     and what the checkpoint holds besides is written as it was. Of a composite every file but the weights is the
     original's. `as_classifier`: a reward model instead (`models/classifier.py`), the value head its score.
 
-    Collective; rank 0 writes. `title` and `summary` (markdown) are for the model card (data, steps, scores). The folder
-    is safe to load only after this returns: write into a new one and `publish` it.
+    Collective; rank 0 writes. `title` and `summary` (markdown) are for the model card (data, steps, scores).
+    `stop_ids`: the tokens at which training taught the model to stop. The folder is safe to load only after this
+    returns: write into a new one and `publish` it.
     """
     writer = is_first_rank()
     folder = Path(directory)
@@ -95,6 +97,7 @@ def export_hf(
             _write_config(folder, parts[0])
             if tokenizer is not None:
                 _write_tokenizer(folder, tokenizer)
+        generation_settings.write(folder, config, parts[0].model, stop_ids)
         if not (folder / "README.md").exists():
             _write_card(folder, parts[0], config, title or folder.name, summary)
     if dist.is_initialized():
@@ -176,9 +179,6 @@ def _write_config(folder: Path, part: ModelPart, classifier_config: PretrainedCo
     fields.pop("quantization_config", None)
     fields.update(_for_older_readers(fields, part.hub_dtype))
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    generation = part.model.generation_config
-    if generation is not None and classifier_config is None:
-        generation.save_pretrained(folder)
 
 
 def _for_older_readers(fields: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

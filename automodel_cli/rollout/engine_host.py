@@ -50,6 +50,10 @@ class Built(Protocol):
     def is_main(self) -> bool: ...
     @property
     def at_exit(self) -> ExitStack: ...
+    @property
+    def taught_stops(self) -> Sequence[int]:
+        """The tokens at which training taught the model to stop."""
+        ...
 
 
 class EngineHost:
@@ -60,7 +64,7 @@ class EngineHost:
         self.shares_gpus, self._selectors = shares_gpus, selectors
         self._session, self.tokenizer = session, session.tokenizer
         self._source_config = session.model.parts[0].source_config
-        self.stop_token_ids = stop_token_ids(session.tokenizer, session.model.parts[0].model.config)
+        self.stop_token_ids = stop_token_ids(session)
 
     @property
     def num_layers(self) -> int:

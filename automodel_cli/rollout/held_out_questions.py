@@ -29,7 +29,7 @@ class HeldOutQuestions:
         if check is None or not questions:
             return
         from automodel_cli.rollout.accuracy import measure_accuracy  # only runs with a task pay for generation
-        from automodel_cli.rollout.model_engines import build_replica
+        from automodel_cli.rollout.model_engines import build_replica, stop_token_ids
 
         parts = session.model.parts
         weights = iter_hf_weights(parts, dtype=parts[0].model.dtype, hub_names=False, pp_group=session.model.pp_group)
@@ -38,7 +38,7 @@ class HeldOutQuestions:
                 pass
             return
         with session.meter.pause():
-            engine = build_replica(session, [session.tokenizer.eos_token_id])
+            engine = build_replica(session, stop_token_ids(session))
             engine.update_weights(weights)
             found = measure_accuracy(engine, session.tokenizer, questions, check)
         self.accuracy[when] = found

@@ -20,6 +20,7 @@ from automodel_cli.models.build import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
+from automodel_cli.models.source import stop_ids
 from automodel_cli.pipelining.torch_runtime.compat import reshards_after_forward
 from automodel_cli.rollout.engine import (
     Capabilities,
@@ -63,11 +64,12 @@ def build_replica(session: Built, stops: list[int], **options: Any) -> HFEngine:
     )
 
 
-def stop_token_ids(tokenizer: Any, hf_config: PretrainedConfig) -> list[int]:
-    """The tokens that end a response: the tokenizer's, and those that the model's config lists."""
-    listed = hf_config.get_text_config().eos_token_id
+def stop_token_ids(built: Built) -> list[int]:
+    """Return the tokens that end a response: of the tokenizer, of the configs, and those that training taught."""
+    listed = built.model.parts[0].model.config.get_text_config().eos_token_id
     more = listed if isinstance(listed, list) else [listed]
-    return list(dict.fromkeys(i for i in (tokenizer.eos_token_id, *more) if i is not None))
+    found = (built.tokenizer.eos_token_id, *more, *stop_ids(built.recipe.model), *built.taught_stops)
+    return list(dict.fromkeys(i for i in found if i is not None))
 
 
 T = TypeVar("T")

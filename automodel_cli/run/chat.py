@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextIteratorStreamer
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import compat
@@ -40,6 +40,7 @@ class Speaker:
                 from peft import PeftModel
             except ImportError:
                 raise ConfigError("adapters need the package peft", fix="pip install 'automodel-cli[peft]'") from None
+            model.generation_config = GenerationConfig.from_pretrained(adapter.parent)  # with the trained stop tokens
             model = PeftModel.from_pretrained(model, str(adapter))
             model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)

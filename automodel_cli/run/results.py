@@ -124,6 +124,7 @@ def _write_and_compare(
         summary=summary,
         pp_group=model.pp_group,
         as_classifier=scores,
+        stop_ids=rows.taught_stops(),
     )
     if recipe.model.lora is not None and not scores:  # adapters alone have no score
         save_adapters(

@@ -254,10 +254,17 @@ class Session:
                     "validated": self.last_validation[0],
                     "callbacks": self.callbacks.checkpoint(step),
                     "begun_from": self._begun_from,
+                    "taught_stops": list(self.taught_stops),
                 },
                 metrics=self._metrics,
             )
         self._metrics = {}
+
+    @property
+    def taught_stops(self) -> Sequence[int]:
+        """The tokens at which the training rows teach the model to stop."""
+        stops: list[int] = self.data.train.taught_stops()
+        return stops
 
     def _keep_folder(self) -> None:
         """What can be had again of a run folder that somebody removed, before the model is written into it."""

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_cli.rollout.engine import SamplingParams, sample_seed
 from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.model_engines import stop_token_ids
 from tests.e2e.command import automodel, curve, environment, kill_after_step, metrics, start
 from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config
 
@@ -57,7 +56,7 @@ def test_that_stale_samples_differ_is_said_once(whole: Path) -> None:
 
 def drawn_by(model: Any, tokenizer: Any, whole: Path, step: int) -> list[str]:
     """What the library's model answers to the prompts of `step` with the seeds that the sampling documents."""
-    stops = stop_token_ids(tokenizer, model.config)
+    stops = list({tokenizer.eos_token_id, model.config.eos_token_id})
     engine = HFEngine(model, stop_token_ids=stops, pad_token_id=tokenizer.pad_token_id)
     samples = [sample for sample in samples_of(whole) if sample["step"] == step]
     places = [(step - 1) * PROMPTS + number // GROUP for number in range(len(samples))]
