@@ -14,6 +14,7 @@ from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_cli.config import bundled, hydra_adapter
+from automodel_cli.config.alternatives import replace_alternatives
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.limits import MAX_CHARACTERS, MAX_DEPTH, check_override, too_large
 from automodel_cli.config.problems import COMMAND_LINE, DEFAULT, Origin, Problem, as_error
@@ -163,6 +164,7 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
         if override in groups and override.key_or_group not in merged.config:
             continue  # the file of the group was all there was
         _apply(merged.config, override, origins)
+    replace_alternatives(merged.config, origins, [bundled.display(file) for file, _ in merged.files])
     _check_interpolations(merged.config, origins, path)
     problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
     tree = _resolve(merged.config, origins, problems)

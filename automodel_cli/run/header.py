@@ -36,7 +36,8 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
     recipe, model = session.recipe, session.model
     share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
     num_rows = session.loader.global_batch_size
-    steps = f"{session.num_steps} = {session.num_steps * num_rows / session.loader.stream.rows_per_epoch:.2f} epochs"
+    epochs = session.num_steps * num_rows / session.loader.stream.rows_per_epoch
+    steps = f"{session.num_steps} = {epochs:.2f} epochs, by {recipe.train.limit(session.loader.steps_per_epoch)}"
     ranks = f"{_plural(dist.get_world_size(), 'rank')} on {session.mesh.device.type}"
     begin = f", from step {session.first_step}" if session.first_step else ""
     return [
@@ -52,6 +53,7 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
         *(_of_cuda(recipe) if session.mesh.device.type == "cuda" else []),
         ("data", "\n".join(session.data.report.lines())),
         ("steps", f"{steps}   {num_rows} {recipe.row_name} a step{begin}"),
+        *([("schedule", session.extended)] if session.extended else []),
     ]
 
 

@@ -21,6 +21,7 @@ from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.report.page import ShownSample
 from automodel_cli.run.answers import Accuracy, Answer, before_and_after
 from automodel_cli.run.recomputation import decided
+from automodel_cli.run.schedule import needs_choice
 from automodel_cli.run_folders.page import write_own_page
 from automodel_cli.run_folders.record import summary_of
 from automodel_cli.training.checkpoint import Checkpointer
@@ -48,7 +49,9 @@ def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType
             session.recipe, session.model, session.tokenizer, session.data.train, folder, _card(session)
         )
     compared = f"max |{_compared(session.recipe)} difference| {gap:.1e}"
-    footer = [("export", f"{folder}   reloaded with transformers, {compared}")]
+    limit = session.recipe.train.limit(session.loader.steps_per_epoch)
+    footer = [("ended", f"by {limit}, after step {session.num_steps}")]
+    footer += [("export", f"{folder}   reloaded with transformers, {compared}")]
     _record(session, accuracy)
     if session.is_main and session.recipe.logging.report:
         footer.append(("report", str(write_own_page(session.run_dir, state="finished"))))
@@ -181,6 +184,13 @@ def _shown(after: Answer, before: Answer | None) -> str:
     return f"{after.question!r} -> {after.completion!r} {mark}{said}"
 
 
+def _further(session: Session) -> str:
+    """Return the overrides with which the run trains as many steps again."""
+    num_steps = 2 * session.num_steps
+    choice = " train.extend_schedule=restart" if needs_choice(session.recipe, session.schedule, num_steps) else ""
+    return f"train.max_steps={num_steps}{choice}"
+
+
 def _next_commands(session: Session) -> str:
     use = f"automodel chat {session.run_dir}    talks to it; serve, eval and push are others"
     if session.recipe.as_classifier:
@@ -189,7 +199,7 @@ def _next_commands(session: Session) -> str:
     return "\n".join(
         [
             use,
-            f"automodel resume {session.run_dir} train.max_steps={2 * session.num_steps}    trains on",
+            f"automodel resume {session.run_dir} {_further(session)}    trains on",
             "automodel recipes ls    more recipes; `automodel recipes cp` gives you one to edit",
         ]
     )

@@ -27,7 +27,7 @@ from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models import carried
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
-from automodel_cli.run import out_of_memory
+from automodel_cli.run import out_of_memory, schedule
 from automodel_cli.run.begun_from import begun_from, other_weights
 from automodel_cli.run.header import describe, header_rows
 from automodel_cli.run.mirror import mirrored
@@ -87,12 +87,14 @@ class Session:
             prepare=_pinned if mesh.device.type == "cuda" else None,  # a CPU that computes has no time to spare
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
-        self.model = Model.build(recipe, mesh)
         self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source))
+        self._resumed_from = self.checkpointer.resume_path()
+        self.schedule, self.extended = schedule.planned(recipe, self.num_steps, self._resumed_from)
+        self.model = Model.build(recipe, mesh)
         self.after_step: list[Callable[[int], None]] = []
         self.columns = recipe.columns(self)
         self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
-        self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps)
+        self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps, self.schedule)
         rng.seed(recipe.seed, dist.get_rank())
         self._callback_states: Mapping[str, Any] = {}
         self._begun_from = begun_from(recipe.model)
@@ -255,6 +257,7 @@ class Session:
                     "callbacks": self.callbacks.checkpoint(step),
                     "begun_from": self._begun_from,
                     "taught_stops": list(self.taught_stops),
+                    schedule.KEY: self.schedule.as_json(),
                 },
                 metrics=self._metrics,
             )
@@ -294,7 +297,7 @@ class Session:
             describe(self, dict(rows[1:]))
 
     def _resume(self) -> int:
-        path = self.checkpointer.resume_path()
+        path = self._resumed_from
         if path is None:
             return 0
         resumed = self.checkpointer.load(path, self.model.parts, self.optimizer, self.scheduler)

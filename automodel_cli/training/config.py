@@ -27,7 +27,8 @@ class TrainConfig:
 
     `global_batch_size` and `microbatch_size` count rows (packs, when packing). A step is `global_batch_size` rows
     over all ranks, run as microbatches of `microbatch_size`; accumulation is what remains and is not a setting of its
-    own. The run ends at `max_steps` or after `epochs`, whichever comes first; at least one is given.
+    own. The run ends at `max_steps` or after `epochs`: whichever is given last (the command line after files, a file
+    after its defaults) replaces the other. Where one place gives both, the one that is reached first ends the run.
     `max_grad_norm=None` does not clip (the norm is still measured). `deterministic` makes torch refuse kernels
     without a reproducible result.
     `step_timeout`: seconds after which a rank that comes no further is named, with the stacks of all, and the run ends;
@@ -52,6 +53,9 @@ class TrainConfig:
     """Threads of torch on each rank's CPU; null: what the launcher gives it."""
     step_timeout: float | Literal["auto"] | None = "auto"
     """Seconds without progress after which the run ends and prints the stacks of all ranks. null: no limit."""
+    extend_schedule: Literal["continue", "restart", "stretch"] | None = None
+    """Learning rate of a run that is resumed with another number of steps: `continue` keeps the last rate, `restart`
+    begins a new schedule, `stretch` takes that of the new length. null: `stretch`, and a finished run asks."""
     max_restarts: int = 0
     """How often the ranks of one host are started again where one dies, from the newest whole checkpoint."""
 
@@ -66,6 +70,12 @@ class TrainConfig:
             max_grad_norm=self.max_grad_norm,
             step_timeout=None if self.step_timeout == "auto" else self.step_timeout,
         )
+        if self.extend_schedule not in (None, "continue", "restart", "stretch"):
+            raise ConfigError(
+                f"extend_schedule={self.extend_schedule!r} is none of continue, restart, stretch",
+                keys=("extend_schedule",),
+                fix="train.extend_schedule=restart",
+            )
         if self.max_restarts < 0:
             raise ConfigError(
                 f"max_restarts={self.max_restarts} must not be negative",
@@ -110,12 +120,20 @@ class TrainConfig:
 
     def num_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run. Ask after packing: only then is `steps_per_epoch` known."""
+        return self._ends(steps_per_epoch)[0]
+
+    def limit(self, steps_per_epoch: int) -> str:
+        """Return the key and value that end the run."""
+        return self._ends(steps_per_epoch)[1]
+
+    def _ends(self, steps_per_epoch: int) -> tuple[int, str]:
         limits = []
         if self.max_steps is not None:
-            limits.append(self.max_steps)
+            limits.append((self.max_steps, f"train.max_steps={self.max_steps}"))
         if self.epochs is not None:
-            limits.append(math.ceil(self.epochs * steps_per_epoch - 1e-9))
-        return max(1, min(limits))
+            steps = math.ceil(self.epochs * steps_per_epoch - 1e-9)
+            limits.append((max(1, steps), f"train.epochs={self.epochs:g}"))
+        return min(limits)
 
 
 class ValidationTask(Protocol):

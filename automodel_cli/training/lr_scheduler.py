@@ -18,6 +18,8 @@ from automodel_cli.config.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from automodel_cli.training.schedule_plan import SchedulePlan
+
 
 class LRSchedule(Protocol):
     """What the loop and the checkpoint need; torch's own schedulers have it too."""
@@ -47,6 +49,11 @@ class ClosedFormLR:
         self._optimizer, self._factor, self._step = optimizer, factor, 0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._apply()
+
+    @property
+    def factor(self) -> Callable[[int], float]:
+        """The share of the peak as a function of the step."""
+        return self._factor
 
     def _apply(self) -> None:
         factor = self._factor(self._step)
@@ -234,10 +241,17 @@ class WSD(_Decay):
         return self._scaled(_DECAYS[self.decay](done / decay_steps))
 
 
-def build_lr_scheduler(node: Any, optimizer: torch.optim.Optimizer, num_steps: int) -> LRSchedule:
+def build_lr_scheduler(
+    node: Any, optimizer: torch.optim.Optimizer, num_steps: int, plan: SchedulePlan | None = None
+) -> LRSchedule:
     """A schedule from one of the nodes above, or from a `_partial_` of `torch.optim.lr_scheduler` (called with the
-    optimizer).
+    optimizer). `plan`: of a run that was extended.
     """
+    if plan is not None:
+        from automodel_cli.training.schedule_plan import SchedulePlan, factor_of
+
+        if plan != SchedulePlan.whole(num_steps) and (factor := factor_of(node, plan)) is not None:
+            return ClosedFormLR(optimizer, factor)
     if hasattr(node, "build"):
         schedule: LRSchedule = node.build(optimizer, num_steps)
         return schedule

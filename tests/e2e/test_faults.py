@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -177,7 +178,7 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     assert said.startswith(f"runs/config is in use: process {os.getpid()} on ") and "run_name=another-name" in said
     assert (run / "config.yaml").read_text() == config, "the running one keeps its config"
     release()
-    more = ("train.max_steps=2", "checkpoint.resume=auto")
+    more = ("train.max_steps=2", "checkpoint.resume=auto", "train.extend_schedule=stretch")
     assert launch(_train, 1, tmp_path, *more, process_group=False) is None
 
 
@@ -368,8 +369,11 @@ def test_a_run_folder_that_vanishes_is_made_again_with_all_that_can_be_had(tmp_p
     assert done.stdout.count("was removed while the run went on: its config and metrics are written again") == 1
     assert [row["step"] for row in metrics(run) if "loss" in row] == [1, 2, 3, 4, 5]
     assert (run / "export" / "config.json").exists()
-    again = automodel(tmp_path, "resume", "runs/tiny", "train.max_steps=6", "callbacks=[]")
-    assert again.returncode == 0 and "step 6/6" in again.stdout, again.stderr
+    (line,) = (line.strip() for line in done.stdout.splitlines() if "automodel resume" in line)
+    again = automodel(tmp_path, *shlex.split(line.partition("    ")[0])[1:], "callbacks=[]")
+    assert again.returncode == 0 and "step 10/10" in again.stdout, again.stderr
+    rates = curve(run, "lr")
+    assert len(rates) == 10 and rates[5:] == rates[:5], "the line that is printed restarts the schedule"
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         done = automodel(folder, "tiny.yaml", "train.max_steps=4", "checkpoint.every=2", "output_dir=runs")
         assert done.returncode == 0, done.stderr
-        again = automodel(folder, "resume", "tiny", "train.max_steps=5")
+        again = automodel(folder, "resume", "tiny", "train.max_steps=5", "train.extend_schedule=stretch")
         assert again.returncode == 0, again.stderr
     finally:
         del os.environ["A_SEED"]
@@ -85,7 +85,8 @@ def test_a_hostile_checkpoint(trained: Path) -> None:
     meta["files"][".metadata"] = {"bytes": path.stat().st_size, "xxh3": content_hash(path)}
     checkpoint_dir._write_meta(newest / checkpoint_dir.META, meta)
     try:
-        done = automodel(trained.parents[1], "resume", "tiny", "train.max_steps=6", f"checkpoint.resume={newest}")
+        words = ("train.max_steps=6", "train.extend_schedule=stretch", f"checkpoint.resume={newest}")
+        done = automodel(trained.parents[1], "resume", "tiny", *words)
     finally:
         del os.environ["A_SEED"]
     assert done.returncode != 0 and not marker.exists()

@@ -11,6 +11,7 @@ from automodel_cli.config import bundled
 from automodel_cli.config.compose import compose, locate
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.hydra_adapter import Loader
+from automodel_cli.training.config import TrainConfig
 
 
 @pytest.fixture
@@ -266,3 +267,40 @@ def test_the_hydra_adapter_lists_files_in_merge_order(here: Path) -> None:
         ("x.yaml", ""),
     ]
     assert OmegaConf.to_container(merged.config) == {"a": 1, "b": 2, "h": {"c": 3}, "d": 4}
+
+
+LIMITS = "train: {max_steps: %s, epochs: %s}\n"
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "overrides", "expected"),
+    [
+        (("null", "1"), "max_steps: 7", [], (7, None)),
+        (("7", "null"), "epochs: 2", [], (None, 2)),
+        (("7", "null"), "epochs: 2", ["train.max_steps=9"], (9, None)),
+        (("null", "1"), "max_steps: 7, epochs: 3", [], (7, 3)),
+        (("null", "1"), "max_steps: 7", ["train.max_steps=5", "train.epochs=2"], (5, 2)),
+        (("null", "1"), "max_steps: null", [], (None, 1)),
+        (("null", "1"), "max_steps: 7", ["train.max_steps=null", "train.epochs=2"], (None, 2)),
+        (("null", "1"), "max_steps: 7", ["train={max_steps: 4}"], (4, None)),
+    ],
+)
+def test_a_limit_that_is_given_later_replaces_the_other(here: Path, base, own, overrides, expected) -> None:
+    write(here / "base.yaml", LIMITS % base)
+    write(here / "mine.yaml", f"defaults: [base, _self_]\ntrain: {{{own}}}\n")
+    composed = compose("mine.yaml", overrides)
+    assert (composed.tree["train"]["max_steps"], composed.tree["train"]["epochs"]) == expected
+    write(here / "again.yaml", composed.to_yaml())  # as a run's folder keeps it
+    assert compose("again.yaml").tree["train"] == composed.tree["train"]
+
+
+def test_a_replaced_limit_names_what_replaced_it(here: Path) -> None:
+    composed = compose("sft", ["train.max_steps=5"])
+    assert "train.max_steps" in composed.origin("train.epochs") and "command line" in composed.origin("train.epochs")
+
+
+@pytest.mark.parametrize("name", bundled.names())
+def test_the_line_that_a_finished_run_prints_replaces_the_limit_of_every_recipe(here: Path, name: str) -> None:
+    write(here / "run/config.yaml", compose(name).to_yaml())
+    limits = compose("run/config.yaml", ["train.max_steps=4400"], run_dir=here / "run").tree["train"]
+    assert TrainConfig(1, max_steps=limits["max_steps"], epochs=limits.get("epochs")).num_steps(10) == 4400

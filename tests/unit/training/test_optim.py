@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import math
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from automodel_cli.training.lr_scheduler import WSD, Constant, Cosine, Linear, b
 from automodel_cli.training.newton_schulz import orthogonalise
 from automodel_cli.training.optim import AdamW, AdamW8bit, Muon, build_optimizer
 from automodel_cli.training.param_groups import trainable
+from automodel_cli.training.schedule_plan import SchedulePlan, differ, factor_of
 
 
 class RMSNorm(nn.Module):
@@ -267,6 +269,50 @@ def test_schedule_state_is_the_step_and_a_new_peak_acts():
     optimizer, second = fresh(3.0)
     second.load_state_dict(first.state_dict())
     assert second.get_last_lr() == [3 * first.get_last_lr()[0]] == [optimizer.param_groups[0]["lr"]]
+
+
+def extended(node, how: str, done: int = 8, num_steps: int = 16, before: int = 8) -> list[float]:
+    """The rates of the steps after `done` of a run of `before` steps that goes on to `num_steps`."""
+    plan = SchedulePlan.whole(before).extended(done, num_steps, how)
+    plan = SchedulePlan.from_json(json.loads(json.dumps(plan.as_json())))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = build_lr_scheduler(node, optimizer, num_steps, plan)
+    scheduler.load_state_dict({"step": done})
+    found = []
+    for _ in range(done, num_steps):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def cosine(step: int, length: int) -> float:
+    return 2.0 * 0.5 * (1 + math.cos(math.pi * step / length))
+
+
+def test_a_run_that_is_extended_continues_restarts_or_stretches_its_schedule():
+    assert extended(Cosine(), "continue") == pytest.approx([cosine(7, 8)] * 8)
+    assert extended(Cosine(), "restart") == pytest.approx([cosine(step, 8) for step in range(8)])
+    assert extended(Cosine(), "stretch") == pytest.approx([cosine(step, 16) for step in range(8, 16)])
+    in_the_middle = extended(Cosine(), "continue", done=5, num_steps=10)
+    assert in_the_middle == pytest.approx([cosine(5, 8), cosine(6, 8), *[cosine(7, 8)] * 3])
+    warm = [2.0 * (step + 1) / 3 for step in range(2)]
+    assert extended(Linear(warmup_steps=2), "restart")[:3] == pytest.approx([*warm, 2.0])
+
+
+def test_a_run_can_be_extended_more_than_once():
+    plan = SchedulePlan.whole(4).extended(4, 10, "restart").extended(10, 12, "restart").extended(12, 14, "continue")
+    factor = factor_of(Cosine(), plan)
+    expected = [cosine(s, 4) for s in range(4)] + [cosine(s, 6) for s in range(6)] + [2.0, 1.0, 1.0, 1.0]
+    assert [2 * factor(step) for step in range(14)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("node", "asks"), [(Cosine(), True), (WSD(), True), (Constant(), False), (Constant(warmup_steps=3), False)]
+)
+def test_a_finished_run_asks_where_the_choice_changes_a_rate(node, asks):
+    plans = [SchedulePlan.whole(8).extended(8, 16, how) for how in ("continue", "stretch")]
+    assert differ(node, *plans, 8) is asks
 
 
 @pytest.mark.parametrize(
