@@ -9,7 +9,7 @@ import click
 
 from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.problems import Problem, show
+from automodel_cli.config.problems import show
 from automodel_cli.config.trust import Need, Trust
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ def check(
 ) -> None:
     """Check a config without running it: no GPU, no network, no torch.
 
-    Every error at once, missing files and folders too; else a line for each section and ok. With --gpus a rank of each
-    stage also runs its step as `dryrun` does: that kernels take its shapes, and that it fits in memory.
+    Every error at once, missing files and folders too; else a line for each section and ok. The first rows of local
+    data files are read: columns that no row has, and a warm-up that outlasts the run, are refused. With --gpus a rank
+    of each stage also runs its step as `dryrun` does: that kernels take its shapes, and that it fits in memory.
     """
     from automodel_cli.config.bundled import conf_dir, display
 
@@ -41,7 +42,8 @@ def check(
     untrusted: list[Need] = []
     load = common.load if gpus is None else common.load_recipe
     composed, recipe = load(conf, overrides, trust, untrusted=untrusted)
-    _refuse_missing(composed, recipe)
+    common.refuse(composed, recipe.missing_files())
+    common.refuse(composed, recipe.data_problems())
     if resolved:
         click.echo(composed.to_yaml(), nl=False)
         return
@@ -68,17 +70,6 @@ def _dry_run(composed: Composed, recipe: ConfigRoot, trust: Trust, gpus: int, gp
     from automodel_cli.dryrun.command import check_step
 
     return check_step(recipe, common.dry_run_request(composed, trust, gpus, gpu=gpu))
-
-
-def _refuse_missing(composed: Composed, recipe: ConfigRoot) -> None:
-    """Raise one ConfigError with every file and folder that is not there."""
-    problems = []
-    for error in recipe.missing_files():
-        key = error.keys[0]
-        where = composed.nearest_origin(key)
-        problems.append(Problem(key, error.message, where, f"{key} ({where})", error.fix))
-    if problems:
-        raise composed.error(problems)
 
 
 def _line(value: Any) -> str:

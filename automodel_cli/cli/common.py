@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -14,7 +14,7 @@ import click
 
 from automodel_cli.cli import complete
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.problems import show
+from automodel_cli.config.problems import Problem, show
 from automodel_cli.config.remembered import recall
 from automodel_cli.config.trust import WORDS, Need, Trust
 from automodel_cli.launch.placement import detect
@@ -112,6 +112,17 @@ def load_recipe(*args: Any, **options: Any) -> tuple[Composed, Recipe]:
             origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
         )
     return composed, found
+
+
+def refuse(composed: Composed, errors: Iterable[ConfigError]) -> None:
+    """Raise one ConfigError with all of these, each with the place of its key."""
+    problems = []
+    for error in errors:
+        key = error.keys[0]
+        where = composed.nearest_origin(key)
+        problems.append(Problem(key, error.message, where, f"{key} ({where})", error.fix))
+    if problems:
+        raise composed.error(problems)
 
 
 def say_untrusted(composed: Composed, untrusted: Sequence[Need], width: int = 5) -> None:

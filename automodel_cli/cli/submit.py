@@ -130,6 +130,8 @@ def submit(
 
     job_name = options.pop("job_name")
     composed, recipe = common.load(conf, overrides, trust)
+    if to == "slurm":  # a queue is a long way to a refusal; files of other clusters lie elsewhere
+        common.refuse(composed, recipe.data_problems())
     options = fitted(composed, recipe, options)
     _refuse_foreign(to, dry_run, options, {"--volume": volume, "--gpu-type": gpu_type})
     given = {"--rollout-gpus-per-node": rollout_gpus_per_node, "--rollout-image": rollout_image}

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_cli.config import bundled, hydra_adapter
+from automodel_cli.config import bundled, data_paths, hydra_adapter
 from automodel_cli.config.alternatives import replace_alternatives
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.limits import MAX_CHARACTERS, MAX_DEPTH, check_override, too_large
@@ -160,11 +160,13 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
     problems: list[Problem] = []
     for file, package in merged.files:
         _record_file(file, package, origins, problems)
+    named = OmegaConf.select(merged.config, "data.path")
     for override in values:
         if override in groups and override.key_or_group not in merged.config:
             continue  # the file of the group was all there was
         _apply(merged.config, override, origins)
     replace_alternatives(merged.config, origins, [bundled.display(file) for file, _ in merged.files])
+    data_paths.forget_described(merged.config, origins, named, _is_bundled)
     _check_interpolations(merged.config, origins, path)
     problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
     tree = _resolve(merged.config, origins, problems)
@@ -306,9 +308,13 @@ def _apply(config: DictConfig, override: hydra_adapter.Override, origins: dict[s
             del section[leaf]
             origins.pop(key, None)
             return
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
+        whole = value == {} or key in data_paths.WHOLE
+        OmegaConf.update(config, key, value, merge=not whole, force_add=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key} cannot be set: {str(error).splitlines()[0]}", origin=origin) from error
+    if whole:
+        for below in [other for other in origins if other.startswith(f"{key}.")]:
+            del origins[below]
     _record_override(key, value, origins)
     while key := key.rpartition(".")[0]:  # a section that exists only because of this override
         origins.setdefault(key, Origin("", text=COMMAND_LINE))

@@ -243,7 +243,11 @@ class DataConfig:
         names = ("validation_rows", "validation_path", "validation_split")
         given = [key for key in names if getattr(self, key)]
         if self.task is not None and given:
-            raise ConfigError(f"{given[0]} is set, but a task makes its own validation rows", keys=(given[0],))
+            raise ConfigError(
+                f"{given[0]} is set, but a task makes its own validation rows",
+                keys=(given[0],),
+                fix=f"data.{given[0]}={0 if given[0] == 'validation_rows' else 'null'}",
+            )
         if len(given) > 1:
             raise ConfigError(
                 f"validation comes from one place, but {' and '.join(given)} are set",

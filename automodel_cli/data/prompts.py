@@ -318,7 +318,7 @@ class _Reader:
             raise RowError(
                 "two_tools",
                 "the row has tools of its own, and those of its environment besides",
-                fix='data.columns={tools: ""}',
+                fix="data.columns.tools=''",
             )
         if "tools" not in (self.template or ""):
             raise RowError(

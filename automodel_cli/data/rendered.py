@@ -238,7 +238,7 @@ def _left_out(slot: Slot) -> RowError:
         return RowError(
             slot.code,
             f"the chat template does not render the row's tools ({head!r} is not in its text)",
-            fix="data.chat_template=<a template with tools>, or data.columns='{tools: \"\"}' to train without them",
+            fix="data.chat_template=<a template with tools>, or data.columns.tools='' to train without them",
         )
     shown = f", {head!r})" if "(" in slot.label else f" ({head!r})"
     return RowError(slot.code, f"the chat template leaves out {slot.label}{shown}", fix=slot.fix)

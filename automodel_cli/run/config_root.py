@@ -65,6 +65,10 @@ class ConfigRoot(ABC):
         """What the config names on this disk and is not there; each error names its key."""
         return ()
 
+    def data_problems(self) -> Iterable[ConfigError]:
+        """What the data files that lie on this disk say against the run; each error names its key."""
+        return ()
+
     @abstractmethod
     def run(self, source: Composed) -> int:
         """Train, as one rank. Returns the exit code; `source` is what `config.yaml` in the run folder will say, and its

@@ -169,6 +169,11 @@ class Recipe(ConfigRoot):
 
         return list(missing_files(self.model, self.data))
 
+    def data_problems(self) -> list[ConfigError]:
+        from automodel_cli.run.known_data import data_problems
+
+        return list(data_problems(self))
+
     @property
     def goes_on(self) -> bool:
         return self.checkpoint.resume == "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,8 +15,9 @@ from automodel_cli.config.remembered import remember
 from automodel_cli.launch import worker
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.run.mirror import claim, unreachable
-from automodel_cli.run.storage import Remote, fetch, is_url, local_root
+from automodel_cli.run.storage import MARK, Remote, fetch, is_url, local_root
 from automodel_cli.run_folders.lock import hold
+from automodel_cli.run_folders.record import read_record
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -77,6 +79,19 @@ def put_back(folder: Path, config: str) -> None:
     with suppress(OSError):  # the reason of the refusal is what has to be read
         (folder / "config.yaml").write_text(config)
     worker.forget_run_folder()
+
+
+def take_away(folder: Path, source: Composed) -> None:
+    """Remove the folder of a run that was refused at its first start. One that `submit` made, or that an earlier start
+    left something in, stays.
+    """
+    has_copy, num_starts = (folder / MARK).exists(), len(read_record(folder).get("attempts", ()))
+    if source.run_dir is not None or has_copy or num_starts > 1 or (folder / "checkpoints").exists():
+        return
+    worker.forget_run_folder()
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()  # where it was the only one
 
 
 def copy_of(root: ConfigRoot, folder: Path) -> str | None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.config.errors import RunError
+from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.loader import StepLoader
 from automodel_cli.distributed import process_group
@@ -34,7 +34,7 @@ from automodel_cli.run.mirror import mirrored
 from automodel_cli.run.model import Model, flops_per_token
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.recomputation import decided_together
-from automodel_cli.run.run_folder import config_before, copy_of, put_back, restored, run_folder
+from automodel_cli.run.run_folder import config_before, copy_of, put_back, restored, run_folder, take_away
 from automodel_cli.run.storage import is_url
 from automodel_cli.run_folders.record import RunRecord, summary_of
 from automodel_cli.training import rng
@@ -373,11 +373,18 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
         refused = session is None or not session.has_begun
         if refused and run_dir is not None and earlier is not None and dist.get_rank() == 0:
             put_back(run_dir, earlier)
+        elif refused and run_dir is not None and _is_refusal(error) and dist.get_rank() == 0:
+            take_away(run_dir, source)
         if (cause := out_of_memory.ran_out(error)) is None:
             raise
         raise out_of_memory.explain(cause, recipe, source, run_dir, dist.get_world_size()) from error
     finally:
         process_group.stop()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the config or the data were refused, so that the same command would fail at the same place."""
+    return isinstance(error, ConfigError) and not isinstance(error, RunError)
 
 
 @contextmanager

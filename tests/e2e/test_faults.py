@@ -398,3 +398,15 @@ def test_a_closed_terminal_saves_a_run_of_two_ranks(tmp_path: Path) -> None:
     again = automodel(tmp_path, "resume", "tiny", f"train.max_steps={step + 2}")
     assert again.returncode == 0, again.stderr
     assert len(curve(run)) == step + 2
+
+
+def test_a_run_that_is_refused_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    longer = ["train.max_steps=4", "lr_scheduler.warmup_steps=9"]
+    refused = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", *longer)
+    assert refused.returncode == 2 and not (tmp_path / "runs").exists()
+    done = automodel(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "train.max_steps=2", "checkpoint.save_final=true")
+    assert done.returncode == 0
+    kept = sorted(path.name for path in (tmp_path / "runs").rglob("*"))
+    again = automodel(tmp_path, "resume", "tiny", *longer)  # an earlier run stays as it was
+    assert again.returncode == 2 and sorted(path.name for path in (tmp_path / "runs").rglob("*")) == kept

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -16,11 +18,16 @@ from automodel_cli.config import bundled
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.trust import Trust
+from automodel_cli.data.locate import local_files
+from automodel_cli.data.prepare import prepare
+from automodel_cli.data.prompts import prepare_prompts
 from automodel_cli.evaluation.config import EvalConfig
+from automodel_cli.models.tokenizer import ByteTokenizer
 from tests.pages import PAGES, ROOT, Block, blocks, commands
 
 MINE = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("# my_run.yaml"))
 YAML = [(page, block) for page in PAGES for block in blocks(page) if block.language == "yaml"]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 OWN = ("own_format", "day_reward")
 """Modules of a reader's own that blocks name: of examples/, and of a page."""
 
@@ -60,7 +67,8 @@ def typed(page: Path) -> list[list[str]]:
     fenced = "".join(block.text for block in blocks(page) if block.language in ("bash", "console")).replace("\\\n", " ")
     lines = [re.sub(r" +#.*", "", line.removeprefix("$ ")) for line in fenced.splitlines()]
     words = [shlex.split(re.split(r" [|>] ", part)[0]) for line in lines for part in re.split(r" && |; ", line)]
-    return [line[1:] for line in words if line[:1] == ["automodel"]]
+    ours = [line[line.index("-m") + 1 :] if "-m" in line and line[0] == "torchrun" else line for line in words if line]
+    return [line[1:] for line in ours if line[0] in ("automodel", "automodel_cli")]
 
 
 def parsed(words: list[str]) -> tuple[click.Command, dict[str, object]]:
@@ -91,6 +99,43 @@ def test_a_command_of_a_block_is_one_that_runs(page: Path, folder: Path, monkeyp
             axes(overrides)
         else:  # what a URL needs may not be installed
             check(compose(conf, [o for o in overrides if not o.startswith("output_dir=s3:")]), Trust(frozenset(), OWN))
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of someone who follows the tutorials: their files, and the rows that their scripts write."""
+    made = tmp_path_factory.mktemp("reader")
+    for page in TUTORIALS:
+        for block in blocks(page):
+            if block.title:
+                (made / block.title).write_text(block.text)
+        for block in blocks(page):
+            for line in block.text.splitlines() if block.language == "bash" else ():
+                if line.startswith("python make_"):
+                    subprocess.run([sys.executable, *shlex.split(line)[1:]], cwd=made, check=True)
+    return made
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
+def test_the_rows_of_every_line_of_a_tutorial_are_read(
+    page: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those under `needs GPUs` too: what `check` and `data inspect` do of a line needs none."""
+    monkeypatch.chdir(reader)
+    monkeypatch.setenv("AUTOMODEL_CACHE", str(reader / "cache"))
+    monkeypatch.setattr(sys, "path", [str(reader), *sys.path])
+    lines = [params for _, params in map(parsed, typed(page)) if params.get("conf")]
+    assert lines
+    for params in lines:
+        recipe: Any = check(compose(str(params["conf"]), params["overrides"]), Trust(frozenset(), OWN))  # type: ignore[arg-type]
+        assert recipe.data_problems() == []
+        if recipe.data.task is not None or local_files(recipe.data.path) is None:
+            continue  # made in code, or on the hub
+        tokenizer = ByteTokenizer().build()
+        if recipe.kind == "grpo":
+            prepare_prompts(recipe.data, tokenizer, seed=0, max_tokens=64)
+        else:
+            prepare(recipe.data, tokenizer, seed=0, preferences=recipe.preferences, progress=lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -304,3 +304,44 @@ def test_the_line_that_a_finished_run_prints_replaces_the_limit_of_every_recipe(
     write(here / "run/config.yaml", compose(name).to_yaml())
     limits = compose("run/config.yaml", ["train.max_steps=4400"], run_dir=here / "run").tree["train"]
     assert TrainConfig(1, max_steps=limits["max_steps"], epochs=limits.get("epochs")).num_steps(10) == 4400
+
+
+DOLLY = {"instruction": "instruction", "input": "context", "output": "response"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"path": "databricks/databricks-dolly-15k", "columns": DOLLY}),
+        (["data.path=rows.jsonl"], {"path": "rows.jsonl"}),
+        (["data.path=databricks/databricks-dolly-15k"], {"path": "databricks/databricks-dolly-15k", "columns": DOLLY}),
+        (["data.path=rows.jsonl", "data.columns.text=said"], {"path": "rows.jsonl", "columns": {"text": "said"}}),
+        (["data.columns={}"], {"path": "databricks/databricks-dolly-15k", "columns": {}}),
+        (
+            ["data.columns={text: said}"],
+            {"path": "databricks/databricks-dolly-15k", "columns": {"text": "said"}},
+        ),
+        (["data.sources=[{path: rows.jsonl}]"], {"sources": [{"path": "rows.jsonl"}]}),
+    ],
+)
+def test_a_path_of_ones_own_takes_the_columns_of_the_groups_dataset_with_it(
+    here: Path, overrides: list[str], expected: dict[str, object]
+) -> None:
+    held_out = {"validation_rows": 0.02}
+    write(here / "mine.yaml", "defaults: [sft, data: dolly, _self_]\ndata: {seq_len: 9}\n")
+    found = compose("mine.yaml", overrides).tree["data"]
+    described = {key: value for key, value in found.items() if key not in ("seq_len", "packing", "mask")}
+    assert described == held_out | expected
+
+
+def test_a_path_in_the_users_file_does_so_too_and_keeps_what_that_file_says(here: Path) -> None:
+    write(here / "mine.yaml", "defaults: [grpo, data: gsm8k, _self_]\ndata: {path: a.jsonl, columns: {system: s}}\n")
+    found = compose("mine.yaml").tree["data"]
+    assert found["columns"] == {"system": "s"} and not {"name", "validation_split"} & set(found)
+    # what the user's own file says of its dataset stays under another path: another part of the same data
+    assert compose("mine.yaml", ["data.path=b.jsonl"]).tree["data"]["columns"] == {"system": "s"}
+
+
+def test_a_task_of_a_recipe_makes_room_for_rows(here: Path) -> None:
+    assert "task" not in compose("quickstart", ["data.path=rows.jsonl"]).tree["data"]
+    assert compose("quickstart", ["data.task.num_train=3"]).tree["data"]["task"]["num_train"] == 3

@@ -1,0 +1,65 @@
+"""A dataset of the user's own in place of the one that a bundled group brings.
+
+`data: dolly` names a dataset and describes it: its columns, split, configuration. None of that is true of another
+dataset. A `data.path`, `data.sources` or `data.task` that the user gives takes the description with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from automodel_cli.config.problems import Origin
+
+NAMES = {"path": "data.path", "sources": "data.sources", "task": "data.task._target_"}
+"""Keys of `data` that name a dataset, and the key whose origin decides who named it."""
+DESCRIBES = ("name", "revision", "split", "format", "columns", "txt_rows", "validation_split")
+"""Keys of `data` that say something about one dataset."""
+WHOLE = ("data.columns",)
+"""Maps that an override replaces; `data.columns.prompt=question` changes one entry."""
+
+
+def forget_described(
+    config: DictConfig, origins: MutableMapping[str, Origin], before: Any, is_bundled: Callable[[str], bool]
+) -> None:
+    """Drop what bundled files say about their own dataset where the user has named another one.
+
+    `before`: `data.path` as the files have it, before the command line.
+    """
+    section = OmegaConf.select(config, "data")
+    if not isinstance(section, DictConfig):
+        return
+    named = [name for name, key in NAMES.items() if section.get(name) and _by_user(origins, key, is_bundled)]
+    repeated = named == ["path"] and not origins["data.path"].file and section.path == before
+    if len(named) != 1 or repeated:
+        return
+    OmegaConf.set_struct(config, False)
+    for name in (*(name for name in NAMES if name != named[0]), *DESCRIBES):
+        _forget(section, name, origins, is_bundled)
+
+
+def _by_user(origins: MutableMapping[str, Origin], key: str, is_bundled: Callable[[str], bool]) -> bool:
+    return key in origins and not is_bundled(origins[key].file)
+
+
+def _forget(
+    section: DictConfig, name: str, origins: MutableMapping[str, Origin], is_bundled: Callable[[str], bool]
+) -> None:
+    """Delete a key of bundled origin; of a column map, its entries of bundled origin."""
+    key = f"data.{name}"
+    below = [other for other in origins if f"{other}.".startswith(f"{key}.")]
+    bundled = [other for other in below if is_bundled(origins[other].file)]
+    if name not in section or not bundled:
+        return
+    kept = [other for other in below if other not in (key, *bundled)]
+    if kept and name != "columns":
+        return
+    for other in bundled:
+        if kept and other != key:
+            del section[name][other.removeprefix(f"{key}.")]
+        if other != key or not kept:
+            del origins[other]
+    if not kept:
+        del section[name]
