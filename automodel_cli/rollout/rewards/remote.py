@@ -86,6 +86,13 @@ class ScoreServer(RewardOfMany):
             begin = end
 
 
+NUMBER = (
+    r"(?<![\d.])(?<!\d[-–])(?<!/)(?<!/ )(?i:(?<!out of )(?<!scale of )(?<!scale from )(?<!from )(?<!to )(?<!between ))"
+    r"(?!\d+\s*(?:[-–]|to)\s*\d)(\d+(?:\.\d+)?)"
+)
+"""A number that is neither the denominator of a fraction nor an end of a range."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelJudge(Reward):
     """A language model behind an OpenAI-compatible server that reads the answer and says a number.
@@ -103,8 +110,9 @@ class ModelJudge(Reward):
     """Name of the judging model."""
     instruction: str
     """Text for the judge, with `{question}`, `{completion}` and `{columns}` of the row in braces."""
-    pattern: str = r"(\d+(?:\.\d+)?)"
-    """Regular expression whose first group, in its last match, is the score."""
+    pattern: str = NUMBER
+    """Regular expression whose first group, in its last match, is the score. By default a number that names no scale:
+    of `3/10`, `3 out of 10` and `3 on a scale of 0 to 10` it is 3."""
     best: float = 10.0
     """Score that is worth 1."""
     max_tokens: int = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -101,6 +102,32 @@ def test_a_model_judges_and_one_without_a_number_is_an_error(url: str):
     path, body, _ = next(asked for asked in ASKED if "good" in asked[1]["messages"][0]["content"])
     assert path == "/v1/chat/completions" and body["temperature"] == 0.0
     assert body["messages"][0]["content"] == "Question: 2 + 2? Right: 4 Said: good {answer}. Rate from 0 to 10."
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("3/10", 3),
+        ("Score: 3 / 10.", 3),
+        ("I give it 7 out of 10", 7),
+        ("Out of 10, this is a 7.", 7),
+        ("8.5/10", 8.5),
+        ("10/10", 10),
+        ("Rating: 4 (on a scale of 0 to 10)", 4),
+        ("On a scale from 1 to 10 I say 6.", 6),
+        ("6 on a 1-10 scale", 6),
+        ("The first part is worth 2, all in all 5", 5),
+        ("**9**", 9),
+        ("[[7]]", 7),
+        ("12", 12),
+        ("0", 0),
+    ],
+)
+def test_the_default_pattern_reads_the_score_and_not_its_scale(said: str, expected: float):
+    assert (
+        float(re.findall(ModelJudge(url="http://x", model="m", instruction="{completion}").pattern, said)[-1])
+        == expected
+    )
 
 
 def test_what_cannot_work_is_refused_before_the_first_rollout():
