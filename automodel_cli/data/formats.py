@@ -10,7 +10,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.columns import LIST_COLUMNS, column_for, columns_fix
 from automodel_cli.data.documents import Conversation, Document, PlainText
 from automodel_cli.data.format import PREFERENCES, FirstRows, Format, KnownFormat, Makes
-from automodel_cli.data.messages import NO_TEMPLATE_FIX, chat_or_text, turn, with_system
+from automodel_cli.data.messages import NO_TEMPLATE_FIX, chat_or_text, messages_in, turn, with_system
 from automodel_cli.data.preferences import JudgedResponses, PreferencePairs
 from automodel_cli.data.row_fields import Fields
 from automodel_cli.data.rows import RowError
@@ -39,7 +39,7 @@ class ShareGPT(Chats):
     name: ClassVar[str] = "sharegpt"
 
     def detects(self, sample: FirstRows) -> bool:
-        value = sample.first(sample.listed) if sample.listed else None
+        value = messages_in(sample.first(sample.listed)) if sample.listed else None
         first = value[0] if isinstance(value, list) and value else None
         return isinstance(first, dict) and "from" in first and not sample.is_pair
 
@@ -206,5 +206,6 @@ def _suggest_columns(sample: FirstRows) -> str:
 
 
 def _is_chat(value: Any) -> bool:
+    value = messages_in(value)
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, dict) and ("role" in first or "from" in first)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from automodel_cli.data.documents import AnsweredPrompt, Conversation, Document
+from automodel_cli.data.json_rows import parse_json
 from automodel_cli.data.rows import RowError
 from automodel_cli.data.tool_calls import json_value, link_answers, read_calls
 from automodel_cli.data.unread import NO_OTHER_KEYS, KnownKeys
@@ -29,6 +31,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "train", "weight", *REASONING_KEYS})
 SHAREGPT_KEYS = frozenset({"from", "value", "train", "weight"})
 PART_KEYS = frozenset({"type", "text"})
+_ARRAY_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 NO_TEMPLATE_FIX = "data.chat_template=<a .jinja file>, or a tokenizer with a chat template"
 
 
@@ -72,11 +75,27 @@ def chat_or_text(
     return AnsweredPrompt(messages[0]["content"], messages[1]["content"])
 
 
+def messages_in(value: Any) -> Any:
+    """The list of messages that JSON text holds, as tables without nested columns (csv) store it; else the value."""
+    if not isinstance(value, str) or not _ARRAY_OF_OBJECTS.match(value):
+        return value
+    try:
+        found = parse_json(value)
+    except RowError:
+        return value
+    are_messages = isinstance(found, list) and all(
+        isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
+        for item in found
+    )
+    return found if are_messages else value
+
+
 def as_messages(
     field: tuple[str, Any], role: str, keys: KnownKeys = NO_OTHER_KEYS
 ) -> tuple[list[dict[str, Any]], list[bool]]:
     """Text, one message or a list of messages (the prompt or completion of conversational data) as messages."""
     column, value = field
+    value = messages_in(value)
     if isinstance(value, str):
         if not value.strip():
             raise RowError("empty", f"{column} is empty")
@@ -90,6 +109,9 @@ def read_messages(value: Any, column: str, keys: KnownKeys = NO_OTHER_KEYS) -> t
     Trained are assistant messages without `train: false` (or the `weight: 0` of OpenAI files). Raises RowError naming
     the message by its index.
     """
+    value = messages_in(value)
+    if isinstance(value, str) and value.lstrip()[:1] == "[":  # of a table that holds text only
+        value = json_value(value, column, "bad_messages")
     if not isinstance(value, list):
         raise RowError("not_messages", f"{column} is {type(value).__name__}, not a list of messages")
     if not value:

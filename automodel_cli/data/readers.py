@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
+import re
+import shlex
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +18,10 @@ from automodel_cli.data.config import SourceConfig, TxtRows
 from automodel_cli.data.json_rows import NumberedRow, Row, read_array, read_lines
 from automodel_cli.data.rows import DAMAGED, RowError, TableRow
 from automodel_cli.data.text_rows import read_text
+
+DELIMITERS = (";", "\t", "|")
+MAX_HEADER = 1 << 20
+"""Characters of a header's line that are looked at."""
 
 __all__ = ["NumberedRow", "Row", "load_hub", "read_file", "read_hub"]
 
@@ -29,11 +36,37 @@ def read_file(path: Path, txt_rows: TxtRows = "file") -> Iterator[NumberedRow]:
         return _read_parquet(path)
     if name.endswith(".arrow"):
         return _read_arrow(path)
+    _refuse_wide_characters(path)
     if name.endswith(".csv"):
         return _until_damaged(_read_csv(path))
     if name.endswith(".txt"):
         return _until_damaged(_from_binary(path, lambda file: read_text(file, path, txt_rows)))
     return _until_damaged(_from_binary(path, lambda file: _read_json(path, file)))
+
+
+def _refuse_wide_characters(path: Path) -> None:
+    """Raise DataError for a text of UTF-16 or UTF-32, told by its byte order mark or the zero bytes of its start."""
+    try:
+        with _open(path) as file:
+            head = file.read(4)
+    except (OSError, EOFError, zlib.error):  # damaged: its reader finds out where
+        return
+    zeros = tuple(byte == 0 for byte in head)
+    if head[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
+        encoding = "UTF-32"
+    elif head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        encoding = "UTF-16"
+    elif zeros in ((False, True, False, True), (True, False, True, False)):
+        encoding = "UTF-16LE" if zeros[1] else "UTF-16BE"
+    else:
+        return
+    raw = path.with_name(path.name.removesuffix(".gz"))
+    made = raw.with_stem(f"{raw.stem}-utf8")
+    source = f"gunzip -c {shlex.quote(str(path))} | iconv" if raw != path else f"iconv {shlex.quote(str(path))}"
+    raise DataError(
+        f"{path} is {encoding}, and UTF-8 is read; the converted file is data.path={made}",
+        fix=f"{source} -f {encoding} -t UTF-8 > {shlex.quote(str(made))}",
+    )
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -74,7 +107,7 @@ def _read_csv(path: Path) -> Iterator[NumberedRow]:
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is shorter than a long document
     # bytes that are no UTF-8 arrive as surrogates, by which their record is told
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
-        records = _records(csv.reader(file, strict=True))
+        records = _records(csv.reader(file, strict=True, delimiter=_delimiter(path)))
         header = next(records, None)
         if header is None:
             raise DataError(f"{path} is empty: the first line must name the columns")
@@ -85,6 +118,15 @@ def _read_csv(path: Path) -> Iterator[NumberedRow]:
             raise DataError(f"{path} has two columns {twice[0]!r}, and only one of them could be read")
         for number, record in enumerate(records, 1):
             yield number, record if isinstance(record, RowError) else _cells(record, header)
+
+
+def _delimiter(path: Path) -> str:
+    """What separates the columns: a comma, unless the header has none, and then the `;`, tab or `|` that it has.
+    Spreadsheets write a semicolon where the comma is the decimal point.
+    """
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="replace", newline="") as file:
+        header = re.sub(r'"[^"]*"', "", file.readline(MAX_HEADER))
+    return "," if "," in header else max(DELIMITERS, key=header.count) if any(map(header.count, DELIMITERS)) else ","
 
 
 def _records(reader: Any) -> Iterator[list[str] | RowError]:

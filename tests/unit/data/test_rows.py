@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.config.fixes import alternatives, kind
+from automodel_cli.data.columns import columns_fix
 from automodel_cli.data.config import DataConfig, SourceConfig
 from automodel_cli.data.documents import AnsweredPrompt, Conversation
 from automodel_cli.data.formats import FORMATS, detect_format
@@ -25,6 +30,17 @@ ROWS = [{"q": "a", "a": "b"}, {"q": "c", "a": "ü"}]
 def reasons(path):
     """(number, message) of the rows that cannot be read."""
     return [(n, row.message) for n, row in read_file(path) if isinstance(row, RowError)]
+
+
+def read_one(fmt, row):
+    return RowReader(FORMATS[fmt], {}, chat=True).read(row)
+
+
+def fix_of(row):
+    """The fix of rows whose format cannot be told."""
+    with pytest.raises(DataError) as refused:
+        detect_format([row], {}, "x")
+    return refused.value.fix
 
 
 # -- readers
@@ -63,6 +79,58 @@ def test_every_form_gives_the_same_rows(tmp_path, name):
     numbers, rows = zip(*read_file(tmp_path / name), strict=True)
     assert list(rows) == ROWS
     assert numbers == ((1, 3) if name == "x.jsonl.gz" else (1, 2))  # a blank line is a line, not a row
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_csv_with_another_separator_is_read(tmp_path, delimiter):
+    text = f'q{delimiter}a\n1,5{delimiter}b\n"x{delimiter}y"{delimiter}ü\n'
+    (tmp_path / "x.csv").write_text(text, encoding="utf-8")
+    rows = [row for _, row in read_file(tmp_path / "x.csv")]
+    assert rows == [{"q": "1,5", "a": "b"}, {"q": f"x{delimiter}y", "a": "ü"}]
+    (tmp_path / "y.csv").write_text('"q;1",a\n1;5,b\n', encoding="utf-8")  # a comma in the header decides
+    assert [row for _, row in read_file(tmp_path / "y.csv")] == [{"q;1": "1;5", "a": "b"}]
+    (tmp_path / "z.csv").write_text("text\na; b\n", encoding="utf-8")
+    assert [row for _, row in read_file(tmp_path / "z.csv")] == [{"text": "a; b"}]
+
+
+@pytest.mark.parametrize("name", ["my rows.jsonl", "x.csv", "x.json.gz", "x.txt"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32"])
+def test_the_fix_of_a_file_of_wide_characters_converts_it(tmp_path, name, encoding, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = {"csv": "text\nhellö\n", "txt": "hellö"}.get(name.rpartition(".")[2], '{"text": "hellö"}\n')
+    content = text.encode(encoding)
+    Path(name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError) as refused:
+        list(read_file(Path(name)))
+    assert kind(alternatives(refused.value.fix)[0]) == "command"
+    subprocess.run(refused.value.fix, shell=True, check=True)
+    (made,) = [path for path in tmp_path.iterdir() if path.name != name]
+    assert made.name in str(refused.value) and [row for _, row in read_file(made)] == [{"text": "hellö"}]
+
+
+OPENAI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+
+
+@pytest.mark.parametrize("messages", [OPENAI, SHAREGPT])
+def test_messages_as_json_text_are_messages(tmp_path, messages):
+    """A csv file has no other way to hold them."""
+    text = json.dumps(messages)
+    with (tmp_path / "x.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["messages"], [text]])
+    ((_, row),) = read_file(tmp_path / "x.csv")
+    as_lists = read_one("messages", {"messages": messages})
+    assert read_one(detect_format([row], {}, "x").name, row) == as_lists
+    first, last = json.dumps(messages[:1]), json.dumps(messages[1:])
+    for row in ({"prompt": first, "completion": last}, {"prompt": "hi", "completion": last}):
+        assert read_one("prompt_completion", row) == as_lists
+    assert columns_fix({"messages": "dialog"}) in fix_of({"dialog": text})
+
+
+@pytest.mark.parametrize("prompt", ['[{"role": 1}]', "[1, 2]", "[", "[{broken", '[{"name": "x", "content": "y"}]'])
+def test_json_that_holds_no_messages_stays_text(prompt):
+    chat = read_one("prompt_completion", {"prompt": prompt, "completion": "b"})
+    assert chat.messages[0]["content"] == prompt
 
 
 def test_lines_that_are_no_rows_are_named_and_the_others_still_read(tmp_path):
