@@ -86,7 +86,7 @@ def load(
 
     try:
         composed = compose(conf, overrides, run_dir=run_dir)
-        composed = replace(composed, trust=trust | recall(run_dir) if run_dir is not None else trust)
+        composed = replace(composed, trust=trust | recall(run_dir, composed.content) if run_dir is not None else trust)
         recipe = check(composed, composed.trust, untrusted)
     except ConfigError as error:
         if detect().rank > 0:  # every rank has found the same: rank 0 speaks, and is given the time to

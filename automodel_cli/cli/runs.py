@@ -12,8 +12,11 @@ import click
 
 from automodel_cli.cli import complete, tables
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.plain_text import visible
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from automodel_cli.run_folders.catalogue import Run
     from automodel_cli.run_folders.rollouts import Order
 
@@ -269,9 +272,9 @@ def _parting(a: Run, b: Run, column: str, tolerance: float) -> str:
     return f"{label} parts at step {found.unequal} ({apart} than {tolerance:g} of itself); {end}"
 
 
-def _with_origin(text: str) -> str:
+def _with_origin(text: str) -> Text:
     """`value` and, dim behind it, where it came from."""
-    from rich.markup import escape
+    from rich.text import Text
 
-    value, _, origin = text.partition("\n")
-    return f"{escape(value)}  [dim]{escape(origin)}[/dim]" if origin else escape(value)
+    value, _, origin = map(visible, text.partition("\n"))
+    return Text.assemble(value, *([("  ", ""), (origin, "dim")] if origin else []))

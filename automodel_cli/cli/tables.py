@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from automodel_cli.run_folders.catalogue import Run
 
@@ -17,9 +18,10 @@ _WIDE = 240
 """Columns where no terminal says how many it has: a line of a pipe is one run."""
 
 
-def state(run: Run) -> str:
-    style = _STYLES.get(run.state)
-    return f"[{style}]{run.state}[/{style}]" if style else run.state
+def state(run: Run) -> Text:
+    from rich.text import Text
+
+    return Text(run.state, _STYLES.get(run.state, ""))
 
 
 def number(value: float | None) -> str:
@@ -54,4 +56,4 @@ def table(*columns: str) -> Table:
 def console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDE)

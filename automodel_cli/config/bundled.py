@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_SHOWN_AS: dict[Path, Path] = {}
 
 
 def conf_dir() -> Path:
@@ -24,8 +28,22 @@ def path_of(name: str) -> Path:
     return conf_dir() / f"{name}.yaml"
 
 
+@contextlib.contextmanager
+def own_copy(path: Path, content: bytes) -> Iterator[Path]:
+    """A copy of a config file that no other user can change while it is read. Messages name the original."""
+    with tempfile.TemporaryDirectory(prefix="automodel-") as folder:
+        copy = Path(folder).resolve() / path.name
+        copy.write_bytes(content)
+        _SHOWN_AS[copy] = path
+        try:
+            yield copy
+        finally:
+            del _SHOWN_AS[copy]
+
+
 def display(path: Path) -> str:
     """How messages name a config file: bundled ones as `conf/...`, those below the working directory relative to it."""
+    path = _SHOWN_AS.get(path, path)
     for base, prefix in ((conf_dir(), "conf/"), (Path.cwd(), "")):
         if path.is_relative_to(base):
             return prefix + path.relative_to(base).as_posix()

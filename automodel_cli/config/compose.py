@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from automodel_cli.config import bundled, data_paths, hydra_adapter
 from automodel_cli.config.alternatives import replace_alternatives
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.limits import MAX_CHARACTERS, MAX_DEPTH, check_override, too_large
+from automodel_cli.config.files import read_regular
+from automodel_cli.config.limits import MAX_CHARACTERS, MAX_DEPTH, check_file, check_override, too_large
 from automodel_cli.config.problems import COMMAND_LINE, DEFAULT, Origin, Problem, as_error
 from automodel_cli.config.trust import NOTHING, Trust
 from automodel_cli.config.yaml_marks import read_marks, yaml_error
@@ -30,7 +31,7 @@ class Composed:
 
     `tree` is plain and resolved. `problems` holds what composing found wrong (spellings, interpolations): `check`
     raises them together with its own. `path` is the file that was named; `run_dir` is set when a run is resumed or
-    exported from its folder. `trust` is what its user allows it to execute.
+    exported from its folder; `content` is then the file as it was read. `trust` is what its user allows it to execute.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Composed:
     files: tuple[Path, ...]
     run_dir: Path | None
     trust: Trust = field(kw_only=True, default=NOTHING)
+    content: bytes = field(kw_only=True, default=b"", repr=False)
     _config: DictConfig = field(repr=False)
     _origins: dict[str, Origin] = field(repr=False)
     _unasked: frozenset[str] = field(repr=False)
@@ -136,6 +138,18 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
     checker refuses the unknown ones with a suggestion, which Hydra's struct mode cannot. Raises ConfigError.
     """
     path = locate(str(conf))
+    if run_dir is None:
+        return _compose(path, path, overrides, None)
+    # Other users may be able to write into a run's folder. What is composed is read once, so that the seal of the run
+    # (`config.remembered`) is compared with just that, and nothing else of the folder is a config.
+    check_file(path)
+    content = read_regular(path)
+    with bundled.own_copy(path, content) as copy:
+        return replace(_compose(copy, path, overrides, run_dir), content=content)
+
+
+def _compose(path: Path, named: Path, overrides: Sequence[str], run_dir: Path | None) -> Composed:
+    """Compose the file at `path`, which is `named` or a copy of it."""
     folders = [path.parent] if path.parent == bundled.conf_dir() else [path.parent, bundled.conf_dir()]
     loader = hydra_adapter.Loader(folders)
     read_marks(path)  # broken YAML is named with its line before Hydra sees the file
@@ -154,7 +168,10 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
             fix=f"give the file another name: mv {path.name} my_{path.name}",
         ) from None
     except hydra_adapter.ComposeErrors as error:
-        raise ConfigError(_first_lines(error), origin=f"defaults of {bundled.display(path)}") from error
+        raise ConfigError(
+            _first_lines(error).replace(str(path.parent), str(named.parent)),
+            origin=f"defaults of {bundled.display(path)}",
+        ) from error
 
     origins: dict[str, Origin] = {}
     problems: list[Problem] = []
@@ -171,10 +188,10 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
     problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
     tree = _resolve(merged.config, origins, problems)
     name = run_dir.name if run_dir else path.stem
-    files = tuple(dict.fromkeys(file for file, _ in merged.files))
+    files = tuple(dict.fromkeys(named if file == path else file for file, _ in merged.files))
     chosen = frozenset(override.key_or_group.lstrip("+") for override in groups)
     described = (tree, tuple(problems), files, run_dir, merged.config, origins, merged.unasked, chosen)
-    return Composed(name, path, tuple(overrides), *described)
+    return Composed(name, named, tuple(overrides), *described)
 
 
 def _is_bundled(file: str) -> bool:

@@ -12,15 +12,19 @@ import json
 import os
 from pathlib import Path
 
+from automodel_cli.config.files import read_regular, replace
 from automodel_cli.config.trust import WORDS, Trust
 
 FILE = "trust.json"
 _CONFIG = "config.yaml"
 
 
-def remember(folder: Path, trust: Trust) -> None:
-    """Write what is allowed beside the run's `config.yaml`; nothing where nothing is. A home that cannot be written to
-    means only that `resume` asks again."""
+def remember(folder: Path, trust: Trust, config: str) -> None:
+    """Write what is allowed beside the run's `config.yaml`, whose text is `config`; nothing where nothing is.
+
+    The file is not read again: another user may have replaced it. A home that cannot be written to means only that
+    `resume` asks again.
+    """
     path = folder / FILE
     if not trust:
         path.unlink(missing_ok=True)
@@ -28,16 +32,16 @@ def remember(folder: Path, trust: Trust) -> None:
     key = _key(make=True)
     if key is not None:
         words, packages = sorted(trust.words), list(trust.packages)
-        seal = _seal(key, words, packages, (folder / _CONFIG).read_bytes())
-        path.write_text(json.dumps({"trust": words, "packages": packages, "seal": seal}, indent=1) + "\n")
+        seal = _seal(key, words, packages, config.encode())
+        replace(path, json.dumps({"trust": words, "packages": packages, "seal": seal}, indent=1) + "\n")
 
 
-def recall(folder: Path) -> Trust:
-    """What was allowed for the config that lies in `folder` now; with a note where something was, but not for it."""
+def recall(folder: Path, config: bytes) -> Trust:
+    """What was allowed for the `config.yaml` of `folder` with this content, which is what was composed; with a note
+    where something was allowed, but not for it."""
     try:
-        stored = json.loads((folder / FILE).read_text())
+        stored = json.loads(read_regular(folder / FILE))
         words, packages, seal = stored["trust"], stored["packages"], stored["seal"]
-        config = (folder / _CONFIG).read_bytes()
         assert all(isinstance(name, str) for name in (*words, *packages, seal))
     except FileNotFoundError:
         return Trust()

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.config.files import open_own
 from automodel_cli.data.checksums import content_hash
 
 REMEMBERED_HASH_BYTES = 64 << 20
@@ -196,7 +197,7 @@ def _damage(folder: Path) -> str | None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Wait for, hold and give back an exclusive lock; the kernel gives back the lock of a process that dies."""
-    with path.open("a+") as file:
+    with open_own(path, "a+") as file:
         if not _soon(file):
             file.seek(0)
             print(f"waiting for {file.read() or 'another process'}, which prepares the same data", file=sys.stderr)

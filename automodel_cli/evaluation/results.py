@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.files import replace
 from automodel_cli.evaluation.outcome import Outcome, interval, known_of, paired_difference, questions, text_of
 from automodel_cli.run_folders.page import FILE, write_own_page
 from automodel_cli.run_folders.record import code_version
@@ -81,9 +81,7 @@ def _write(out: Path, scores: list[dict[str, str]], found: Found, config_yaml: s
         "config": config_yaml,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, out)
+    replace(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def _print(scores: list[dict[str, str]], out: Path) -> None:

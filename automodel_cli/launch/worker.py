@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from automodel_cli.config.files import open_own, replace
 from automodel_cli.launch import output, placement, stop
 
 STATUS_DIR = "AUTOMODEL_STATUS_DIR"
@@ -87,7 +88,7 @@ def redirect_output(log_dir: Path | None = None) -> None:
     path = folder / f"rank-{rank}.log"
     sys.stdout.flush()
     sys.stderr.flush()
-    with path.open("ab") as stream:
+    with open_own(path, "a", binary=True) as stream:
         start = stream.tell()  # a run that was resumed has written here before
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -153,6 +154,4 @@ def _noted(path: Path) -> Path | None:
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all: the launcher may look at any moment."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text)
-    temporary.rename(path)
+    replace(path, text)

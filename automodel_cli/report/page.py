@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from automodel_cli.report.axes import series
+from automodel_cli.report.foreign_svg import plain_svg
 from automodel_cli.report.panel import NUM_COLOURS, panel_svg, style_of
 from automodel_cli.report.pictures import histogram_svg, layout_svg, layout_text
 
@@ -290,7 +291,8 @@ def _layout(run: ShownRun) -> str:
     found = f"<p>{escape(layout_text(run.layout))}</p>"
     if max(run.layout.values()) > 1:
         found += f'<div class="grid2"><figure>{layout_svg(run.layout)}</figure></div>'
-    return found + (f'<div class="picture">{run.schedule}</div>' if run.schedule else "")
+    schedule = plain_svg(run.schedule)
+    return found + (f'<div class="picture">{schedule}</div>' if schedule else "")
 
 
 def _config(run: ShownRun) -> str:

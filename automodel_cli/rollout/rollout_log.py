@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from automodel_cli.config.files import open_own
 from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.reward_means import counted, has_reward, mean_reward
 from automodel_cli.rollout.rollout import Rollout
@@ -28,7 +29,7 @@ class RolloutLog:
         if is_main:
             path = run_dir / "rollouts.jsonl"
             keep_rows_until(path, resume_step)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+            self._file = open_own(path, "a")
 
     def write(self, step: int, rollout: Rollout) -> None:
         """Every sample of the step."""

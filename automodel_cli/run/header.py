@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from automodel_cli import __version__
 from automodel_cli.config import bundled
+from automodel_cli.config.files import replace
 from automodel_cli.distributed import fused
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.launch import startup
@@ -76,7 +77,7 @@ def describe(session: Session, about: Mapping[str, str]) -> None:
     )
     num_microbatches = session.recipe.train.num_microbatches(session.mesh.dp_size)
     if picture := session.model.stages.schedule_svg(num_microbatches):
-        (session.run_dir / SCHEDULE).write_text(picture, encoding="utf-8")
+        replace(session.run_dir / SCHEDULE, picture)
 
 
 def _precision(recipe: Recipe) -> str:

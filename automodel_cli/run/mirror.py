@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.files import replace
 from automodel_cli.config.remembered import FILE as TRUST
 from automodel_cli.run.storage import BEST, CHECKPOINTS, MARK, Remote, checkpoints_in, newest_in, reason_of
 from automodel_cli.training.checkpoint_dir import META, CheckpointDir, step_of
@@ -50,7 +51,7 @@ def claim(folder: Path, url: str) -> None:
         raise
     except Exception as error:  # whatever the storage's library raises
         raise unreachable(url, error) from error
-    mark.write_text(url)
+    replace(mark, url)
 
 
 def unreachable(url: str, error: BaseException) -> RunError:

@@ -125,8 +125,9 @@ def _on_device(run_dir: Path | None, rank: int) -> Iterator[str]:
     )
     if run_dir is not None:
         path = run_dir / "logs" / f"memory-rank-{rank}.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # torch would follow a link that somebody put there
             dump_cuda_memory(path)
             yield f"  every block of the GPU is in {path}   (open it at pytorch.org/memory_viz)"
         except (RuntimeError, OSError) as error:

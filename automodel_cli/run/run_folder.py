@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.files import replace
 from automodel_cli.config.remembered import remember
 from automodel_cli.launch import worker
 from automodel_cli.run.config_root import ConfigRoot
@@ -64,8 +65,9 @@ def restored(folder: Path, source: Composed) -> bool:
 
 
 def _write_config(folder: Path, source: Composed) -> None:
-    (folder / "config.yaml").write_text(source.to_yaml())
-    remember(folder, source.trust)
+    text = source.to_yaml()
+    replace(folder / "config.yaml", text)
+    remember(folder, source.trust, text)
 
 
 def config_before(source: Composed) -> str | None:
@@ -77,7 +79,7 @@ def config_before(source: Composed) -> str | None:
 def put_back(folder: Path, config: str) -> None:
     """A start that was refused changes nothing for the next: neither the config, nor what a restart would go on in."""
     with suppress(OSError):  # the reason of the refusal is what has to be read
-        (folder / "config.yaml").write_text(config)
+        replace(folder / "config.yaml", config)
     worker.forget_run_folder()
 
 

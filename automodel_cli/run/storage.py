@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.files import open_own, replace
 from automodel_cli.run_folders.lock import is_held
 from automodel_cli.training.checkpoint_dir import META, CheckpointDir, step_of
 
@@ -135,9 +136,12 @@ class Remote:
         """Whole or not at all."""
         fs, path = self._opened
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.tmp")
-        fs.get_file(f"{path}/{name}", str(temporary))
-        os.replace(temporary, target)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            fs.get_file(f"{path}/{name}", str(temporary))
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """A file, or all files below a folder."""
@@ -240,7 +244,7 @@ def _bring(remote: Remote, files: dict[str, int], folder: Path, wanted: Collecti
             continue
         if is_newer or not (folder / file).exists():
             remote.download(file, folder / file)
-    (folder / MARK).write_text(remote.url)
+    replace(folder / MARK, remote.url)
 
 
 def _bring_checkpoint(remote: Remote, files: dict[str, int], checkpoints: Path, name: str) -> None:
@@ -258,7 +262,7 @@ def _bring_checkpoint(remote: Remote, files: dict[str, int], checkpoints: Path, 
 def _alone(folder: Path) -> Iterator[None]:
     """The ranks of one host ask for the same run at the same time: one brings it, the others find it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.fetch").open("w") as file:
+    with open_own(folder.parent / f".{folder.name}.fetch", "w") as file:
         with suppress(OSError):  # no locks here
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

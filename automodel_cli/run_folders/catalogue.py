@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.plain_text import visible
 from automodel_cli.run_folders.lock import is_held
 from automodel_cli.run_folders.record import read_record
 from automodel_cli.training.checkpoint_dir import CheckpointDir
@@ -41,8 +43,12 @@ class Run:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl."""
-        return read_metrics(self.folder / "metrics.jsonl")
+        """metrics.jsonl, without what is no number."""
+        try:
+            rows = read_metrics(self.folder / "metrics.jsonl")
+        except OSError:
+            return []
+        return [{visible(key): value for key, value in row.items() if _is_shown(value)} for row in rows]
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
@@ -58,7 +64,7 @@ class Run:
         if held or (held is None and last == "running"):
             return "running"
         if last:
-            return "failed" if last == "running" else str(last)
+            return "failed" if last == "running" else last if last in STATES else "unknown"
         if (self.folder / "export").is_dir():
             return "finished"
         return "queued" if (self.folder / _JOB).is_file() and not self.rows else "unknown"
@@ -96,12 +102,16 @@ class Run:
     @property
     def seconds(self) -> float:
         """Time from start to end, of all starts that have ended."""
-        spans = [(a["began"], a["ended"]) for a in self.attempts if a.get("ended")]
+        spans = [(a["began"], a["ended"]) for a in self.attempts if a.get("ended") and a["began"]]
         return sum((datetime.fromisoformat(b) - datetime.fromisoformat(a)).total_seconds() for a, b in spans)
 
     @property
     def checkpoints(self) -> CheckpointDir:
         return CheckpointDir(self.folder / "checkpoints")
+
+
+def _is_shown(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and -1e300 < value < 1e300)
 
 
 def find(folder: Path) -> list[Run]:
@@ -116,7 +126,7 @@ def oldest_first(runs: Iterable[Run]) -> list[Run]:
 def _below(folder: Path, depth: int) -> Iterator[Run]:
     if (folder / "config.yaml").is_file():
         yield Run(folder)
-    elif depth and folder.is_dir():
+    elif depth and folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 yield from _below(path, depth - 1)

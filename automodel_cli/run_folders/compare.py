@@ -53,10 +53,11 @@ def differences(first: Run, second: Run) -> list[Difference]:
 
 def config_with_origins(path: Path) -> dict[str, str]:
     """Key -> `value  (origin)` of a run's `config.yaml`. What differs in its origin only compares as the same."""
+    marks = read_marks(path)  # refuses what is no config, with its line
     config: Any = OmegaConf.load(path)
     lines = path.read_text(encoding="utf-8").splitlines()
     found = {}
-    for mark in read_marks(path):
+    for mark in marks:
         value = _value(OmegaConf.to_container(config, resolve=False), mark.key)
         if isinstance(value, dict) and value:
             continue

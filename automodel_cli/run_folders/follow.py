@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Iterator
 
@@ -36,7 +38,9 @@ def _line(run: Run, row: dict[str, float | int | None]) -> str:
     label = step_label(step, run.num_steps) if run.num_steps else f"step {step}"
     if "loss" in row:
         environment = run.attempts[-1].get("environment", {}) if run.attempts else {}
-        num_ranks = int(environment.get("device", "1 x").partition(" x")[0])
-        whole = {"mfu": None, "memory_gib": None, "tokens_per_second": None, **row}
+        count = re.match(r"\d{1,6}(?= x)", environment.get("device", ""))
+        num_ranks = int(count[0]) if count else 1
+        unknown = {key: math.nan for key in ("loss", "grad_norm", "lr") if row.get(key) is None}
+        whole = {"mfu": None, "memory_gib": None, "tokens_per_second": None, **row, **unknown}
         return f"{label}  {step_text(whole, num_ranks)}"
     return f"{label}  " + "  ".join(f"{key} {show_number(value)}" for key, value in row.items() if key != "step")

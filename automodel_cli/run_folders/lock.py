@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.files import open_own
 
 _FILE = ".lock"
 _SECONDS = 0.3
@@ -22,7 +23,7 @@ def hold(folder: Path) -> Callable[[], None]:
     Two runs in one folder would remove each other's checkpoints and mix their rows. Raises RunError where another one
     holds it. A file system without locks admits all. OSError where the folder cannot be written.
     """
-    file = (folder / _FILE).open("a+")
+    file = open_own(folder / _FILE, "a+")
     try:
         _take(file.fileno())
     except BlockingIOError:
@@ -45,7 +46,7 @@ def hold(folder: Path) -> Callable[[], None]:
 def is_held(folder: Path) -> bool | None:
     """Whether a run goes on in `folder`; None where its file system has no locks."""
     try:
-        with (folder / _FILE).open() as file:
+        with open(os.open(folder / _FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
     except BlockingIOError:
         return True

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from automodel_cli.config.files import replace
 from automodel_cli.report.curve import loss_curve_svg
 from automodel_cli.report.page import Dataset, Evaluation, ShownRun, ShownSample, page_html
 from automodel_cli.run_folders.catalogue import Run
@@ -21,16 +21,14 @@ def write_page(runs: Sequence[Run], path: Path, *, state: str | None = None) -> 
     """Write the page of one run or several to `path`, whole or not at all. `state`: that of a run which is just ending
     and says so itself."""
     shown = [shown_run(run, state) for run in runs]
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(page_html(shown, _differences(runs)), encoding="utf-8")
-    os.replace(temporary, path)
+    replace(path, page_html(shown, _differences(runs)))
     return path
 
 
 def write_own_page(folder: Path, *, state: str | None = None) -> Path:
     """`report.html` and `loss.svg` of a run, in its folder; returns the path of the page."""
     run = Run(folder)
-    (folder / CURVE).write_text(loss_curve_svg(run.rows, title=run.name), encoding="utf-8")
+    replace(folder / CURVE, loss_curve_svg(run.rows, title=run.name))
     return write_page([run], folder / FILE, state=state)
 
 

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli import __version__
 from automodel_cli.config import bundled
+from automodel_cli.config.files import read_regular, replace
 from automodel_cli.data.checksums import Checksum
+from automodel_cli.run_folders import sane
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -83,20 +85,15 @@ class RunRecord:
     def _write(self) -> None:
         if self._folder is None:
             return
-        path = self._folder / FILE
-        temporary = path.with_name(f"{FILE}.tmp")
-        temporary.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace(self._folder / FILE, json.dumps(self._content, indent=1) + "\n")
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record in `folder`; {} where there is none that can be read."""
+    """The record in `folder`, without what is not of its kind; {} where there is none that can be read."""
     try:
-        content = json.loads((folder / FILE).read_bytes())
-    except (OSError, ValueError):
+        return sane.record(json.loads(read_regular(folder / FILE)))
+    except (OSError, ValueError, RecursionError):
         return {}
-    attempts = content.get("attempts") if isinstance(content, dict) else None
-    return content if isinstance(attempts, list) and all(isinstance(a, dict) for a in attempts) else {}
 
 
 def command_of(source: Composed) -> str:

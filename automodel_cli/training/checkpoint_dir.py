@@ -12,11 +12,13 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.files import replace
 from automodel_cli.data.checksums import Checksum, content_hash
 
 META = "meta.json"
@@ -142,9 +144,7 @@ class CheckpointDir:
         meta = read_meta(checkpoint)
         meta["metrics"] |= metrics
         meta["extra"] |= extra
-        temporary = checkpoint / f"{META}.tmp"
-        _write_meta(temporary, meta)
-        os.replace(temporary, checkpoint / META)
+        _write_meta(checkpoint / META, meta)
         _sync_folder(checkpoint)
         self.link_if_best(checkpoint, metrics.get("val_loss"))
 
@@ -160,8 +160,7 @@ class CheckpointDir:
                 present = None
             if present is not None and present <= val_loss:
                 return
-        temporary = self.path / f"best.tmp-{os.getpid()}"
-        temporary.unlink(missing_ok=True)
+        temporary = self.path / f"best.tmp-{uuid.uuid4().hex}"
         temporary.symlink_to(checkpoint.name)
         os.replace(temporary, self.path / "best")
 
@@ -186,10 +185,7 @@ def _seal(meta: dict[str, Any]) -> str:
 
 def _write_meta(path: Path, meta: dict[str, Any]) -> None:
     plain = json.loads(json.dumps(meta))  # as it will be read: no tuples, no keys that are numbers
-    with open(path, "w") as file:
-        file.write(json.dumps({**plain, _SEAL: _seal(plain)}, indent=1))
-        file.flush()
-        os.fsync(file.fileno())
+    replace(path, json.dumps({**plain, _SEAL: _seal(plain)}, indent=1), durable=True)
 
 
 def _sync_folder(path: Path) -> None:

@@ -25,6 +25,7 @@ from typing import Any, Literal, NoReturn
 import torch.distributed as dist
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.files import open_own, replace
 from automodel_cli.distributed import process_group
 from automodel_cli.launch import worker
 
@@ -72,7 +73,7 @@ class HangWatch:
         if self._timeout is None:
             return
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._file = (self._logs / f"rank-{self._rank}.stacks").open("w")  # for the signal handler too
+        self._file = open_own(self._logs / f"rank-{self._rank}.stacks", "w")  # for the signal handler too
         faulthandler.register(_STACKS_SIGNAL, file=self._file, all_threads=True)
         self._store = process_group.own_store()
         self._since = self._step_began = time.monotonic()
@@ -186,7 +187,7 @@ class HangWatch:
         faulthandler.dump_traceback(self._file, all_threads=True)
         recorded = process_group.recorded_collectives()
         if recorded is not None:
-            (self._logs / f"rank-{self._rank}.collectives.json").write_bytes(recorded)
+            replace(self._logs / f"rank-{self._rank}.collectives.json", recorded)
         before = self._states()
         until = time.monotonic() + 3 * beat + (0 if self._rank == 0 else 2.0)  # rank 0 has the terminal
         while time.monotonic() < until:

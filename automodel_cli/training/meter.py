@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.files import open_own
 from automodel_cli.training.config import LoggingConfig
 from automodel_cli.training.display import (
     REASONS,
@@ -75,9 +76,9 @@ class Meter:
             return
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / "metrics.jsonl"
-        keep_rows_until(path, resume_step)
-        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        self._path = run_dir / "metrics.jsonl"
+        keep_rows_until(self._path, resume_step)
+        self._file = open_own(self._path, "a+")
         self._display: Display = make_display(config.display, num_steps, resume_step)
         nodes = tracker_nodes(config.trackers)
         for node in nodes:
@@ -206,11 +207,11 @@ class Meter:
 
     def write_again(self) -> None:
         """Where metrics.jsonl was removed, make it anew with every row: it is open, so they are still to be had."""
-        if self._is_main and not Path(self._file.name).exists():
+        if self._is_main and not self._path.exists():
             self._file.seek(0)
             rows = self._file.read()
             self._file.close()
-            self._file = open(self._file.name, "a+", encoding="utf-8")  # noqa: SIM115
+            self._file = open_own(self._path, "a+")
             self._file.write(rows)
 
     def close(self, *, succeeded: bool = True) -> None:

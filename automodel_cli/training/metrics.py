@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from automodel_cli.config.files import read_regular, replace
 
 Row = Mapping[str, float | int | None]
 
@@ -17,12 +18,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in read_regular(path).split(b"\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and "step" in row:
+        if isinstance(row, dict) and isinstance(step := row.get("step"), int) and not isinstance(step, bool):
             rows.append(row)
     return rows
 
@@ -32,12 +33,7 @@ def keep_rows_until(path: Path, step: int) -> None:
     rows = read_metrics(path)
     if not path.exists():
         return
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(to_line(row) for row in rows if row["step"] <= step)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace(path, "".join(to_line(row) for row in rows if row["step"] <= step), durable=True)
 
 
 def to_line(row: Row) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,40 @@ def test_nothing_that_a_run_leaves_holds_a_value_of_the_environment(trained: Pat
     assert events and b"${oc.env:A_SEED}" in events[0].read_bytes()
     left = {path.name for path in trained.rglob("*") if path.is_file() and b"918273645" in path.read_bytes()}
     assert left <= {"meta.json"}, "a checkpoint holds the seed: it is the state of the run itself"
+
+
+@pytest.mark.slow
+def test_links_that_somebody_puts_into_a_run_folder_lead_nowhere(trained: Path, tmp_path: Path) -> None:
+    """The run goes on with what it replaces, and refuses what it would have to write through."""
+    run, victim = tmp_path / "runs" / "tiny", tmp_path / "victim"
+    shutil.copytree(trained, run, symlinks=True)
+    victim.write_text("mine")
+    for name in (
+        "metrics.jsonl",
+        "metrics.jsonl.tmp",
+        "run.json",
+        "run.json.tmp",
+        "loss.svg",
+        "trust.json",
+        "schedule.svg",
+    ):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(victim)
+    go_on = ("resume", "tiny", "train.max_steps=7", "seed=918273645", "mesh.dp_size=2")
+    for name in (".lock", "logs/rank-1.log", "logs/rank-0.stacks"):
+        kept = run / f"{name}.kept"
+        kept.parent.mkdir(exist_ok=True)
+        if (run / name).exists():
+            (run / name).rename(kept)
+        (run / name).symlink_to(victim)
+        refused = automodel(tmp_path, *go_on)
+        assert refused.returncode != 0 and f"{name} is a symbolic link" in refused.stderr, refused.stderr
+        (run / name).unlink()
+        if kept.exists():
+            kept.rename(run / name)
+    done = automodel(tmp_path, *go_on)
+    assert done.returncode == 0, done.stderr
+    assert victim.read_text() == "mine" and not (run / "loss.svg").is_symlink()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.files import open_own
 from automodel_cli.rollout.servers.http import Server
 
 _POLL, _GRACE = 0.5, 20.0  # seconds
@@ -50,7 +51,7 @@ class ServerProcess:
             )
         log.parent.mkdir(parents=True, exist_ok=True)
         variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
-        with log.open("ab") as file:
+        with open_own(log, "a", binary=True) as file:
             try:
                 self._process = subprocess.Popen(
                     list(command), stdout=file, stderr=file, env={**variables, **environment}, start_new_session=True

@@ -4,14 +4,17 @@ alone."""
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from automodel_cli.config import remembered
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import Composed, compose
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.remembered import FILE, recall, remember
+from automodel_cli.config.remembered import FILE, remember
 from automodel_cli.config.trust import COMMAND, NOTHING, REMOTE_CODE, Need, Trust
 from automodel_cli.rollout.engine_configs import words_of
 from automodel_cli.run.rules import check_run_name
@@ -78,10 +81,14 @@ def test_a_tokenizer_needs_it_too(composed: Composed) -> None:
     assert "model.tokenizer.trust_remote_code" in error.value.keys
 
 
+def recall(folder: Path) -> Trust:
+    return remembered.recall(folder, (folder / "config.yaml").read_bytes())
+
+
 def run_of(folder: Path, trust: Trust) -> Path:
     folder.mkdir()
     (folder / "config.yaml").write_text("a: 1\n")
-    remember(folder, trust)
+    remember(folder, trust, "a: 1\n")
     return folder
 
 
@@ -91,9 +98,9 @@ def test_a_run_remembers_for_its_user(tmp_path: Path, monkeypatch: pytest.Monkey
     assert recall(run) == ALL
     key = tmp_path / "me" / "automodel" / "trust.key"
     assert key.stat().st_mode & 0o777 == 0o600
-    remember(run, NOTHING)
+    remember(run, NOTHING, "a: 1\n")
     assert recall(run) == NOTHING and not (run / FILE).exists()
-    remember(run, ALL)
+    remember(run, ALL, "a: 1\n")
     key.chmod(0o644)
     assert not recall(run), "a key that others can read seals nothing"
 
@@ -119,6 +126,58 @@ def test_a_shared_run_folder_is_no_attack(tmp_path: Path, monkeypatch: pytest.Mo
     assert recall(mine)
     (mine / "config.yaml").write_text("a: 2\n")
     assert not recall(mine) and "config.yaml was edited since" in recall(mine).note
+
+
+def test_the_seal_is_compared_with_what_was_composed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, composed: Composed
+) -> None:
+    """Another user puts the sealed config back once a hostile one was composed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "me"))
+    run = tmp_path / "run"
+    run.mkdir()
+    hostile, sealed = HOSTILE.replace("pwned", "hostile"), composed.to_yaml()
+    (run / "config.yaml").write_text(sealed)
+    remember(run, ALL, sealed)
+    assert remembered.recall(run, compose(run / "config.yaml", run_dir=run).content) == ALL
+    (run / "config.yaml").write_text(hostile)
+    found = compose(run / "config.yaml", run_dir=run)
+    (run / "config.yaml").write_text(sealed)
+    assert "hostile" in str(found.tree["rollout"]["engine"]["command"])
+    assert not remembered.recall(run, found.content)
+    assert found.path == run / "config.yaml" and run / "config.yaml" in found.files
+    assert found.where("model.attention").file == "run/config.yaml"
+
+
+@pytest.mark.parametrize("num_reads", range(1, 6))
+def test_a_config_is_read_once(num_reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is exchanged at any of the times that it is opened: what is composed and what is sealed are the same."""
+    run, opened = tmp_path / "run", []
+    run.mkdir()
+    (run / "config.yaml").write_text("run_name: sealed\n")
+
+    def exchange(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and arguments[0] == str(run / "config.yaml") and not opened.count("done"):
+            opened.append("open")
+            if len(opened) == num_reads:
+                opened.append("done")
+                os.rename(run / "other.yaml", run / "config.yaml")
+
+    (run / "other.yaml").write_text("run_name: other\n")
+    sys.addaudithook(exchange)
+    found = compose(run / "config.yaml", run_dir=run)
+    opened.append("done")
+    assert found.tree["run_name"] in found.content.decode()
+
+
+def test_a_run_folder_brings_no_groups(tmp_path: Path, composed: Composed) -> None:
+    """A file that somebody puts beside a sealed config is no option of a group."""
+    run = tmp_path / "run"
+    (run / "rollout").mkdir(parents=True)
+    (run / "rollout" / "vllm.yaml").write_text("engine: {command: [touch, pwned]}\n")
+    (run / "config.yaml").write_text(composed.to_yaml())
+    found = compose(run / "config.yaml", ["rollout=vllm"], run_dir=run)
+    assert "pwned]" not in str(found.tree["rollout"])
+    assert [file for file in found.files if run in file.parents] == [run / "config.yaml"]
 
 
 @pytest.mark.parametrize(

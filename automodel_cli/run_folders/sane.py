@@ -1,0 +1,142 @@
+"""What can be read of a `run.json`: somebody may have edited it, and another version may have written it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from automodel_cli.config.plain_text import visible
+
+_NONE = object()
+_Read = Callable[[Any], Any]
+"""Returns the value as it may be used, or `_NONE`."""
+
+
+def record(content: Any) -> dict[str, Any]:
+    """The record without the entries that are not of their kind; {} where it is no record."""
+    found = _fields(content, _RECORD)
+    return {} if found is _NONE or "attempts" not in found else found
+
+
+def _text(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) else _NONE
+
+
+def _text_or_none(value: Any) -> Any:
+    return None if value is None else _text(value)
+
+
+def _count(value: Any) -> Any:
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else _NONE
+
+
+def _number(value: Any) -> Any:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return value if known and math.isfinite(value) else _NONE
+
+
+def _number_or_none(value: Any) -> Any:
+    return None if value is None else _number(value)
+
+
+def _moment(value: Any) -> Any:
+    try:
+        return value if datetime.fromisoformat(value).tzinfo is not None else _NONE
+    except (TypeError, ValueError):
+        return _NONE
+
+
+def _mapping(read: _Read) -> _Read:
+    def inner(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return _NONE
+        pairs = ((visible(str(name)), read(item)) for name, item in value.items())
+        return {name: item for name, item in pairs if item is not _NONE}
+
+    return inner
+
+
+def _list(read: _Read) -> _Read:
+    def inner(value: Any) -> Any:
+        return [item for item in map(read, value) if item is not _NONE] if isinstance(value, list) else _NONE
+
+    return inner
+
+
+def _whole(shape: dict[str, _Read], *required: str) -> _Read:
+    """An entry of these fields alone; none where a required one is missing."""
+
+    def inner(value: Any) -> Any:
+        found = _fields(value, shape)
+        if found is _NONE or any(name not in found for name in required):
+            return _NONE
+        return {name: item for name, item in found.items() if name in shape}
+
+    return inner
+
+
+def _fields(value: Any, shape: dict[str, _Read]) -> Any:
+    """Entries of the shape that are of their kind, and all that the shape does not know."""
+    if not isinstance(value, dict):
+        return _NONE
+    pairs = ((name, shape[name](item) if name in shape else item) for name, item in value.items())
+    return {name: item for name, item in pairs if item is not _NONE}
+
+
+def _content(value: Any) -> Any:
+    """A pair of a dataset's name and its hash."""
+    is_pair = isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    return [visible(part) for part in value] if is_pair else _NONE
+
+
+def _dataset(value: Any) -> Any:
+    found = _whole(_DATASET, "name", "text")(value)
+    if found is not _NONE and found.get("counts") and len(found.get("edges", ())) != len(found["counts"]) + 1:
+        return _NONE
+    return found
+
+
+def _attempt(value: Any) -> Any:
+    found = _fields(value, _ATTEMPT)
+    return _NONE if found is _NONE else {"began": "", "state": "", "host": "", **found}
+
+
+_DATASET: dict[str, _Read] = {
+    "name": _text,
+    "text": _text,
+    "edges": _list(_number),
+    "counts": _list(_count),
+    "trained": _number_or_none,
+    "fill": _number_or_none,
+}
+_SAMPLE: dict[str, _Read] = {
+    "prompt": _text,
+    "after": _text,
+    "before": _text_or_none,
+    "expected": _text_or_none,
+}
+_ATTEMPT: dict[str, _Read] = {
+    "began": _moment,
+    "ended": lambda value: None if value is None else _moment(value),
+    "state": _text,
+    "first_step": _count,
+    "host": _text,
+    "process": _count,
+    "command": _text,
+    "code": _mapping(_text),
+    "environment": _mapping(_text),
+    "error": _text,
+}
+_RECORD: dict[str, _Read] = {
+    "command": _text,
+    "recipe": _text,
+    "num_steps": _count,
+    "about": _mapping(_text),
+    "data": lambda value: _fields(value, {"contents": _list(_content), "statistics": _list(_dataset)}),
+    "numbers": _mapping(_text),
+    "samples": _list(_whole(_SAMPLE, "prompt", "after")),
+    "layout": _mapping(_count),
+    "attempts": _list(_attempt),
+}
