@@ -7,4 +7,15 @@ from automodel_cli.distributed.strategies.ddp.config import DDPConfig
 from automodel_cli.distributed.strategies.fsdp2.config import CPUOffload, FSDP2Config, MixedPrecision
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig
 
-__all__ = ["CPUOffload", "DDPConfig", "FSDP2Config", "MegatronFSDPConfig", "MixedPrecision", "ParallelizerConfig"]
+DistributedConfig = FSDP2Config | MegatronFSDPConfig | DDPConfig
+"""The config of any strategy of this package."""
+
+__all__ = [
+    "CPUOffload",
+    "DDPConfig",
+    "DistributedConfig",
+    "FSDP2Config",
+    "MegatronFSDPConfig",
+    "MixedPrecision",
+    "ParallelizerConfig",
+]

@@ -48,7 +48,7 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
             layers.append(module)
             inside.update(module.modules())
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
     is_empty_stage = bool(lists) and not any(True for entries in lists for _ in entries.parameters())
     if not layers and not is_empty_stage:
         raise ConfigError(

@@ -105,6 +105,11 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+def destroy_dist_connection() -> None:
+    """End the process group. The documented name of `stop` for programs that import it."""
+    stop()
+
+
 def _device_and_backends(backend: str) -> tuple[torch.device, str]:
     if backend == "gloo" or not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"

@@ -206,7 +206,8 @@ def head_logits(model: PreTrainedModel, hidden_BTD: Tensor) -> Tensor:
     assert real is not None, f"{type(model).__name__} has no base model at {name!r}"
     model._modules[name] = _BaseStub(real, hidden_BTD)
     try:
-        logits: Tensor = model(inputs_embeds=hidden_BTD, use_cache=False).logits
+        output = model(inputs_embeds=hidden_BTD, use_cache=False)
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits
     finally:
         model._modules[name] = real

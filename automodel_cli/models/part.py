@@ -175,8 +175,13 @@ class ModelPart(nn.Module):
 
     def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
         """Hidden states `[B, T, D]` after the last layer, of this rank's tokens (`local_inputs`)."""
+        return self.run(self.model.base_model, local_inputs)
+
+    def run(self, module: nn.Module, local_inputs: dict[str, Any]) -> Tensor:
+        """What `module`, the model or its base model, makes of this rank's tokens: the first tensor of its output."""
         with state_layers.documents_of(self.model, local_inputs), self._routed(local_inputs):
-            hidden_BTD: Tensor = self.model.base_model(**accepted_by(self.model, local_inputs), use_cache=False)[0]
+            output = module(**accepted_by(self.model, local_inputs), use_cache=False)
+        hidden_BTD: Tensor = output if isinstance(output, Tensor) else output[0]
         return hidden_BTD
 
     def _routed(self, local_inputs: dict[str, Any]) -> AbstractContextManager[None]:

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining import listing
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.mesh_axes import Axes, check_sizes, check_switches
+from automodel_cli.pipelining.cut.stage_part import Ready
+from automodel_cli.pipelining.mesh_axes import Axes, check_sizes
 from automodel_cli.pipelining.spelling import as_keywords
 from automodel_cli.pipelining.stages import LossFn, PipelineStages
 
@@ -40,7 +43,6 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
 
     def __init__(
         self,
-        *,
         world_mesh: DeviceMesh | Mesh | None = None,
         moe_mesh: DeviceMesh | None = None,
         pp_axis_name: str = "pp",
@@ -56,9 +58,6 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         layers_per_stage: int | None = None,
         round_virtual_stages_to_pp_multiple: str | None = None,
         module_fqns_per_model_part: Sequence[Sequence[str]] | None = None,
-        layout: str | Sequence[Sequence[str]] | None = None,
-        balance: Literal["even", "cost"] = "even",
-        microbatch_group_size: int | None = None,
         patch_inner_model: bool = True,
         patch_causal_lm_model: bool = True,
         patch_stage_backward_maybe_with_nosync: bool = False,
@@ -66,6 +65,10 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         scale_grads_in_schedule: bool = False,
+        *,
+        layout: str | Sequence[Sequence[str]] | None = None,
+        balance: Literal["even", "cost"] = "even",
+        microbatch_group_size: int | None = None,
         pp_seq_len: int | None = None,
         runtime: Literal["torch", "eager"] = "torch",
         overlap_p2p_comm: bool = False,
@@ -84,18 +87,21 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         layers_per_stage, round_virtual_stages_to_pp_multiple, module_fqns_per_model_part, layout, balance,
             microbatch_group_size, runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints:
             see `PipelineConfig`.
-        patch_inner_model, patch_causal_lm_model: stand-ins in the decoder list, and outside of it. Only True exists.
+        patch_inner_model, patch_causal_lm_model: make stages of the base model, and of the causal LM around it, by
+            stand-ins for what other stages have. False: that forward takes and returns hidden states by itself
+            (`cut.stage_part.Ready`), which `build` checks on a small copy.
         patch_stage_backward_maybe_with_nosync: let modules that FSDP wraps inside a part which it does not wrap
             (experts on their own mesh) reduce once per step as well.
         defer_fsdp_grad_sync: reduce FSDP gradients once per step; False reduces after every backward.
         device: of the stages; default the current accelerator, else the CPU.
         dtype: of the tensors between stages; default what the parts compute in.
-        scale_grads_in_schedule: only False: losses are divided by the global weight already.
+        scale_grads_in_schedule: divide the gradients of a step by its number of microbatches, for losses that are means
+            of their microbatch. The returned loss stays the sum. A loss that is divided by the global weight needs
+            False.
         pp_seq_len: tokens per row that the first buffers are described for; every step describes its own microbatches.
         """
         with as_keywords():
             check_sizes(pp_microbatch_size, pp_batch_size, pp_seq_len)
-            check_switches(patch_inner_model, patch_causal_lm_model, scale_grads_in_schedule)
             axes = Axes(
                 world_mesh.root if isinstance(world_mesh, Mesh) else world_mesh,
                 moe_mesh,
@@ -129,8 +135,15 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
             defer_sync=defer_fsdp_grad_sync,
             defer_nested=patch_stage_backward_maybe_with_nosync,
             spelling=as_keywords,
+            ready=Ready(inner=not patch_inner_model, outer=not patch_causal_lm_model),
         )
         self._microbatch_size, self._seq_len = pp_microbatch_size, pp_seq_len
+        self._scales_grads = scale_grads_in_schedule
+
+    @property
+    def pp_mesh(self) -> DeviceMesh:
+        """The axis of the mesh that the stages lie on."""
+        return self._axes.pp_mesh
 
     def build(
         self,
@@ -143,6 +156,15 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         if self._seq_len is not None:
             self._describe(self._seq_len)
         return self
+
+    def forward_backward(
+        self, batches: Sequence[Batch], loss: LossFn | None = None, request: HeadRequest = LOGPROBS
+    ) -> Tensor:
+        """See `PipelineStages.forward_backward`; `scale_grads_in_schedule` divides the gradients by `len(batches)`."""
+        loss = loss or self._loss_fn
+        if loss is not None and self._scales_grads:
+            loss = _with_gradient_over(loss, len(batches))
+        return super().forward_backward(batches, loss, request)
 
     def update_seq_len(self, seq_len: int) -> None:
         """Describe the buffers for rows of `seq_len` tokens. Nothing happens when it is the current length."""
@@ -192,6 +214,17 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         schedule = self._built().schedule
         assert schedule is not None
         return listing.draw_program(schedule.program, None if filename is None else Path(filename))
+
+
+def _with_gradient_over(loss: LossFn, num_microbatches: int) -> LossFn:
+    """Return `loss` with its value, and its gradient divided by `num_microbatches`."""
+
+    def scaled(output: HeadOutput, batch: Batch) -> Tensor:
+        value = loss(output, batch)
+        share = value / num_microbatches
+        return share + (value - share).detach()
+
+    return scaled
 
 
 @overload

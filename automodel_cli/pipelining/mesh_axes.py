@@ -65,8 +65,13 @@ class Axes:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks of this pipeline."""
+        return self.pp_mesh.get_group()
+
+    @property
+    def pp_mesh(self) -> DeviceMesh:
+        """The axis between stages."""
         assert self.mesh is not None
-        return self.mesh[self.pp_axis_name].get_group()
+        return self.mesh[self.pp_axis_name]
 
     def sum_groups(self) -> list[dist.ProcessGroup]:
         """Over which gradients of whole parameters add up: data parallelism, and context parallelism."""
@@ -103,24 +108,6 @@ def check_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
         )
     if seq_len is not None and seq_len < 1:
         raise ConfigError(f"pp_seq_len={seq_len} must be at least 1", keys=("pp_seq_len",), fix="pp_seq_len=null")
-
-
-def check_switches(inner: bool, causal: bool, scale: bool) -> None:
-    """Documented switches of which one position only exists here."""
-    for key, value in (("patch_inner_model", inner), ("patch_causal_lm_model", causal)):
-        if not value:
-            raise ConfigError(
-                f"{key}=false: stages are made by stand-ins around the model's own forward, and in no other way",
-                keys=(key,),
-                fix=f"{key}=true",
-            )
-    if scale:
-        raise ConfigError(
-            "scale_grads_in_schedule=true would divide gradients by the number of microbatches, and accumulated ones "
-            "again at every step; losses are divided by the global weight already",
-            keys=("scale_grads_in_schedule",),
-            fix="scale_grads_in_schedule=false",
-        )
 
 
 def default_device() -> torch.device:

@@ -22,7 +22,7 @@ from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.anatomy import tied_embedding
 from automodel_cli.pipelining.cut.probe import check_split
-from automodel_cli.pipelining.cut.stage_part import StagePart, cut_stage, num_streams
+from automodel_cli.pipelining.cut.stage_part import PATCHED, Ready, StagePart, cut_stage, num_streams
 from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
 from automodel_cli.pipelining.listing import PipelineInfo
 from automodel_cli.pipelining.megatron_core.runtime import EagerConnections, EagerRuntime
@@ -60,17 +60,20 @@ class PipelineStages:
         defer_sync: bool = True,
         defer_nested: bool = False,
         spelling: Callable[[], AbstractContextManager[None]] = as_yaml,
+        ready: Ready = PATCHED,
     ):
         """`num_microbatches` is what `build` checks against the schedule and what `info.schedule` is made for. A step
         may bring another number: it is checked when it comes.
 
         defer_sync, defer_nested: FSDP, and modules that it wraps inside a part which it does not wrap, reduce once per
-            step. `spelling` is what the keys of refusals are called by who reads them.
+            step. `spelling` is what the keys of refusals are called by who reads them. `ready`: forwards of the model
+            that need no stand-ins.
         """
         self._config, self._axes, self._num_microbatches = config, axes, num_microbatches
         self.device = device or default_device()
         self._dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
         self._defer_sync, self._defer_nested, self._spelling = defer_sync, defer_nested, spelling
+        self._ready = ready
         self._plan: StagePlan | None = None
         self._eager: EagerConnections | None = None
         self._loss_fn: LossFn | None = None
@@ -94,7 +97,7 @@ class PipelineStages:
         wrong model or loss, a model whose split is not exact (with the layer that differs), stages that do not fit
         ranks or schedule, wrappers that would lose gradients.
         """
-        part = _as_part(model)
+        part = _as_part(model, self._ready)
         if loss_fn is not None and not callable(loss_fn):
             raise ConfigError(f"loss_fn must be callable as loss_fn(output, batch), not {type(loss_fn).__name__}")
         with self._spelling():
@@ -109,7 +112,7 @@ class PipelineStages:
                 keys=("mesh.pp_size",),
                 fix="mesh.pp_size=2",
             )
-        anatomy = check_split(part.model)
+        anatomy = check_split(part.model, self._ready)
         plan = plan_stages(self._config, part, anatomy, self._axes.group.size())
         plan.check(self._num_microbatches)  # refused here rather than at the first step
         rank = self._axes.group.rank()
@@ -123,6 +126,7 @@ class PipelineStages:
                 is_last=s == plan.num_stages - 1,
                 holds_depths=s == plan.depths,
                 follows_depths=plan.follows_depths(s),
+                ready=self._ready,
             )
             parts.append(self._parallelize(cut, parallelize_fn, plan))
         self._plan, self._loss_fn, self._runtimes = plan, loss_fn, {}
@@ -379,15 +383,16 @@ class PipelineStages:
         return sorted({owner[stage] for stage in self._table_stages})
 
 
-def _as_part(model: Any) -> ModelPart:
+def _as_part(model: Any, ready: Ready) -> ModelPart:
     from transformers import PreTrainedModel
 
     if isinstance(model, ModelPart):
         return model
     if isinstance(model, PreTrainedModel):
-        from automodel_cli.models.head import detect_head
+        from automodel_cli.models.head import HeadKind, detect_head
 
-        return ModelPart(model, detect_head(model.config))
+        # The logits of a causal LM with a forward of its own are what that forward returns.
+        return ModelPart(model, HeadKind("generic") if ready.outer else detect_head(model.config))
     raise ConfigError(
         f"build(model) takes a ModelPart or a Hugging Face model, not {type(model).__name__}", keys=("model",)
     )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import LlamaForCausalLM, LlamaModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh import build_mesh
@@ -19,11 +24,54 @@ from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.pipelining.auto_pipeline import AutoPipeline
 from automodel_cli.pipelining.config import PipelineConfig
-from tests.dist.harness import launch
+from tests.dist.harness import launch, launch_all
 from tests.dist.pipeline_cases import Case, loss_over, make_batches, whole_part
-from tests.tiny import build_hf, tiny_fields
+from tests.rounding import tolerance
+from tests.tiny import build_hf, gradient_error, gradients, tiny_fields
 
 PART = Case("1F1B")
+
+
+class ReadyModel(LlamaModel):
+    """Takes ids or hidden states, and returns hidden states."""
+
+    def forward(
+        self, input_ids: Any = None, position_ids: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        hidden_BTD = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(hidden_BTD.shape[1])[None]
+        shape = {"config": self.config, "inputs_embeds": hidden_BTD, "past_key_values": None}
+        mask = create_causal_mask(**shape, attention_mask=None, position_ids=position_ids)
+        positions = self.rotary_emb(hidden_BTD, position_ids)
+        for layer in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
+            hidden_BTD = layer(hidden_BTD, attention_mask=mask, position_embeddings=positions, **kwargs)
+        return BaseModelOutputWithPast(hidden_BTD if self.norm is None else self.norm(hidden_BTD))
+
+
+class ReadyOuter(LlamaForCausalLM):
+    """Returns logits, or hidden states where it has no head."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        hidden_BTD = self.model(input_ids=input_ids, **kwargs)[0]
+        return hidden_BTD if self.lm_head is None else self.lm_head(hidden_BTD)
+
+
+class ReadyInner(LlamaForCausalLM):
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = ReadyModel(config)
+
+
+class ReadyBoth(ReadyOuter, ReadyInner):
+    pass
+
+
+READY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "inner": (ReadyInner, {"patch_inner_model": False}),
+    "outer": (ReadyOuter, {"patch_causal_lm_model": False}),
+    "both": (ReadyBoth, {"patch_inner_model": False, "patch_causal_lm_model": False}),
+}
 
 REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no mesh": ({"world_mesh": None}, "needs world_mesh"),
@@ -46,9 +94,6 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "near": ({"pp_schedule": "zb-h3"}, "pp_schedule='zb-h3' is no schedule"),
     "dtype": ({"dtype": "bf17"}, "dtype='bf17' is no dtype of torch"),
     "group size": ({"microbatch_group_size": 0}, "microbatch_group_size=0 must be at least 1"),
-    "inner": ({"patch_inner_model": False}, "patch_inner_model=false"),
-    "outer": ({"patch_causal_lm_model": False}, "patch_causal_lm_model=false"),
-    "scale": ({"scale_grads_in_schedule": True}, "losses are divided by the global weight"),
     "length": ({"pp_seq_len": 0}, "pp_seq_len=0 must be at least 1"),
 }
 
@@ -109,6 +154,8 @@ def refused_builds(rank: int, world: int) -> dict[str, str]:
     ready = AutoPipeline(world_mesh=mesh, pp_batch_size=2)
     found["model"] = _refusal(lambda: ready.build(nn.Linear(1, 1)))  # type: ignore[arg-type]
     found["loss"] = _refusal(lambda: ready.build(part, loss_fn="sum"))  # type: ignore[arg-type]
+    patched = AutoPipeline(mesh, patch_inner_model=False, pp_batch_size=2)
+    found["not ready"] = _refusal(lambda: patched.build(part))
     alone, _ = dist.new_subgroups(1)
     wrap = functools.partial(nn.parallel.DistributedDataParallel, process_group=alone)
     found["ddp"] = _refusal(lambda: ready.build(part, parallelize_fn=lambda module, **axes: wrap(module)))
@@ -154,6 +201,7 @@ def test_refused_arguments(build_errors: dict[str, str]):
     assert "takes a ModelPart or a Hugging Face model, not Linear" in build_errors["model"]
     assert "loss_fn must be callable" in build_errors["loss"]
     assert "DDP wrapper" in build_errors["ddp"]
+    assert "cannot be split" in build_errors["not ready"], "the library's forward takes no hidden states"
 
 
 def test_zero_bubble_refuses_resharding():
@@ -225,8 +273,6 @@ def build_mesh_of(world: int) -> Any:
 
 
 def test_members_after_build(tmp_path: Path):
-    from tests.dist.harness import launch_all
-
     first, second = launch_all(after_build, 2, str(tmp_path))
     assert first["info"] == (True, True, True) and second["info"] == (True, False, False), "V: rank 0 has both ends"
     assert (first["indices"], second["indices"]) == ([0, 3], [1, 2])
@@ -259,3 +305,74 @@ def test_config_node():
         PipelineConfig(schedule="gpip")
     with pytest.raises(ConfigError, match="at least 2 \\* pp_size microbatches"):
         PipelineConfig(schedule="dualpipev").check(pp_size=2, num_microbatches=3)
+
+
+ORDER = (
+    *("world_mesh", "moe_mesh", "pp_axis_name", "dp_axis_names", "cp_axis_name", "tp_axis_name", "ep_axis_name"),
+    *("ep_shard_axis_names", "pp_schedule", "pp_schedule_csv", "pp_microbatch_size", "pp_batch_size"),
+    *("layers_per_stage", "round_virtual_stages_to_pp_multiple", "module_fqns_per_model_part", "patch_inner_model"),
+    *("patch_causal_lm_model", "patch_stage_backward_maybe_with_nosync", "defer_fsdp_grad_sync", "device", "dtype"),
+    "scale_grads_in_schedule",
+)
+"""Parameters that programs pass by position (NeMo AutoModel's order)."""
+
+
+def test_arguments_by_position():
+    parameters = inspect.signature(AutoPipeline).parameters.values()
+    assert tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == ORDER
+
+
+def ready_steps(rank: int, world: int) -> dict[str, tuple[float, float]]:
+    """Worst relative error of a gradient, and of the loss, of models that take and return hidden states themselves."""
+    mesh, batches, found = _mesh(world), make_batches(PART, 4, 0, 0), {}
+    whole = whole_part(PART, 4)
+    loss = loss_over(50.0)
+    value = sum(loss(whole(labels=b.labels_BT, **b.model_inputs()), b) for b in batches)
+    value.backward()
+    want = {f"model.{name}": grad for name, grad in gradients(whole.model).items()}
+    for name, (model_class, options) in READY.items():
+        model = model_class(whole.model.config)
+        model.load_state_dict(whole.model.state_dict())
+        model.set_attn_implementation("packed")
+        pipeline = AutoPipeline(mesh, None, "pp", pp_batch_size=4, **options).build(model)
+        got = pipeline.forward_backward(batches, loss)
+        everywhere: list[Any] = [None] * world
+        dist.all_gather_object(everywhere, ({n: g for p in pipeline.parts for n, g in gradients(p).items()}, got))
+        merged = {n: g for of_rank, _ in everywhere for n, g in of_rank.items()}
+        loss_error = abs(sum(of_rank.item() for _, of_rank in everywhere) - value.item()) / value.item()
+        assert pipeline.pp_mesh.get_group() == mesh.get_group() and pipeline.device.type == "cpu"
+        found[name] = gradient_error(want, merged), loss_error
+    return found
+
+
+def test_models_whose_own_forward_takes_hidden_states():
+    for name, errors in launch(ready_steps, 2).items():
+        assert max(errors) < tolerance(), (name, errors)
+
+
+def scaled_steps(rank: int, world: int) -> list[tuple[float, dict[str, Tensor]]]:
+    """Loss and gradients of two steps on the same weights, of 4 and of 2 microbatches, without scaling and with it."""
+    found = []
+    for scales in (False, True):
+        pipeline = AutoPipeline(_mesh(world), pp_batch_size=4, scale_grads_in_schedule=scales).build(
+            whole_part(PART, 4)
+        )
+        total = sum(
+            pipeline.forward_backward(make_batches(PART, count, step, 0), loss_over(10.0)).item()
+            for step, count in enumerate((4, 2))
+        )
+        found.append((total, {n: g.clone() for p in pipeline.parts for n, g in gradients(p).items()}))
+    return found
+
+
+def test_scaled_gradients_are_those_of_the_mean_over_microbatches():
+    """Of each step by itself: 4 and 2 microbatches, whose gradients add up."""
+    whole, loss = whole_part(PART, 4), loss_over(10.0)
+    for step, count in enumerate((4, 2)):
+        for batch in make_batches(PART, count, step, 0):
+            (loss(whole(labels=batch.labels_BT, **batch.model_inputs()), batch) / count).backward()
+    want = gradients(whole)
+    per_rank = launch_all(scaled_steps, 2)
+    assert sum(rank[1][0] for rank in per_rank) == pytest.approx(sum(rank[0][0] for rank in per_rank), rel=1e-6)
+    got = {name: grad for rank in per_rank for name, grad in rank[1][1].items()}
+    assert got.keys() == want.keys() and gradient_error(want, got) < tolerance()

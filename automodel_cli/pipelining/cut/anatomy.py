@@ -52,13 +52,17 @@ class NotMeasuredError(SplitError):
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """Name of the decoder list: the outermost ModuleList with one entry per layer of the config, which some families
-    count in a field of their own."""
+    """Name of the decoder list: the outermost ModuleList or ModuleDict with one entry per layer of the config.
+
+    Some families count their layers in a field of their own.
+    """
     if model.config.is_encoder_decoder:
         raise SplitError(model, "it is an encoder-decoder, whose stages would need two streams")
     text = model.config.get_text_config()
     counts = {value for name in LAYER_COUNTS if (value := getattr(text, name, None))}
-    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) in counts]
+    lists = [
+        name for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) in counts
+    ]
     outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
     if len(outermost) != 1:
         found = ", ".join(outermost) or "none"
@@ -74,7 +78,7 @@ def observe(small: PreTrainedModel) -> Anatomy:
     Raises SplitError when the model runs its layers in another way than once each, in order.
     """
     path = find_layers(small)
-    layers = list(small.get_submodule(path))  # type: ignore[call-overload]
+    layers = list(small.get_submodule(path).children())
     watch = _Watch(len(layers))
     handles = [layer.register_forward_pre_hook(watch.layer_hook(i)) for i, layer in enumerate(layers)]
     handles += [layer.register_forward_hook(watch.output) for layer in layers]

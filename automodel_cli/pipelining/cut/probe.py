@@ -20,25 +20,25 @@ from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
 from automodel_cli.pipelining.cut.anatomy import Anatomy, NotMeasuredError, SplitError, observe
-from automodel_cli.pipelining.cut.stage_part import StandIn, cut_stage
+from automodel_cli.pipelining.cut.stage_part import PATCHED, Ready, StandIn, cut_stage
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 TOLERANCE = 1e-5  # relative to the largest value; a wrong split is off by 1e-2 and more
 _TOKENS = 24
-_checked: dict[tuple[type, str], Anatomy] = {}
+_checked: dict[tuple[type, str, Ready], Anatomy] = {}
 
 
-def check_split(model: PreTrainedModel) -> Anatomy:
+def check_split(model: PreTrainedModel, ready: Ready = PATCHED) -> Anatomy:
     """The anatomy of `model`'s family, once its split has been found exact on a small copy. Raises SplitError.
 
     A second on a CPU, once per small copy and process. `model` itself is not run and may be on the meta device.
     """
     small = _small(type(model), model.config)
-    key = (type(model), small.to_json_string())
+    key = (type(model), small.to_json_string(), ready)
     if key not in _checked:
-        _checked[key] = _probe(type(model), small)
+        _checked[key] = _probe(type(model), small, ready)
     return _checked[key]
 
 
@@ -52,7 +52,7 @@ def _small(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Pret
         return shrink(config)
 
 
-def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig) -> Anatomy:
+def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig, ready: Ready = PATCHED) -> Anatomy:
     def build(config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = model_class._from_config(
             config, attn_implementation="eager"
@@ -63,7 +63,7 @@ def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig) -> Anato
     with _unknown_unless_refused(model_class):
         model = build_small(small, build).eval()  # no dropout, no noise in routers
     anatomy = observe(model)
-    compare(ModelPart(model, HeadKind("generic")), anatomy)
+    compare(ModelPart(model, HeadKind("generic")), anatomy, ready)
     return anatomy
 
 
@@ -80,13 +80,13 @@ def _unknown_unless_refused(model_class: type[PreTrainedModel]) -> Iterator[None
         ) from error
 
 
-def compare(part: ModelPart, anatomy: Anatomy) -> None:
+def compare(part: ModelPart, anatomy: Anatomy, ready: Ready = PATCHED) -> None:
     """Run `part` whole and as three uneven stages; raise SplitError where outputs or gradients differ."""
-    count = len(part.model.get_submodule(anatomy.layers))  # type: ignore[arg-type]
+    count = len(list(part.model.get_submodule(anatomy.layers).children()))
     cuts = (0, max(count // 2, 1), max(count - 1, 1), count)
     try:
         stages = [  # before anything runs: some layers keep what they computed
-            cut_stage(part, anatomy, layers=range(a, b), is_first=s == 0, is_last=s == 2)
+            cut_stage(part, anatomy, layers=range(a, b), is_first=s == 0, is_last=s == 2, ready=ready)
             for s, (a, b) in enumerate(pairwise(cuts))
         ]
     except Exception as error:
@@ -123,7 +123,7 @@ def _run(parts: Sequence[ModelPart], anatomy: Anatomy) -> dict[str, Tensor]:
     handles = [
         layer.register_forward_hook(_keeper(results, f"the output of {anatomy.layers}.{i}"))
         for part in parts
-        for i, layer in enumerate(part.model.get_submodule(anatomy.layers).children())
+        for i, layer in part.model.get_submodule(anatomy.layers).named_children()
         if not isinstance(layer, StandIn)
     ]
     try:

@@ -14,6 +14,7 @@ names.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,31 @@ from torch import Tensor, nn
 
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.models.part import ModelPart
-from automodel_cli.pipelining.cut.anatomy import Anatomy, tied_embedding
+from automodel_cli.pipelining.cut.anatomy import Anatomy, SplitError, tied_embedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Which forwards of a model take and return hidden states by themselves, so that they need no stand-ins.
+
+    `inner` is the base model's forward, `outer` that of the causal LM around it. A ready forward gets the hidden states
+    `[B, T, D]` in place of `input_ids` where its embedding is None, and returns hidden states where its head is None.
+    The decoder list of a ready `inner` is a ModuleDict of the stage's layers by their index in the whole model.
+    """
+
+    inner: bool = False
+    outer: bool = False
+
+    def reaches(self, name: str, base: str) -> bool:
+        """Return whether the module `name` is called by a ready forward. `base` is the name of the base model."""
+        return self.inner if name.startswith(base + ".") else self.outer
+
+
+PATCHED = Ready()
+"""A model of the library: neither forward knows of stages."""
 
 
 class Boundary:
@@ -119,6 +141,7 @@ class StagePart(ModelPart):
     and one with layers for multi-token prediction (which embed with it)."""
     held_elsewhere: frozenset[str] = frozenset()
     """The same on all but the first stage: the gradient norm counts a shared table there."""
+    ready: Ready = PATCHED
 
     def forward(  # type: ignore[override]
         self,
@@ -155,6 +178,17 @@ class StagePart(ModelPart):
         self.hidden(inputs)
         return self.boundary.take().flatten(2)
 
+    def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
+        """See `ModelPart.hidden`; a ready forward gets what the previous stage sent in place of `input_ids`."""
+        if self.ready == PATCHED:
+            return super().hidden(local_inputs)
+        if self.ready.inner and not self.is_first:
+            local_inputs = {**local_inputs, "input_ids": self.boundary.hidden_BTD}
+        calls_outer = self.ready.outer and not self.is_last
+        hidden_BTD = self.run(self.model if calls_outer else self.model.base_model, local_inputs)
+        self.boundary.hidden_BTD = hidden_BTD
+        return hidden_BTD
+
     def with_depths(
         self, model_inputs: dict[str, Any], local_inputs: dict[str, Any], request: HeadRequest
     ) -> list[Tensor]:
@@ -177,10 +211,10 @@ def cut_stage(
     is_last: bool,
     holds_depths: bool = False,
     follows_depths: bool = False,
+    ready: Ready = PATCHED,
 ) -> StagePart:
     """Stage `layers` of `part`, which is left as it is: the stage shares the tensors that it keeps, meta or not."""
-    slots = part.model.get_submodule(anatomy.layers)
-    assert isinstance(slots, nn.ModuleList)
+    slots = part.model.get_submodule(anatomy.layers).children()
     others = (slot for i, slot in enumerate(slots) if i not in layers)  # stand-ins will take their places
     stage = copy.deepcopy(part, {id(kept): kept for kept in (*part.parameters(), *part.buffers(), *others)})
     stage.__class__ = StagePart
@@ -188,10 +222,15 @@ def cut_stage(
     stage.boundary, stage.layers, stage.is_first, stage.is_last = Boundary(), layers, is_first, is_last
     stage.streams = anatomy.streams
     stage.holds_depths, stage.follows_depths = holds_depths, follows_depths
+    stage.ready = ready
     if not holds_depths:
         stage.multi_token = None
-    _fill_slots(stage, anatomy)
+    if ready.inner:
+        _keep_own_layers(stage, anatomy.layers)
+    else:
+        _fill_slots(stage, anatomy)
     model = stage.model
+    base = model.base_model_prefix
     dtype = next(part.parameters()).dtype
     table, is_tied = _table(model)
     keeps_table = is_first or holds_depths or (is_last and is_tied)
@@ -200,7 +239,8 @@ def cut_stage(
     if not is_first:
         for name in anatomy.before:
             if not (keeps_table and name == table):  # the head's weight, or what depths embed with
-                _replace(model, name, _discard_output(model.get_submodule(name), stage.boundary, dtype))
+                absent = _discard_output(model.get_submodule(name), stage.boundary, dtype)
+                _replace(model, name, None if ready.reaches(name, base) else absent)
     if not is_last:
         stage.value_head = None
         model.all_tied_weights_keys = {}  # else the library's tie step would tie the head to a stand-in
@@ -208,7 +248,7 @@ def cut_stage(
     for name in anatomy.after:
         kept = is_last if not (holds_depths or follows_depths) or model.get_submodule(name) is head else holds_depths
         if not kept:
-            _replace(model, name, PassThrough())
+            _replace(model, name, None if ready.reaches(name, base) else PassThrough())
     if keeps_table and _is_shared(part, is_first=is_first, is_last=is_last, holds_depths=holds_depths):
         stage.shared = frozenset({f"model.{table}.weight"})
         stage.held_elsewhere = frozenset() if is_first else stage.shared
@@ -242,9 +282,19 @@ def _copy_table(model: PreTrainedModel, embedding: str) -> None:
         head.weight = table.weight
 
 
+def _keep_own_layers(stage: StagePart, name: str) -> None:
+    layers = list(stage.model.get_submodule(name).children())
+    _replace(stage.model, name, nn.ModuleDict({str(i): layers[i] for i in stage.layers}))
+
+
 def _fill_slots(stage: StagePart, anatomy: Anatomy) -> None:
     slots = stage.model.get_submodule(anatomy.layers)
-    assert isinstance(slots, nn.ModuleList)
+    if not isinstance(slots, nn.ModuleList):
+        raise SplitError(
+            stage.model,
+            f"{anatomy.layers} is a {type(slots).__name__}, in which stand-ins have no place; a base model whose "
+            "forward takes and returns hidden states needs patch_inner_model=False",
+        )
     first, end = stage.layers.start, stage.layers.stop
     for i, layer in enumerate(list(slots)):
         if i not in stage.layers:
@@ -294,6 +344,6 @@ def _discard_output(module: nn.Module, boundary: Boundary, dtype: torch.dtype) -
     return PassThrough()
 
 
-def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+def _replace(model: nn.Module, name: str, new: nn.Module | None) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)

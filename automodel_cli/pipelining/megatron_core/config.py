@@ -32,6 +32,9 @@ class ModelParallelConfig:
         their activations; the others are recomputed. None leaves it to the model.
     calculate_per_token_loss: losses are sums; gradients are divided by the global token count after the step.
     grad_scale_func: applied to the loss before its backward.
+    enable_autocast, autocast_dtype: run `forward_step_func` under torch.autocast of this device.
+    defer_embedding_wgrad_compute: the output layer keeps its inputs and the gradients of its outputs in buffers; its
+        weight gradient is computed after the last backward (`embedding.finish_embedding_wgrad_compute`).
     no_sync_func: context in which backwards do not reduce gradients over data-parallel ranks (interleaved: one for all
         chunks, or a list). grad_sync_func, param_sync_func: launch reductions and gathers (interleaved: one for all
         chunks, or a list). finalize_model_grads_func(models, num_tokens): called after the last backward; `num_tokens`
@@ -54,6 +57,9 @@ class ModelParallelConfig:
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     calculate_per_token_loss: bool = False
     grad_scale_func: Callable[[Tensor], Tensor] | None = None
+    enable_autocast: bool = False
+    autocast_dtype: torch.dtype | None = None
+    defer_embedding_wgrad_compute: bool = False
     no_sync_func: NoSyncFunc | Sequence[NoSyncFunc] | None = None
     grad_sync_func: SyncFunc | Sequence[SyncFunc] | None = None
     param_sync_func: SyncFunc | Sequence[SyncFunc] | None = None
@@ -74,12 +80,14 @@ class ModelParallelConfig:
 class ProcessGroupCollection:
     """Groups by role; None is one rank.
 
-    pp: between stages. dp_cp: ranks whose losses add up. embd: ranks that hold a copy of a tied table.
+    pp: between stages. dp_cp: ranks whose losses add up. embd: ranks that hold a copy of a tied table. tp: ranks of
+    tensor parallelism.
     """
 
     pp: dist.ProcessGroup | None = None
     dp_cp: dist.ProcessGroup | None = None
     embd: dist.ProcessGroup | None = None
+    tp: dist.ProcessGroup | None = None
 
 
 class PipelineModel(Protocol):
@@ -100,8 +108,13 @@ class PipelineModel(Protocol):
 
 def get_model_config(model: Any) -> ModelParallelConfig:
     """The config of a model, through wrappers that keep it as `.module`."""
-    while isinstance(model, nn.Module) and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
-    config = model.config
+    config = unwrapped(model).config
     assert isinstance(config, ModelParallelConfig), f"model.config is a {type(config).__name__}"
     return config
+
+
+def unwrapped(model: Any) -> Any:
+    """Return what wrappers such as DDP keep as `.module`."""
+    while isinstance(model, nn.Module) and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model

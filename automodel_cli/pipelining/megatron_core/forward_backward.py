@@ -68,7 +68,9 @@ def forward_backward_no_pipelining(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
+        pg_collection=pg_collection,
     )
+    runner.defer_embedding(is_last_stage=True)
     runner.sync.disable()
     for microbatch in range(num_microbatches):
         if microbatch == num_microbatches - 1:
@@ -113,6 +115,7 @@ def forward_backward_pipelining_without_interleaving(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
+        pg_collection=pg_collection,
     )
     shapes: Any = get_tensor_shapes(
         seq_length=seq_length,
@@ -128,6 +131,7 @@ def forward_backward_pipelining_without_interleaving(
     if adjust_tensor_shapes_fn is not None:
         receive_shapes, send_shapes = adjust_tensor_shapes_fn(receive_shapes, send_shapes)
     communicator = p2p_communicator or make_communicator(pg_collection, config)
+    runner.defer_embedding(is_last_stage=communicator.is_pp_last_stage)
     step = _OneForwardOneBackward(runner, communicator, receive_shapes, send_shapes)
     step.run()
     return runner.finish()

@@ -56,6 +56,7 @@ def forward_backward_pipelining_with_interleaving(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
+        pg_collection=pg_collection,
     )
     config = runner.config
     (shape,) = get_tensor_shapes(
@@ -72,6 +73,7 @@ def forward_backward_pipelining_with_interleaving(
         if pg_collection is None or pg_collection.pp is None:
             raise ValueError("a pipeline needs p2p_communicator, or pg_collection with pp")
         p2p_communicator = P2PCommunicator(pg_collection.pp, config)
+    runner.defer_embedding(is_last_stage=p2p_communicator.is_pp_last_stage)
     # As torch.Size an unknown shape, (), is one shape too, and not an empty list of them.
     _Interleaved(runner, p2p_communicator, torch.Size(shape)).run()
     return runner.finish()

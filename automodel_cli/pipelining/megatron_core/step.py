@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from automodel_cli.pipelining.megatron_core.arithmetic import check_first_val_step, checkpoint_activations_microbatch
-from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, NoSyncFunc, get_model_config
+from automodel_cli.pipelining.megatron_core.config import (
+    ModelParallelConfig,
+    NoSyncFunc,
+    ProcessGroupCollection,
+    get_model_config,
+    unwrapped,
+)
+from automodel_cli.pipelining.megatron_core.embedding import (
+    clear_embedding_activation_buffer,
+    finish_embedding_wgrad_compute,
+)
 from automodel_cli.pipelining.megatron_core.tensors import backward_step, forward_step_calc_loss
 
 ForwardStepFunc = Callable[..., tuple[Any, Callable[..., Any] | None]]
@@ -20,6 +30,83 @@ ForwardStepFunc = Callable[..., tuple[Any, Callable[..., Any] | None]]
 def as_list(value: Any) -> list[Any]:
     """A list as it is, one thing as a list of it."""
     return value if isinstance(value, list) else [value]
+
+
+def set_current_microbatch(model: Any, microbatch_id: int) -> None:
+    """Set `current_microbatch` on each layer of `model.decoder`, and of `model.mtp` around its transformer layers.
+
+    A model without a decoder stays as it is.
+    """
+    model = unwrapped(model)
+    decoder = getattr(model, "decoder", None)
+    if decoder is None:
+        return
+    for layer in decoder.layers:
+        layer.current_microbatch = microbatch_id
+    mtp = getattr(model, "mtp", None)
+    for layer in () if mtp is None else mtp.layers:
+        layer.transformer_layer.current_microbatch = microbatch_id
+
+
+def forward_step(
+    forward_step_func: ForwardStepFunc,
+    data_iterator: Iterator[Any] | None,
+    model: Any,
+    num_microbatches: int,
+    input_tensor: Any,
+    forward_data_store: list[Any],
+    config: ModelParallelConfig,
+    cp_group_size: int,
+    collect_non_loss_data: bool = False,
+    checkpoint_activations_microbatch: bool | None = None,
+    is_first_microbatch: bool = False,
+    current_microbatch: int | None = None,
+    vp_stage: int | None = None,
+    is_last_stage: bool = True,
+) -> tuple[Any, Tensor | int]:
+    """Run the forward of one microbatch on one model chunk. Megatron-core's `forward_step`.
+
+    Args:
+        forward_step_func: `(iterator, model[, recompute])` -> `(output, loss_func)`. On the last stage
+            `loss_func(output)` returns `(loss, data)`, which is divided by the number of microbatches,
+            `(loss, num_tokens, data)`, which is divided by its tokens too, or with `collect_non_loss_data` anything:
+            it is then called as `loss_func(output, non_loss_data=True)`.
+        input_tensor: what the previous stage sent, or a list of it; None on the first stage.
+        forward_data_store: `data` of a last stage is appended to it.
+        checkpoint_activations_microbatch: third argument of `forward_step_func`; None: there is none.
+        current_microbatch: see `set_current_microbatch`.
+        vp_stage: the chunk that `model` must be, if it has a `vp_stage` itself.
+
+    Returns:
+        The output, or the scaled loss on the last stage; a list for a list. The number of tokens, 0 if unknown.
+
+    Raises:
+        ValueError: `vp_stage` is not that of the model.
+    """
+    own_stage = getattr(model, "vp_stage", None)
+    if vp_stage is not None and own_stage is not None and vp_stage != own_stage:
+        raise ValueError(f"vp_stage={vp_stage}, but the model chunk has vp_stage={own_stage}")
+    if is_first_microbatch:
+        # Optional, as in Megatron-core: only models that cache weights between microbatches have it.
+        getattr(model, "set_is_first_microbatch", _nothing)()
+    if current_microbatch is not None:
+        set_current_microbatch(model, current_microbatch)
+    unwrapped(model).set_input_tensor(as_list(input_tensor))
+    flags = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
+    autocast = torch.autocast(config.device.type, config.autocast_dtype) if config.enable_autocast else nullcontext()
+    with autocast:
+        output, loss_func = forward_step_func(data_iterator, model, *flags)
+    step = forward_step_calc_loss(
+        output,
+        loss_func,
+        num_microbatches=num_microbatches,
+        is_last_stage=is_last_stage,
+        context_parallel_size=cp_group_size,
+        calculate_per_token_loss=config.calculate_per_token_loss,
+        collect_non_loss_data=collect_non_loss_data,
+    )
+    forward_data_store += step.stored
+    return [step.output] if isinstance(input_tensor, list) else step.output, step.num_tokens
 
 
 class GradientSync:
@@ -57,6 +144,7 @@ class StepRunner:
         forward_only: bool,
         collect_non_loss_data: bool,
         first_val_step: bool | None,
+        pg_collection: ProcessGroupCollection | None = None,
     ):
         self.models = list(models)
         self.config: ModelParallelConfig = get_model_config(models[0])
@@ -66,6 +154,12 @@ class StepRunner:
         self._forward_step_func, self._iterators = forward_step_func, data_iterators
         self._collect, self._first_val_step = collect_non_loss_data, first_val_step
         self._num_tokens: Tensor | int = 0
+        self._output_layer: Any = None  # whose weight gradient is deferred
+        self._tp_group = None if pg_collection is None else pg_collection.tp
+
+    def defer_embedding(self, *, is_last_stage: bool) -> None:
+        """Empty the output layer's buffers before the first forward, where its weight gradient is deferred."""
+        self._output_layer = clear_embedding_activation_buffer(self.config, self.models, is_last_stage)
 
     def recompute(self, virtual_microbatch: int, num_warmup: int) -> bool | None:
         """Whether this forward recomputes its activations; None without partial checkpointing."""
@@ -76,25 +170,23 @@ class StepRunner:
         self, chunk: int, microbatch: int, input_tensor: Any, *, is_last_stage: bool, recompute: bool | None = None
     ) -> Any:
         """The output, or the loss on the last stage; a list when the input is one."""
-        model = self.models[chunk]
-        if check_first_val_step(self._first_val_step, self.forward_only, microbatch == 0):
-            # Optional, as in Megatron-core: only models that cache weights between microbatches have it.
-            getattr(model, "set_is_first_microbatch", _nothing)()
-        model.set_input_tensor(as_list(input_tensor))
-        flags = () if recompute is None else (recompute,)
-        output, loss_func = self._forward_step_func(self._iterators[chunk], model, *flags)
-        step = forward_step_calc_loss(
-            output,
-            loss_func,
-            num_microbatches=self.num_microbatches,
+        output, num_tokens = forward_step(
+            self._forward_step_func,
+            self._iterators[chunk],
+            self.models[chunk],
+            self.num_microbatches,
+            input_tensor,
+            self.stored,
+            self.config,
+            self.config.context_parallel_size,
+            self._collect,
+            recompute,
+            check_first_val_step(self._first_val_step, self.forward_only, microbatch == 0),
+            microbatch,
             is_last_stage=is_last_stage,
-            context_parallel_size=self.config.context_parallel_size,
-            calculate_per_token_loss=self.config.calculate_per_token_loss,
-            collect_non_loss_data=self._collect,
         )
-        self.stored += step.stored
-        self._num_tokens = self._num_tokens + step.num_tokens
-        return as_list(step.output) if isinstance(input_tensor, list) else step.output
+        self._num_tokens = self._num_tokens + num_tokens
+        return output
 
     def backward(self, input_tensor: Any, output: Any, output_grad: Any, *, is_last_stage: bool) -> Any:
         """Gradient of the input; None on the first stage. A list when the input is one.
@@ -102,14 +194,7 @@ class StepRunner:
         Zeros where the output does not depend on the input (a microbatch without labels): the previous rank waits for
         something.
         """
-        grads = backward_step(
-            input_tensor,
-            output,
-            output_grad,
-            grad_scale_func=self.config.grad_scale_func if is_last_stage else None,
-            # A loss was not sent, so it was not released either.
-            deallocate_pipeline_outputs=self.config.deallocate_pipeline_outputs and not is_last_stage,
-        )
+        grads = backward_step(input_tensor, output, output_grad, None, self.config)
         filled = [
             torch.zeros_like(tensor) if grad is None and tensor is not None else grad
             for tensor, grad in zip(as_list(input_tensor), as_list(grads), strict=True)
@@ -118,6 +203,8 @@ class StepRunner:
 
     def finish(self) -> list[Any]:
         """After the last backward: finalise gradients. Returns what the microbatches stored."""
+        deferred = self._output_layer is not None and not self.forward_only
+        finish_embedding_wgrad_compute(self.config, self._output_layer, deferred, self._tp_group)
         finalize = self.config.finalize_model_grads_func
         if finalize is not None and not self.forward_only:
             finalize(self.models, self._tokens() if self.config.calculate_per_token_loss else None)

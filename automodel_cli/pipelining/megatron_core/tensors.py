@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig
+
 
 def is_single_shape(shape: object) -> bool:
     """True for one shape: a torch.Size (even empty), or a non-empty list or tuple of ints."""
@@ -130,14 +132,14 @@ def backward_step(
     input_tensor: Any,
     output_tensor: Any,
     output_tensor_grad: Any,
-    *,
-    grad_scale_func: Callable[[Tensor], Tensor] | None = None,
-    deallocate_pipeline_outputs: bool = False,
+    model_type: Any,
+    config: ModelParallelConfig,
 ) -> Any:
-    """Backward of one stage and microbatch; returns the gradient of its input, or a list of them for a list.
+    """Run the backward of one stage and microbatch. Return the gradient of its input: a list for a list.
 
-    On the last stage `output_tensor_grad` is None and the loss is scaled by `grad_scale_func`. Nothing runs when the
-    output needs no gradient. The first stage gets None back.
+    On the last stage `output_tensor_grad` is None and `config.grad_scale_func` scales the loss. Nothing runs when the
+    output needs no gradient. On the first stage the input and its gradient are None. `model_type` is part of
+    Megatron-core's signature; nothing reads it, there or here.
     """
     single = not isinstance(input_tensor, list)
     inputs, outputs, grads = (
@@ -147,10 +149,10 @@ def backward_step(
         if tensor is not None:
             tensor.retain_grad()
     output, grad = outputs[0], grads[0]
-    if grad is None and grad_scale_func is not None:
-        output = grad_scale_func(output)
+    if grad is None and config.grad_scale_func is not None:
+        output = config.grad_scale_func(output)
     if output.requires_grad:
-        if deallocate_pipeline_outputs:
+        if config.deallocate_pipeline_outputs:
             custom_backward(output, grad)
         else:
             torch.autograd.backward(output, grad_tensors=grad)

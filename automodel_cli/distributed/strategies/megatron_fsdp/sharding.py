@@ -37,6 +37,7 @@ from automodel_cli.distributed.strategies.megatron_fsdp import compat
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig, zero_strategy
 
 HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
+HAVE_NVFSDP = HAVE_MEGATRON_FSDP  # the package's former name
 
 logger = logging.getLogger(__name__)
 

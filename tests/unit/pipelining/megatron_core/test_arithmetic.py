@@ -10,6 +10,7 @@ import torch
 
 from automodel_cli.pipelining.megatron_core import arithmetic as mc
 from automodel_cli.pipelining.megatron_core import tensors as mt
+from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig
 from automodel_cli.pipelining.megatron_core.grad_sync import plan_sync
 from automodel_cli.pipelining.schedule import orders
 
@@ -235,7 +236,8 @@ def test_deallocated_backward_equals_autograd():
         out = (inputs @ w).tanh() * 2
         mt.deallocate_output_tensor(out, release)
         assert out.numel() == (1 if release else 15) and out.grad_fn is not None
-        got = mt.backward_step(inputs, out, grad, deallocate_pipeline_outputs=release)
+        config = ModelParallelConfig(hidden_size=3, deallocate_pipeline_outputs=release)
+        got = mt.backward_step(inputs, out, grad, None, config)
         runs.append((got, w.grad))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -260,8 +262,9 @@ def test_deallocate_refusals():
 
 def test_backward_step_forms():
     w = torch.ones(3, requires_grad=True)
-    assert mt.backward_step(None, (w * 2).sum(), None, grad_scale_func=lambda loss: loss * 4) is None
+    plain, scaled = ModelParallelConfig(3), ModelParallelConfig(3, grad_scale_func=lambda loss: loss * 4)
+    assert mt.backward_step(None, (w * 2).sum(), None, None, scaled) is None
     assert torch.equal(w.grad, torch.full((3,), 8.0))
     a = torch.ones(2, requires_grad=True)
-    assert torch.equal(mt.backward_step([a], [a * 5], [torch.ones(2)])[0], torch.full((2,), 5.0))
-    assert mt.backward_step(None, torch.ones(3), None) is None
+    assert torch.equal(mt.backward_step([a], [a * 5], [torch.ones(2)], None, plain)[0], torch.full((2,), 5.0))
+    assert mt.backward_step(None, torch.ones(3), None, None, plain) is None
