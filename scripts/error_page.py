@@ -12,7 +12,7 @@ from pathlib import Path
 from automodel_cli.config.fixes import label
 
 ROOT = Path(__file__).parents[1]
-_KINDS = {"ConfigError": 2, "DataError": 3, "RunError": 1}
+_KINDS = {"ConfigError": 2, "DataError": 3, "RunError": 1, "DryRunError": 1}
 _SECTIONS = (
     *("model", "data", "objective", "optimizer", "lr_scheduler", "parallelizer", "mesh", "pipeline", "train"),
     *("validation", "checkpoint", "logging", "callbacks", "reference", "teacher", "rollout", "rewards", "output_dir"),

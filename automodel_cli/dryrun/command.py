@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ LARGEST_WORLD = 4096
 _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]
 
 
+class DryRunError(RunError):
+    """The dry run itself failed. Nothing follows for the run."""
+
+
 def dry_run(
     recipe: Any, request: Request, *, every: bool, changes: int, json_file: Path | None, svg: Path | None
 ) -> int:
     """Trace `request.rank`, or with `every` one rank of each stage, and where that does not fit at most `changes`
     changes of the config; print, and write what is asked for. Returns 0. Raises ConfigError for what is refused,
-    RunError where the step fails."""
+    RunError where the step fails, DryRunError where the dry run itself does."""
     layout = _layout(recipe, request.num_gpus)
     if svg is not None and layout.pp == 1:
         raise ConfigError(
@@ -92,7 +97,7 @@ def distinct_ranks(layout: Layout) -> tuple[int, ...]:
 
 
 def measure(request: Request, ranks: Sequence[int]) -> Estimate:
-    """Raises ConfigError for what a worker refuses, RunError for a step that fails."""
+    """Raises ConfigError for what a worker refuses, RunError for a step that fails, DryRunError for a fault of ours."""
     found = [trace_rank(replace(request, rank=rank)) for rank in ranks]
     return estimate(found, request.device, request.num_gpus)
 
@@ -108,17 +113,27 @@ def trace_rank(request: Request) -> RankResult:
         answer: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
         words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise RunError(f"rank {request.rank} ended without an answer: {words[0]}") from None
+        raise _ours(request, f"its process ended without an answer: {words[0]}") from None
     if "refused" in answer:
         refused = answer["refused"]
         raise ConfigError(refused["message"], keys=refused["keys"], origin=refused["origin"], fix=refused["fix"])
     if "failed" in answer:
         failed = answer["failed"]
         print(failed["trace"], file=sys.stderr)
-        raise RunError(
-            f"rank {request.rank}: the step would fail on a GPU, or needs what a dry run lacks: {failed['message']}"
-        )
+        if failed["ours"]:
+            raise _ours(request, failed["message"])
+        raise RunError(f"rank {request.rank}: the step fails, on a GPU as well: {failed['message']}")
     return RankResult.from_dict(answer["result"])
+
+
+def _ours(request: Request, what: str) -> DryRunError:
+    trusted = [word for package in request.trust_packages for word in ("--trust-package", package)]
+    words = ["plan", "-c", request.conf, "--gpus", str(request.num_gpus), *trusted, *request.overrides]
+    return DryRunError(
+        f"rank {request.rank}: the dry run itself failed with torch {version('torch')}, not the step: {what}; "
+        "nothing follows for the run, and the fault is one of automodel",
+        fix=f"{shlex.join(['automodel', *words])} (estimates memory and time without a step)",
+    )
 
 
 def _layout(recipe: Any, num_gpus: int) -> Layout:

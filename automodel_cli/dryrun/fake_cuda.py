@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from automodel_cli.dryrun.clock import Clock
-from automodel_cli.dryrun.gpus import Gpu
+from automodel_cli.dryrun.gpus import GIB, Gpu
 
 CUDA = torch.device("cuda", 0)
 
 
-def pretend(gpu: Gpu, clock: Clock, synchronised: Callable[[str], None]) -> None:
-    """`synchronised(what)` is called where the host would wait for the device."""
+def pretend(gpu: Gpu, clock: Clock, synchronised: Callable[[str, float], None]) -> None:
+    """`synchronised(what, until)` is called where the host would wait for the device."""
     numbers = itertools.count(1)
 
     class Event:
+        device = CUDA
+
         def __init__(self, *_: Any, **__: Any):
             self.time = 0.0
 
@@ -38,14 +40,13 @@ def pretend(gpu: Gpu, clock: Clock, synchronised: Callable[[str], None]) -> None
             return (other.time - self.time) * 1e3
 
         def synchronize(self) -> None:
-            clock.host_waits(self.time)
-            synchronised("event.synchronize")
+            synchronised("event.synchronize", self.time)
 
     class Stream:
-        device, device_index = CUDA, 0
+        device, device_index, device_type, priority = CUDA, 0, 1, 0
 
         def __init__(self, *_: Any, number: int | None = None, **__: Any):
-            self.number = next(numbers) if number is None else number
+            self.number = self.stream_id = next(numbers) if number is None else number
 
         def wait_stream(self, other: Any) -> None:
             clock.wait(self.number, clock.at(other.number))
@@ -59,11 +60,19 @@ def pretend(gpu: Gpu, clock: Clock, synchronised: Callable[[str], None]) -> None
             return event
 
         def synchronize(self) -> None:
-            clock.host_waits(clock.at(self.number))
-            synchronised("stream.synchronize")
+            synchronised("stream.synchronize", clock.at(self.number))
 
         def query(self) -> bool:
             return True
+
+        def is_capturing(self) -> bool:  # optimizers of a CUDA build ask
+            return False
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and self.number == other.number
+
+        def __hash__(self) -> int:
+            return self.number
 
         def __enter__(self) -> Any:
             clock.current.append(self.number)
@@ -98,32 +107,47 @@ def pretend(gpu: Gpu, clock: Clock, synchronised: Callable[[str], None]) -> None
         return Stream(number=clock.stream)
 
     def synchronize(*_: Any) -> None:
-        clock.host_waits(clock.now())
-        synchronised("cuda.synchronize")
+        synchronised("cuda.synchronize", clock.now())
 
-    replaced: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_bf16_supported": lambda *_, **__: True,
-        "device_count": lambda: 8,
-        "current_device": lambda: 0,
-        "set_device": lambda _: None,
+    def set_stream(stream: Any) -> None:
+        clock.current[-1] = stream.number
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def zero(*_: Any, **__: Any) -> int:
+        return 0
+
+    def true(*_: Any, **__: Any) -> bool:
+        return True
+
+    memory = dict.fromkeys(
+        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), zero
+    ) | dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), nothing)  # fmt: skip
+    both = {**memory, "is_available": true, "device_count": lambda: 8, "synchronize": synchronize}
+    streams = {"current_stream": current_stream, "set_stream": set_stream}
+    of_cuda = {
+        "is_initialized": true,
+        "is_bf16_supported": true,
+        "is_current_stream_capturing": lambda: False,
+        "current_device": zero,
+        "set_device": nothing,
         "get_device_name": lambda *_: gpu.name,
         "get_device_capability": lambda *_: gpu.capability,
-        "max_memory_reserved": lambda *_: 0,
-        "reset_peak_memory_stats": lambda *_: None,
-        "empty_cache": lambda: None,
+        "mem_get_info": lambda *_: (int(gpu.memory_gib * GIB),) * 2,
         "Stream": Stream,
         "Event": Event,
         "stream": Entered,
         "device": Device,
-        "current_stream": current_stream,
         "default_stream": lambda *_: Stream(number=0),
-        "synchronize": synchronize,
     }
-    cuda: Any = torch.cuda
-    for name, value in replaced.items():
-        setattr(cuda, name, value)
-    others: Any = torch
-    others.accelerator.current_stream = current_stream
-    others.Tensor.record_stream = lambda self, stream: None
+    of_accelerator = {
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "current_device_index": zero,
+        "set_device_index": nothing,
+    }
+    for module, names in ((torch.cuda, of_cuda), (torch.accelerator, of_accelerator)):
+        for name, value in {**both, **streams, **names}.items():
+            setattr(module, name, value)
+    tensor: Any = torch.Tensor
+    tensor.record_stream = nothing

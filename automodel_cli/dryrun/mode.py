@@ -103,9 +103,9 @@ class TracedRank(TorchDispatchMode):
         moved = sum(t.numel() * t.element_size() for t in unique)
         self._took(name, kernels.flex_seconds(self.gpu, work, moved, read[0].dtype), work, moved)
 
-    def synchronised(self, what: str) -> None:
-        """The host waits for the device, at the line that is running."""
-        self.clock.host_waits()
+    def synchronised(self, what: str, until: float | None = None) -> None:
+        """The host waits for the current stream, or until a moment, at the line that is running."""
+        self.clock.host_waits(until)
         self.counts.sync(what, code_line(3))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Every private name of torch that a dry run needs (torch 2.11 to 2.13): fake tensors that say `cuda`, groups that
+"""Every private name of torch that a dry run needs (torch 2.11 to 2.14): fake tensors that say `cuda`, groups that
 answer alone, FSDP2's bookkeeping. `install` changes torch for the whole process; a traced rank has one of its own.
 
 A build of torch without CUDA cannot run autograd on tensors whose device is CUDA in C++. So fake tensors stay `meta`
@@ -26,7 +26,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["FakeTensor", "FakeTensorMode", "unset_fake_temporarily"]
+__all__ = ["LIMITS_OF_FAKES", "FakeTensor", "FakeTensorMode", "unset_fake_temporarily"]
+
+LIMITS_OF_FAKES = (
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedMutationAliasingException,
+    fake_tensor.MetadataMismatchError,
+    torch.AcceleratorError,
+)
+"""What torch raises where a fake tensor cannot do what a real one can, and where a device is missing."""
 
 _LIBRARY = torch.library.Library("c10d", "IMPL")
 _ATEN = torch.library.Library("aten", "IMPL")
@@ -84,6 +95,11 @@ def _grouped_products_of_8_bits_have_a_shape() -> None:
         return torch._scaled_grouped_mm(a, b, scale_a[0], scale_b[0], rest[2], out_dtype=torch.bfloat16)
 
     _ATEN.impl("_scaled_grouped_mm_v2", shape_of, "Meta")
+
+
+def is_of_cuda_build(name: str) -> bool:
+    """Whether `torch._C` has this name only in builds for CUDA, where its call needs a device."""
+    return name.startswith("_cuda_")
 
 
 def start_group(rank: int, world_size: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
@@ -29,11 +28,9 @@ def main() -> int:
             }
         }
     except Exception as error:
-        while isinstance(error.__cause__, Exception):  # pipelines wrap what stages raise
-            error = error.__cause__
-        first = (str(error).splitlines() or [""])[0]
-        frames = "".join(f for f in traceback.format_tb(error.__traceback__) if "site-packages/torch/" not in f)
-        answer = {"failed": {"message": f"{type(error).__name__}: {first}", "trace": frames}}
+        from automodel_cli.dryrun.faults import described
+
+        answer = {"failed": described(error)}
     print(json.dumps(answer), flush=True)
     return 0 if "result" in answer else 1
 

@@ -34,7 +34,8 @@ FIRST_SECONDS = 1500.0
 _AUTO_SECONDS, _AUTO_STEPS = 300.0, 10.0
 _MAX_BEAT, _SAMPLE = 5.0, 0.02
 _EXPIRED, _SPEAKER = "hang/expired", "hang/speaker"
-_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_TORCH = f"{os.sep}torch{os.sep}"
+_DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 _STACKS_SIGNAL = signal.SIGUSR2
 
 
@@ -292,7 +293,11 @@ def _waits(frame: FrameType | None) -> bool:
     """Whether the innermost Python frame is torch.distributed's, or the one place where a step waits for the device."""
     if frame is None:
         return False
-    return _DISTRIBUTED in frame.f_code.co_filename or frame.f_code.co_name == "wait_for_device"
+    if _DISTRIBUTED in frame.f_code.co_filename:
+        return True
+    while frame.f_back is not None and _TORCH in frame.f_code.co_filename:  # an event's own Python
+        frame = frame.f_back
+    return frame.f_code.co_name == "wait_for_device"
 
 
 def _place(frame: FrameType | None) -> str:
@@ -301,7 +306,7 @@ def _place(frame: FrameType | None) -> str:
         return "no Python frame"
     inner = f"{frame.f_code.co_name} ({_short(frame)})"
     caller: FrameType | None = frame
-    while caller is not None and f"{os.sep}torch{os.sep}" in caller.f_code.co_filename:
+    while caller is not None and _TORCH in caller.f_code.co_filename:
         caller = caller.f_back
     if caller is None or caller is frame:
         return inner

@@ -96,7 +96,8 @@ def train_step(
     the right number, and everything after that is a sum. Three small collectives: weight, gradient norm, loss (with
     the sums that the objective measures, and the notice; one more where it also measures extrema). One host
     synchronisation, to refuse a non-finite step (NonFiniteError, on all ranks alike). The optimizer is launched before
-    it where its kernel can be told on the device to change nothing, else after it.
+    it where its kernel can be told on the device to change nothing, else after it. The wait does not cover its kernels:
+    the host prepares the next step while they run.
     """
     batches = [batch.to(mesh.device) for batch in batches]
     weight, batches = with_denominators(objective, batches, lambda local: mesh.sum_over(mesh.dp, local))
@@ -122,9 +123,10 @@ def train_step(
     (loss, num_bad_norms), rest = total[:2].unbind(), total[2:]
     sums, notices, seconds = rest.split([rest.numel() - _NUM_NOTICES - world_size, _NUM_NOTICES, world_size])
     is_good = loss.isfinite() & (num_bad_norms == 0)
-    launched = step_unless(~is_good, optimizer, mesh.device)
     noticed = (notices.sign() * torch.arange(_NUM_NOTICES, device=mesh.device)).amax()
-    answer = wait_for_device(torch.where(is_good, noticed, -1.0))
+    arriving = _ToHost(torch.where(is_good, noticed, -1.0))
+    launched = step_unless(~is_good, optimizer, mesh.device)
+    answer = wait_for_device(arriving)
     if answer < 0:
         _refuse(loss, grad_norm, weight, stages, batches)
     if not launched:
@@ -138,9 +140,25 @@ def train_step(
     )
 
 
-def wait_for_device(value: Tensor) -> float:
+class _ToHost:
+    """One number on its way to the host. The copy waits for the work queued so far; work queued later does not delay
+    it.
+    """
+
+    def __init__(self, value: Tensor):
+        self.number = value
+        self.copied: torch.cuda.Event | None = None
+        if value.device.type == "cuda":
+            self.number = value.to("cpu", non_blocking=True)  # torch takes pinned memory for it
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+
+def wait_for_device(arriving: _ToHost) -> float:
     """The one host synchronisation of a step: a stack that ends here waits for the device, and so for other ranks."""
-    return value.item()
+    if arriving.copied is not None:
+        arriving.copied.synchronize()
+    return arriving.number.item()
 
 
 def _is_bad(grad_norm: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.layout import Layout
+from automodel_cli.dryrun import command, fake_cuda
 from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.command import distinct_ranks, measure
 from automodel_cli.dryrun.ddp import FakeDDP
@@ -29,8 +32,8 @@ from automodel_cli.pipelining.timeline.simulator import peak_activations
 from automodel_cli.planning.plan import make_plan
 from automodel_cli.planning.reserve import RESERVE_GIB
 from automodel_cli.run.plan import plan_request
-from tests.dist.harness import RankFailure
-from tests.dryrun.traces import trace_in_fork
+from tests.dist.harness import RankFailure, launch
+from tests.dryrun.traces import ends_of_steps, failed_in_fork, trace_in_fork
 from tests.e2e.command import automodel
 
 _LAYERS = 2
@@ -119,8 +122,62 @@ def test_a_check_with_gpus_says_that_the_step_fits_or_what_it_would_hold(tmp_pat
 def test_a_dense_step_waits_for_the_device_only_in_the_head_and_once_to_refuse_what_is_not_finite() -> None:
     found = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN)
     lines = {line.what.split(" at ")[0]: line.count for line in found.syncs}
-    assert lines[".item()"] == 1
+    assert lines["event.synchronize"] == 1 and ".item()" not in lines
     assert found.num_syncs <= 1 + 2 * found.measured_microbatches
+
+
+def test_the_host_does_not_wait_for_the_optimizer() -> None:
+    """Of 128 million parameters: fused AdamW reads and writes seven numbers of four bytes for each."""
+    large = "model.config.vocab_size=1000000"
+    host, device = ends_of_steps(Request("llama3_8b_tp2cp2_tiny", (*_PLAIN, large), 1))[-1]
+    optimizer = 7 * 4 * 2 * 64 * 1_000_000 / (GPUS["h100"].bandwidth)
+    assert device - host > 0.9 * optimizer
+
+
+@pytest.mark.parametrize(
+    ("objective", "ours"),
+    [
+        ("WrongShape", False),
+        ("WrongName", False),
+        ("AsksTheStream", True),
+        ("AsksTheDevice", True),
+        ("ReadsValues", True),
+    ],
+)
+def test_faults_of_the_dry_run_are_told_from_those_of_the_step(objective: str, ours: bool) -> None:
+    target = f"objective={{_target_: tests.dryrun.faulty.{objective}}}"
+    failed = failed_in_fork(Request("llama3_8b_tp2cp2_tiny", (*_PLAIN, target), 1, trust_packages=("tests",)))
+    assert failed["ours"] is ours, failed
+    assert "faulty.py" in failed["trace"] and "site-packages/torch" not in failed["trace"]
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_failed_trace_is_an_error_of_its_kind(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message of a fault of ours offers the estimate that needs no step."""
+    answer = json.dumps({"failed": {"message": "TypeError: why", "trace": "", "ours": ours}})
+    monkeypatch.setattr(command, "_WORKER", [sys.executable, "-c", f"print({answer!r})"])
+    with pytest.raises(RunError, match="TypeError: why") as caught:
+        command.trace_rank(Request("quickstart", ("train.max_steps=3",), 2))
+    assert isinstance(caught.value, command.DryRunError) is ours and caught.value.exit_code == 1
+    fix = "automodel plan -c quickstart --gpus 2 train.max_steps=3"
+    assert (caught.value.fix or "").startswith(fix) is ours
+
+
+def _names_without_stand_in(rank: int, world: int) -> list[str]:
+    clock = Clock()
+    real = {"Stream": torch.Stream, "Event": torch.Event}
+    fake_cuda.pretend(GPUS["h100"], clock, lambda what, until: None)
+    known = {"Stream": torch.cuda.Stream(), "Event": torch.cuda.Event()}
+    assert not torch.accelerator.current_stream().is_capturing()
+    return [f"{k}.{n}" for k in real for n in dir(real[k]) if not n.startswith("_") and not hasattr(known[k], n)]
+
+
+def test_streams_and_events_answer_what_torch_asks_of_real_ones() -> None:
+    """Except for handles of the driver and of other processes."""
+    missing = launch(_names_without_stand_in, 1, process_group=False)
+    assert {name.partition(".")[2] for name in missing} <= {
+        "native_handle", "event_id", "ipc_handle", "from_ipc_handle"
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from automodel_cli.dryrun import rank as traced_rank
+from automodel_cli.dryrun.faults import described
 from automodel_cli.dryrun.rank import trace
 from automodel_cli.dryrun.request import RankResult, Request
 from automodel_cli.dryrun.worker import load
@@ -18,3 +20,36 @@ def trace_in_fork(request: Request) -> RankResult:
 def _trace(rank: int, world: int, given: str) -> dict[str, Any]:
     request = Request.from_json(given)
     return trace(load(request), request).to_dict()
+
+
+def failed_in_fork(request: Request) -> dict[str, Any]:
+    """What the worker answers for a trace that raises."""
+    return launch(_failed, 1, request.to_json(), timeout=400, process_group=False)
+
+
+def _failed(rank: int, world: int, given: str) -> dict[str, Any]:
+    request = Request.from_json(given)
+    try:
+        trace(load(request), request)
+    except Exception as error:
+        return described(error)
+    raise AssertionError("the trace went through")
+
+
+def ends_of_steps(request: Request) -> list[tuple[float, float]]:
+    """For each step: when the host goes on, and when the device is done."""
+    return launch(_ends, 1, request.to_json(), timeout=400, process_group=False)
+
+
+def _ends(rank: int, world: int, given: str) -> list[tuple[float, float]]:
+    request, found = Request.from_json(given), list[tuple[float, float]]()
+    step = traced_rank.Traced.step
+
+    def watched(self: traced_rank.Traced, *args: Any) -> float:
+        seconds = step(self, *args)
+        found.append((self.clock.host, self.clock.now()))
+        return seconds
+
+    traced_rank.Traced.step = watched  # type: ignore[method-assign]
+    trace(load(request), request)
+    return found
