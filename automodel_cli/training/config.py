@@ -48,7 +48,7 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     """Clip the gradient norm to this. null: no clipping; the norm is still measured."""
     deterministic: bool = False
-    """Refuse kernels without a reproducible result."""
+    """Refuse kernels without a reproducible result, and give cuBLAS a workspace of a fixed size."""
     cpu_threads: int | None = None
     """Threads of torch on each rank's CPU; null: what the launcher gives it."""
     step_timeout: float | Literal["auto"] | None = "auto"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_REPRODUCIBLE = (":4096:8", ":16:8")
 
 
 def seed(seed: int, rank: int) -> None:
@@ -20,11 +26,19 @@ def seed(seed: int, rank: int) -> None:
 
 
 def make_deterministic() -> None:
-    """Make torch refuse operators without a reproducible result.
+    """Make torch refuse operators without a reproducible result. Call it before CUDA starts.
 
-    On CUDA, cuBLAS also wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before its first call; torch says so
-    when it is missing.
+    cuBLAS is reproducible with a workspace of a fixed size only, which it reads from the environment.
+    Raises ConfigError for a GPU where the user has set another one.
     """
+    given = os.environ.setdefault(_WORKSPACE, _REPRODUCIBLE[0])
+    if given not in _REPRODUCIBLE and torch.cuda.is_available():
+        raise ConfigError(
+            f"train.deterministic=true, but {_WORKSPACE}={given} is set, and cuBLAS is reproducible with "
+            f"{' or '.join(_REPRODUCIBLE)} only",
+            keys=("train.deterministic",),
+            fix=f"export {_WORKSPACE}={_REPRODUCIBLE[0]}, or train.deterministic=false",
+        )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
