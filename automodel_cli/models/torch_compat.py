@@ -1,7 +1,7 @@
-"""The one place in `models` that touches names of torch which are not its public API. Works for 2.11 to 2.13.
+"""The one place in `models` that touches names of torch which are not its public API. Works for 2.11 to 2.14.
 
 Relied on: the higher-order operator behind `flex_attention`, whose arguments the public function fills in but which it
-keeps from a CPU that wants gradients; `torch._dynamo.config.recompile_limit`. Held by
+keeps from a CPU that wants gradients; `torch._dynamo.config.recompile_limit`; the compiler's stance. Held by
 tests/unit/models/test_attention_flex.py.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import eval_frame
 from torch._higher_order_ops.flex_attention import flex_attention as _operator
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -59,6 +60,15 @@ def _as_it_is(score: Tensor, *_: Tensor) -> Tensor:
 
 def compiled(function: Callable[..., Any], backend: str, began: Callable[[], None]) -> Callable[..., Any]:
     """`function` by torch's compiler, whole; sizes that change once are symbols from then on. `began()` is called for
-    every graph."""
+    every graph. It is compiled under a stance of eager code too, which is that of the sampler for layers.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
-    return torch.compile(function, backend=counted_backend(backend, began), fullgraph=True)
+    run = torch.compile(function, backend=counted_backend(backend, began), fullgraph=True)
+
+    def always(*args: Any) -> Any:
+        if eval_frame._stance.stance == "default":
+            return run(*args)
+        with torch.compiler.set_stance("default"):
+            return run(*args)
+
+    return always

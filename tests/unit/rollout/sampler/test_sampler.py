@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import one_document
+from automodel_cli.models import attention_choice, attention_flex
 from automodel_cli.models.attention import packed_attention, register
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
@@ -164,6 +165,20 @@ def test_families_that_decode_pass_the_check(family):
 def test_families_whose_attention_is_not_the_librarys_are_refused():
     with pytest.raises(ConfigError, match="cannot generate with bloom"):
         check_decoding(CONFIG_MAPPING["bloom"]())
+
+
+def test_prompts_of_soft_capped_families_run_on_compiled_flex_attention():
+    """The sampler runs layers as eager code. FlexAttention without its compiler is tokens x tokens: CUDA refuses it."""
+    part, params = make_part("gemma2", num_hidden_layers=2), SamplingParams(max_new_tokens=3, temperature=0.0)
+    dense = make_sampler(part).generate([[7, 8, 9, 10], [11, 12]], params)
+    before = len(attention_flex.compilations)
+    attention_choice.choose("flex", torch.device("cpu"))
+    try:
+        flex = make_sampler(part).generate([[7, 8, 9, 10], [11, 12]], params)
+    finally:
+        attention_choice.choose("auto", torch.device("cpu"))
+    assert len(attention_flex.compilations) > before
+    assert [c.tokens for c in flex] == [c.tokens for c in dense]
 
 
 @pytest.mark.parametrize("kind", ["llama", "granite", "gemma2"])
