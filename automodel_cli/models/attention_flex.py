@@ -19,7 +19,6 @@ import importlib.util
 import itertools
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from automodel_cli.data.batch import SeenKeys
+from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.models import torch_compat
 from automodel_cli.models.context import Context
 
@@ -190,7 +190,7 @@ def _disagrees(device: torch.device, dtype: torch.dtype, width: int, value_width
     """Compiles and runs: the answer of the first layer of a kind is that of all."""
     try:
         # On a thread of its own: a graph, a recomputation, hooks and modes that are under way here are not there.
-        with ThreadPoolExecutor(1) as thread:
+        with threads_on_this_device(1) as thread:
             error = thread.submit(disagreement, device, dtype, width, value_width, softcap).result()
     except Exception as failure:  # a compiler's failures have no common class
         return f"{type(failure).__name__}: {failure}".splitlines()[0]

@@ -18,7 +18,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
+from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.rollout.engine import Engine, SamplingParams, WeightStream
 from automodel_cli.rollout.environments.conversation import Episode
 from automodel_cli.rollout.kept_answers import Answer, Place, packed, unpacked
@@ -94,7 +95,7 @@ class SampleQueue:
         self._draw, self._about = draw or responses_beside(engine), dict(about or {})
         self._engine, self._device, self._depth = engine, device, depth
         self._overlaps = engine.capabilities.in_flight_updates
-        self._threads = ThreadPoolExecutor(depth if self._overlaps else 1, thread_name_prefix="rollout")
+        self._threads = threads_on_this_device(depth if self._overlaps else 1, "rollout")
         self._jobs: deque[_Job] = deque()
         self._running: list[Future[Any]] = []
         self._settings: dict[str, Any] = {}
@@ -220,9 +221,7 @@ class SampleQueue:
 
 
 def _on_own_stream(draw: Callable[[], Any], ready: torch.cuda.Stream) -> Any:
-    """On the default stream kernels of generation and training would take turns. Device and stream are a thread's own
-    settings."""
-    torch.cuda.set_device(ready.device)
+    """On the default stream kernels of generation and training would take turns. A stream is a thread's own setting."""
     stream = torch.cuda.Stream()
     stream.wait_stream(ready)  # the weights that were just copied
     with torch.cuda.stream(stream):

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextIteratorStreamer
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.models import compat
 
 _HELP = "/new begins another conversation, /quit or Ctrl-D ends"
@@ -66,7 +67,7 @@ class Speaker:
                 failure.append(error)
                 streamer.end()
 
-        thread = threading.Thread(target=generate, daemon=True)
+        thread = threading.Thread(target=on_this_device(generate), daemon=True)
         thread.start()
         said = []
         for piece in streamer:

@@ -22,6 +22,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.loader import StepLoader
 from automodel_cli.distributed import process_group
+from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models import carried
@@ -84,7 +85,7 @@ class Session:
             dp_size=mesh.dp_size,
             seed=recipe.seed,
             shuffle=recipe.data.shuffle,
-            prepare=_pinned if mesh.device.type == "cuda" else None,  # a CPU that computes has no time to spare
+            prepare=prepared_for(mesh.device),
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
         self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source))
@@ -429,6 +430,11 @@ def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
     if source.run_dir is None or CheckpointDir(source.run_dir / "checkpoints").latest() is None:
         return recipe.checkpoint
     return dataclasses.replace(recipe.checkpoint, resume="auto")
+
+
+def prepared_for(device: torch.device) -> Callable[[Any], Any] | None:
+    """What the loader's thread does with a batch. None on a CPU, which computes and has no time to spare."""
+    return on_this_device(_pinned) if device.type == "cuda" else None
 
 
 def _pinned(batch: Any) -> Any:

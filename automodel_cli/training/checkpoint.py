@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.distributed.sharded import weights_changed
 from automodel_cli.models.uneven import compact, cut_like, is_uneven
 from automodel_cli.training import rng
@@ -135,7 +136,7 @@ class Checkpointer:
             return self._write(state, meta, final)
         if self._stager is None or self._thread is None:
             self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._thread = threads_on_this_device(1, "checkpoint")
         # torch's stager takes the offset of a view into a flat buffer for an address, and copies what is not there.
         state = {key: compact(tensor) if is_uneven(tensor) else tensor for key, tensor in state.items()}
         staged = self._stager.stage(state)

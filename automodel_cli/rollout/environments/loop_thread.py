@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from automodel_cli.distributed.device_threads import on_this_device
+
 T = TypeVar("T")
 
 
@@ -25,7 +27,9 @@ class LoopThread:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=on_this_device(self._loop.run_forever), name=self._name, daemon=True
+                )
                 self._thread.start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -68,5 +72,5 @@ async def in_thread(call: Callable[[], T]) -> T:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, set_it, found)
 
-    threading.Thread(target=target, name="environment step", daemon=True).start()
+    threading.Thread(target=on_this_device(target), name="environment step", daemon=True).start()
     return await future

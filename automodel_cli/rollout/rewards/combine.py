@@ -10,12 +10,12 @@ import math
 import queue
 import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.rollout.rewards.base import Judged, JudgesTogether, Many, RewardNode, check_on_error
 from automodel_cli.rollout.rewards.helper import Helper
 
@@ -79,7 +79,7 @@ class RewardSum:
         to the main thread, one after another here, while the others wait for helpers and servers."""
         mine = {name: _judged_by(reward, samples) for name, reward in self.rewards.items()}
         here = [name for name, reward in self.rewards.items() if reward.timeout is None and way_of(reward) == "single"]
-        with ThreadPoolExecutor(max(1, len(self.rewards))) as threads:
+        with threads_on_this_device(max(1, len(self.rewards))) as threads:
             elsewhere = {
                 name: threads.submit(self._values, reward, [samples[i] for i in mine[name]])
                 for name, reward in self.rewards.items()
@@ -100,7 +100,7 @@ class RewardSum:
         if way != "single":
             return _together(cast(JudgesTogether, reward), samples)
         judge = reward.score if reward.limits_itself else self._with_helper(reward)
-        with ThreadPoolExecutor(self._num_helpers) as threads:
+        with threads_on_this_device(self._num_helpers) as threads:
             return list(threads.map(partial(_attempt, judge), samples))
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[Given]
     """Up to `concurrency` scores at once."""
     limit = getattr(reward, "concurrency", _CONCURRENCY)  # a node without our base class says nothing of it
     places = asyncio.Semaphore(limit)
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(limit))  # of `asyncio.to_thread`
+    asyncio.get_running_loop().set_default_executor(threads_on_this_device(limit))  # of `asyncio.to_thread`
 
     async def attempt(sample: Judged) -> Given:
         async with places:

@@ -20,10 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.rollout.servers.http import Server
 
 if TYPE_CHECKING:
@@ -281,17 +281,13 @@ class Watch:
         self._ended.put((None, error))
 
     def run(self, call: Callable[[], Any]) -> Any:
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
         def ours() -> None:
             try:
-                if device is not None:
-                    torch.cuda.set_device(device)  # which is the thread's own
                 self._ended.put((call(), None))
             except BaseException as error:
                 self._ended.put((None, error))
 
-        threading.Thread(target=ours, daemon=True).start()
+        threading.Thread(target=on_this_device(ours), daemon=True).start()
         try:
             found, error = self._ended.get(
                 timeout=self._server.timeout + 1

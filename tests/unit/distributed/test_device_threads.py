@@ -1,0 +1,140 @@
+"""Threads that compute are on the GPU of the thread that starts them. As on CUDA, each thread has a current device."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import automodel_cli
+from automodel_cli.data.loader import StepLoader
+from automodel_cli.distributed.device_threads import on_this_device, threads_on_this_device
+from automodel_cli.models import attention_flex
+from automodel_cli.rollout.environments.loop_thread import LoopThread, in_thread
+from automodel_cli.run import session
+from automodel_cli.training import checkpoint
+from automodel_cli.training.config import CheckpointConfig
+
+MINE = 3
+ROOT = Path(automodel_cli.__file__).parent
+
+NO_DEVICE = {
+    "distributed/device_threads.py": "the pools themselves",
+    "data/loader.py": "runs what the session prepares, which selects the device",
+    "launch/local.py": "watches processes, without torch",
+    "training/hang_watch.py": "talks to the store",
+    "run/mirror.py": "copies files",
+    "rollout/rewards/remote.py": "waits for answers of servers",
+    "rollout/servers/own.py": "starts processes",
+    "rollout/servers/pool.py": "waits for answers of servers",
+    "rollout/servers/served.py": "waits for answers of servers",
+    "rollout/servers/shared_gpus.py": "waits for answers of servers",
+    "rollout/servers/transfer.py": "posts requests, besides a thread that selects the device",
+}
+"""Files that start threads of which none touches CUDA, and why."""
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`torch.cuda` of a machine with several GPUs, of which this thread has selected one."""
+    current = threading.local()
+    calls = {
+        "is_initialized": lambda: True,
+        "current_device": lambda: getattr(current, "device", 0),
+        "set_device": lambda device: setattr(current, "device", device),
+    }
+    for name, call in calls.items():
+        monkeypatch.setattr(torch.cuda, name, call)
+    torch.cuda.set_device(MINE)
+    yield torch.cuda.current_device
+
+
+def test_a_new_thread_of_the_stand_in_has_device_0(devices: Any) -> None:
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(devices()))
+    thread.start()
+    thread.join()
+    assert seen == [0]
+
+
+def test_a_pool_and_a_call_select_the_device(devices: Any) -> None:
+    seen: list[int] = []
+    thread = threading.Thread(target=on_this_device(lambda: seen.append(devices())))
+    thread.start()
+    thread.join()
+    with threads_on_this_device(2) as threads:
+        seen += [threads.submit(devices).result() for _ in range(3)]
+    assert seen == [MINE] * 4
+
+
+def test_without_cuda_a_call_stays_as_it_is() -> None:
+    assert on_this_device(len) is len
+
+
+def test_a_checkpoint_is_written_from_the_ranks_device(
+    devices: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    write = checkpoint.write_state
+    monkeypatch.setattr(checkpoint, "write_state", lambda *given: (seen.append(devices()), write(*given))[1])
+    part = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(part.parameters())
+    saver = checkpoint.Checkpointer(tmp_path, CheckpointConfig(async_save=True))
+    monkeypatch.setattr(checkpoint, "model_state", lambda parts: dict(part.state_dict()))
+    monkeypatch.setattr(checkpoint, "optimizer_state", lambda parts, optimizer: {})
+    saver.save(1, [part], optimizer, SimpleNamespace(state_dict=dict))  # type: ignore[arg-type]
+    saver.close()
+    assert seen == [MINE]
+
+
+def test_rows_are_pinned_on_the_ranks_device(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    rows = SimpleNamespace(first_rows=torch.tensor([0, 8]).numpy(), weights=[1.0], contents=[], collate=list)
+    monkeypatch.setattr(session, "_pinned", lambda batch: seen.append(devices()))
+    prepare = session.prepared_for(torch.device("cuda"))
+    loader: Any = StepLoader(rows, microbatch_size=1, global_batch_size=2, seed=0, shuffle=False, prepare=prepare)
+    loader.next_step()
+    loader.next_step()
+    assert seen == [MINE] * 4
+
+
+def test_kernels_are_probed_on_the_ranks_device(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_flex, "disagreement", lambda *_: float(devices() != MINE))
+    assert attention_flex._disagrees(torch.device("cuda", MINE), torch.bfloat16, 24, 24, None) == ""
+
+
+def test_environments_run_on_the_ranks_device(devices: Any) -> None:
+    loop = LoopThread("environments")
+
+    async def both() -> list[int]:
+        return [devices(), await in_thread(devices)]
+
+    assert loop.run(both()) == [MINE, MINE]
+    loop.close()
+
+
+def test_every_other_thread_touches_no_device() -> None:
+    """A file that starts threads either does so by `device_threads`, or is listed with its reason."""
+    starts = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if "Thread" in path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and _starts_a_thread(node)
+    }
+    assert starts == set(NO_DEVICE)
+
+
+def _starts_a_thread(node: ast.Call) -> bool:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name not in ("Thread", "ThreadPoolExecutor"):
+        return False
+    target = next((word.value for word in node.keywords if word.arg == "target"), None)
+    return not (isinstance(target, ast.Call) and getattr(target.func, "id", "") == "on_this_device")
