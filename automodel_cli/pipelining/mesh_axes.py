@@ -111,8 +111,8 @@ def check_sizes(microbatch: int, batch: int, seq_len: int | None) -> None:
 
 
 def default_device() -> torch.device:
-    """The current accelerator, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator()
+    """The current accelerator, else the CPU, also with a build for accelerators on a machine without one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
