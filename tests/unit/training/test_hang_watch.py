@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from automodel_cli.training.hang_watch import FIRST_SECONDS, HangWatch, last_collective, sentence
+from automodel_cli.training.hang_watch import FIRST_SECONDS, HangWatch, _waits, last_collective, sentence
+from automodel_cli.training.step import wait_for_device
 
 
 def told(rank: int, *, beats: int = 9, step: int = 7, waits: bool = True, at: str = "all_reduce (c10d.py:1)") -> Any:
@@ -49,6 +53,22 @@ def test_the_collective_is_the_newest_that_has_not_ended() -> None:
     record = [{**entry, "retired": True}, {**entry, "retired": False}, {**entry, "retired": True, "input_sizes": [[1]]}]
     assert last_collective(json.dumps({"entries": record}).encode()) == "nccl:all_reduce of 4x8 scalar, group 3/dp"
     assert last_collective(b'{"entries": []}') is None
+
+
+def _waiting(file: str) -> bool:
+    """Whether a rank counts as waiting whose innermost frame is an event's, in Python of `file`."""
+    found: list[bool] = []
+    names: dict[str, Any] = {"look": lambda frame: found.append(_waits(frame)), "sys": sys}
+    exec(compile("def synchronize(): look(sys._getframe())", file, "exec"), names)
+    arriving: Any = SimpleNamespace(copied=SimpleNamespace(synchronize=names["synchronize"]), number=torch.tensor(0.0))
+    wait_for_device(arriving)
+    return found[0]
+
+
+def test_a_rank_whose_step_waits_for_the_device_waits() -> None:
+    """`synchronize` of a CUDA event is a Python function of torch around that of the driver."""
+    assert _waiting(torch.cuda.streams.__file__)
+    assert not _waiting(__file__)
 
 
 def test_first_steps_and_long_phases_may_take_longer(tmp_path: Path) -> None:
