@@ -13,6 +13,8 @@ a weight's gradient; P rows with zeros between.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import (  # type: ignore[attr-defined]  # torch's stubs lack the last
@@ -22,7 +24,7 @@ from torch.nn.functional import (  # type: ignore[attr-defined]  # torch's stubs
 )
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed import fp8_groups
+from automodel_cli.distributed import empty_groups, fp8_groups
 from automodel_cli.distributed.fp8 import Arithmetic, Operand, Recipe, require, restored
 
 GENERATIONS = (9, 10)
@@ -69,7 +71,13 @@ def product(
 def weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_L: Tensor) -> Tensor:
     """[L, I, O]: of each expert the sum over its rows of first times second."""
     if fp8.recipe.exact_weight_gradient:
-        return grouped_mm(first_NI.t(), second_NO, offs=ends_L)
+        return empty_groups.weight_gradient(first_NI, second_NO, ends_L)
+    return empty_groups.with_zeros(
+        functools.partial(_weight_gradient, fp8), first_NI, second_NO, ends_L, name=fp8.recipe.name
+    )
+
+
+def _weight_gradient(fp8: Arithmetic, first_NI: Tensor, second_NO: Tensor, ends_L: Tensor) -> Tensor:
     first_IP, inverse_LI, padded_ends_L = fp8_groups.cast(first_NI, ends_L)
     second_OP, inverse_LO, _ = fp8_groups.cast(second_NO, ends_L)
     if fp8.emulate:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
-from automodel_cli.distributed import added, added_groups, dispatch_kernels, fp8_experts, product_speed
+from automodel_cli.distributed import added, added_groups, dispatch_kernels, empty_groups, fp8_experts, product_speed
 from automodel_cli.distributed.added import WeightSum, of_local
 from automodel_cli.distributed.fp8 import Arithmetic
 from automodel_cli.distributed.fused import Fuser, Glue
@@ -130,7 +130,7 @@ class GatedExperts:
         first, second = (rows_NI, grad_NO) if self.transposed else (grad_NO, rows_NI)
         if self._fp8 is not None and not self._fp8.paused:
             return fp8_experts.weight_gradient(self._fp8, first, second, ends_L)
-        return grouped_mm(first.t(), second, offs=ends_L)
+        return empty_groups.weight_gradient(first, second, ends_L)
 
     def add_weight_gradient(self, rows_NI: Tensor, grad_NO: Tensor, count_L: list[int], weight_sum: WeightSum) -> bool:
         """Add it to the sum, where that takes it and a product for each expert is faster; none of 8 bits is one."""

@@ -3,6 +3,7 @@
 Relied on: the conversion mapping between hub keys and in-memory (fused) parameters, the converter that reads lazily
 into DTensors, `_init_weights` module by module, `_get_dtype_plan`, `_non_persistent_buffers_set` of torch. Each is
 covered by tests/unit/models/test_load.py and tests/dist/test_models_sharded.py; when one moves, only this file changes.
+The grouped product of experts is covered by tests/unit/distributed/test_empty_groups.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.distributed.empty_groups import guarded
 from automodel_cli.models import uneven
 
 if TYPE_CHECKING:
@@ -226,6 +228,14 @@ def assume_unpacked() -> None:
 
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+
+
+def clear_empty_experts() -> None:
+    """Let the library's grouped products give weights of experts without tokens a gradient of zeros."""
+    from transformers.integrations import moe
+
+    if not hasattr(moe._grouped_mm, "__wrapped__"):
+        moe._grouped_mm = guarded(moe._grouped_mm)
 
 
 def look_at_positions() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import one_document
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
-from automodel_cli.distributed import fused
+from automodel_cli.distributed import empty_groups, fused
+from automodel_cli.distributed.expert_parallel import experts_modules
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.sharded import weights_changed
 from automodel_cli.models import attention_choice, compat
@@ -126,6 +127,8 @@ def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
     if frozen:
         part.requires_grad_(False)
     _check_one_graph(recipe, mesh.device, part)
+    if experts_modules(part) and empty_groups.torch_leaves_garbage(mesh.device, recipe.compute_dtype):
+        compat.clear_empty_experts()
     return build_stages(
         part,
         mesh,
