@@ -339,6 +339,8 @@ class GRPORecipe(Recipe):
                 rollouts.sync(step)
             if session.stopped_by:
                 return session.exit_code()
+            if session.best_restored is not None:
+                rollouts.sync(session.last_step)
             rollouts.print_validation("after")
 
             from automodel_cli.run.results import finish  # later: the first step should not wait for the last page

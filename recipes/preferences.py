@@ -53,7 +53,7 @@ class PreferenceRecipe(Recipe):
                 session.train(step, batches)
             if session.stopped_by:
                 return session.exit_code()
-            print_accuracy(session, "after", session.num_steps)
+            print_accuracy(session, "after", session.last_step)
 
             from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
 

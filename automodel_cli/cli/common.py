@@ -16,7 +16,7 @@ from automodel_cli.cli import complete
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.problems import Problem, show
 from automodel_cli.config.remembered import recall
-from automodel_cli.config.trust import WORDS, Need, Trust
+from automodel_cli.config.trust import NOTHING, WORDS, Need, Trust
 from automodel_cli.launch.placement import detect
 
 if TYPE_CHECKING:
@@ -50,6 +50,28 @@ def trust_option(function: F) -> F:
         help="Let the config start a command, or run Python code that comes with a model.",
     )
     return words(packages(function))
+
+
+def checkpoint_option(function: F) -> F:
+    """`--checkpoint best|last|STEP` as the argument `checkpoint`."""
+    return click.option(
+        "--checkpoint", metavar="best|last|STEP", help="Which checkpoint of the run.  [last; best with early stopping]"
+    )(function)
+
+
+def with_checkpoints(checkpoint: str | None) -> tuple[Literal["checkpoint"], ...]:
+    """Return what a URL has to bring besides the export."""
+    return () if checkpoint is None else ("checkpoint",)
+
+
+def exported_checkpoint(folder: Path, checkpoint: str | None) -> Path:
+    """Return the folder with the export of a run, or of a chosen checkpoint, which is written where it is missing."""
+    if checkpoint is None:
+        return folder / "export"
+    from automodel_cli.run.chosen_checkpoint import export_of
+
+    _, recipe = load_recipe(folder / "config.yaml", (), NOTHING, run_dir=folder)
+    return export_of(recipe, folder, checkpoint)
 
 
 def override_arguments(function: F) -> F:
@@ -163,13 +185,19 @@ def run_folder(name: str, *fetched: Literal["checkpoint", "export"]) -> Path:
     for path in (Path(name), Path("runs") / name):
         if (path / "config.yaml").is_file():
             return path.resolve()
+    of_checkpoint = Path(name).parent
+    if of_checkpoint.name == "checkpoints" and (of_checkpoint.parent / "config.yaml").is_file():
+        raise ConfigError(
+            f"{name} is a checkpoint, and a run is expected",
+            fix=f"automodel export {of_checkpoint.parent} --checkpoint {Path(name).name}",
+        )
     known = sorted((p.parent for p in Path("runs").glob("*/config.yaml")), key=lambda p: p.stat().st_mtime)
     raise ConfigError(f"no run at {name}: it has no config.yaml", fix=str(known[-1]) if known else None)
 
 
-def export_that_talks(folder: Path) -> Path:
+def export_that_talks(folder: Path, checkpoint: str | None = None) -> Path:
     """The export of a run, which must be a model that generates. Raises RunError or ConfigError."""
-    export = folder / "export"
+    export = exported_checkpoint(folder, checkpoint)
     if not (export / "config.json").is_file():
         raise RunError(f"{folder} has no export", fix=f"automodel export {folder}")
     kinds = json.loads((export / "config.json").read_bytes()).get("architectures") or []

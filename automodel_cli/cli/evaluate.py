@@ -42,12 +42,14 @@ _BEFORE = "before"
 )
 @click.option("--alone", is_flag=True, help="Compare with nothing.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Results.  [RUN/eval/EVAL.json]")
+@common.checkpoint_option
 @common.trust_option
 @common.override_arguments
 @click.pass_obj
 def evaluate(
     arguments: list[str],
     target: str,
+    checkpoint: str | None,
     conf: str | None,
     harness: str | None,
     include: Path | None,
@@ -60,7 +62,8 @@ def evaluate(
 ) -> int:
     """Ask a model the questions of EVAL and say how many it answers, with intervals.
 
-    A run is judged by its newest checkpoint under its own layout, on as many ranks; MODEL is a hub id or a folder.
+    A run is judged by its newest checkpoint (with early stopping the best one, or by --checkpoint another) under its
+    own layout, on as many ranks; MODEL is a hub id or a folder.
     Overrides are those of EVAL. Differences are paired: both models answer the same questions.
     """
     if alone and against:
@@ -69,8 +72,10 @@ def evaluate(
         raise ConfigError("one of -c EVAL and --harness TASKS says what is asked", fix="-c quickstart")
     if harness is None and (include or harness_python):
         raise ConfigError("--include and --harness-python belong to --harness", fix="--harness TASK,...")
+    if checkpoint is not None and _folder(target) is None:
+        raise ConfigError(f"--checkpoint {checkpoint}: {target} is a model, and only a run has checkpoints")
     if harness is not None:
-        return _by_harness(target, harness, include, harness_python, overrides, against, out)
+        return _by_harness(target, checkpoint, harness, include, harness_python, overrides, against, out)
     assert conf is not None
     composed, config = _config(conf, overrides, trust)
     folder = _folder(target)
@@ -84,16 +89,22 @@ def evaluate(
     startup.share_cores()
     from automodel_cli.evaluation import runner
 
-    first = runner.of_run(recipe, folder) if folder else runner.of_model(recipe, target)
+    first = runner.of_run(recipe, folder, checkpoint) if folder else runner.of_model(recipe, target)
     names = () if alone else against or ((_BEFORE,) if folder else ())
     targets = [first, *(_other(name, recipe, folder, trust) for name in names)]
     run_dir = folder or Path.cwd()
-    results = out or run_dir / "eval" / f"{composed.name}.json"
+    results = out or run_dir / "eval" / f"{composed.name}{_of(checkpoint)}.json"
     return runner.evaluate(config, targets, run_dir, results, composed.to_yaml())
+
+
+def _of(checkpoint: str | None) -> str:
+    """Return what a results file has in its name of a checkpoint that was chosen."""
+    return "" if checkpoint is None else f"-{checkpoint}"
 
 
 def _by_harness(
     target: str,
+    checkpoint: str | None,
     tasks: str,
     include: Path | None,
     python: str | None,
@@ -107,24 +118,25 @@ def _by_harness(
     chosen = Harness(python or sys.executable, tuple(tasks.split(",")), include, options_of(overrides))
     chosen.check()
     folder = _folder(target)
-    models = {target: _exported(target), **{name: _exported(name) for name in against}}
+    models = {target: _exported(target, checkpoint), **{name: _exported(name) for name in against}}
     found = {name: chosen.run(model) for name, model in models.items()}
     run_dir = folder or Path.cwd()
     told = f"harness: {tasks}\n" + "".join(f"{name}: {value}\n" for name, value in chosen.options.items())
-    results.tell(found, run_dir, out or run_dir / "eval" / "harness.json", told, num_resamples=2000)
+    results.tell(found, run_dir, out or run_dir / "eval" / f"harness{_of(checkpoint)}.json", told, num_resamples=2000)
     return 0
 
 
-def _exported(name: str) -> str:
-    """The model that `transformers` loads: of a run its export."""
+def _exported(name: str, checkpoint: str | None = None) -> str:
+    """The model that `transformers` loads: of a run its export, or that of a chosen checkpoint."""
     if name == _BEFORE:
         raise ConfigError("--against before: lm-eval reads exported models", fix="--against MODEL")
     folder = _folder(name)
     if folder is None:
         return name
-    if not (folder / "export").is_dir():
+    export = common.exported_checkpoint(folder, checkpoint)
+    if not export.is_dir():
         raise ConfigError(f"{name} has no export, which lm-eval would load", fix=f"automodel export {folder}")
-    return str(folder / "export")
+    return str(export)
 
 
 def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Composed, EvalConfig]:

@@ -16,21 +16,25 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 @click.command(short_help="Upload a run's export to the hub, with a model card.")
 @click.argument("run", metavar="RUN", shell_complete=complete.runs)
 @click.argument("repository", metavar="OWNER/NAME")
+@common.checkpoint_option
 @click.option("--private", is_flag=True, help="Only its owner sees a repository that is made now.")
 @click.option("--license", "licence", metavar="ID", help="The licence to publish under (apache-2.0, ...).")
 @click.option("--dry-run", is_flag=True, help="Print the card and the files; send nothing, ask no network.")
-def push(run: str, repository: str, private: bool, licence: str | None, dry_run: bool) -> None:
+def push(run: str, repository: str, checkpoint: str | None, private: bool, licence: str | None, dry_run: bool) -> None:
     """Upload RUN/export to the Hugging Face hub: weights, tokenizer, a card with data, scores and curve, the config.
+
+    With --checkpoint the export of that checkpoint, RUN/exports/step-NNNNNN, is written first where it is missing.
 
     Log in first with `hf auth login`, or set HF_TOKEN. Look at the card with --dry-run: it names your files.
     """
     if not _ID.fullmatch(repository):
         raise ConfigError(f"{repository} is no repository: owner/name is expected", fix=f"your-name/{repository}")
-    folder = common.run_folder(run, "export")
+    folder = common.run_folder(run, "export", *common.with_checkpoints(checkpoint))
+    export = common.exported_checkpoint(folder, checkpoint)
     from automodel_cli.run_folders.catalogue import Run
     from automodel_cli.run_folders.push import staged, upload
 
-    with staged(Run(folder), licence=licence, base_model=_base(folder)) as files:
+    with staged(Run(folder), export, licence=licence, base_model=_base(folder)) as files:
         if dry_run:
             click.echo((files / "README.md").read_text(encoding="utf-8"))
             for path in sorted(p for p in files.rglob("*") if p.is_file()):

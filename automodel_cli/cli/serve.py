@@ -24,14 +24,27 @@ _SERVERS = ("transformers", "vllm")
     context_settings={"ignore_unknown_options": True},
 )
 @click.argument("run", metavar="RUN", shell_complete=complete.runs)
+@common.checkpoint_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0 lets other machines in.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535))
 @click.option("--with", "server", type=click.Choice(_SERVERS), help="Default: vllm where it is installed.")
 @click.option("--dry-run", is_flag=True, help="Print the commands; start nothing.")
 @click.argument("more", nargs=-1, metavar="[-- OPTIONS]")
-def serve(run: str, host: str, port: int, server: str | None, dry_run: bool, more: tuple[str, ...]) -> None:
-    """Start a server on RUN/export and say how to ask it. What follows goes to the server as it is."""
-    export = common.export_that_talks(common.run_folder(run, "export"))
+def serve(
+    run: str,
+    checkpoint: str | None,
+    host: str,
+    port: int,
+    server: str | None,
+    dry_run: bool,
+    more: tuple[str, ...],
+) -> None:
+    """Start a server on RUN/export and say how to ask it. What follows goes to the server as it is.
+
+    With --checkpoint the export of that checkpoint, RUN/exports/step-NNNNNN, is written first where it is missing.
+    """
+    folder = common.run_folder(run, "export", *common.with_checkpoints(checkpoint))
+    export = common.export_that_talks(folder, checkpoint)
     chosen = server or ("vllm" if shutil.which("vllm") else "transformers")
     command = _command(chosen, export, host, port, more)
     click.echo(f"serving {export} with {chosen}; ask it, once it is up, from another terminal:\n")

@@ -18,6 +18,7 @@ from automodel_cli.evaluation.candidate import Candidate
 from automodel_cli.evaluation.config import EvalConfig
 from automodel_cli.evaluation.outcome import Outcome
 from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.run.chosen_checkpoint import chosen_checkpoint
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.training.checkpoint_dir import CheckpointDir, step_of
 
@@ -26,18 +27,19 @@ BEFORE = "before"
 
 @dataclass(frozen=True)
 class Target:
-    """A model to judge: how the recipe begins it, or the newest checkpoint of the run in `run_dir`."""
+    """A model to judge: how the recipe begins it, or a checkpoint of a run."""
 
     label: str
     recipe: Recipe
     checkpoint: Path | None = None
 
 
-def of_run(recipe: Recipe, run_dir: Path) -> Target:
-    """What a run has learnt: its newest checkpoint, else its export. Raises RunError where it has neither."""
-    newest = CheckpointDir(run_dir / "checkpoints").latest()
-    if newest is not None:
-        return Target(f"{run_dir.name} (step {step_of(newest)})", recipe, newest)
+def of_run(recipe: Recipe, run_dir: Path, choice: str | None = None) -> Target:
+    """What a run has learnt: a checkpoint (`choice`: see `chosen_checkpoint`), else its export. Raises RunError where
+    it has neither."""
+    if choice is not None or CheckpointDir(run_dir / "checkpoints").latest() is not None:
+        chosen = chosen_checkpoint(run_dir, choice, prefers_best=recipe.validation.patience is not None)
+        return Target(f"{run_dir.name} (step {step_of(chosen)})", recipe, chosen)
     if (run_dir / "export").is_dir():
         return Target(f"{run_dir.name} (export)", of_model(recipe, str(run_dir / "export")).recipe)
     raise RunError(f"{run_dir} has neither a checkpoint nor an export to judge", fix=f"automodel resume {run_dir}")

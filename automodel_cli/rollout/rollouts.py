@@ -263,11 +263,13 @@ class Rollouts(Callback):
     def print_validation(self, when: str) -> None:
         """The line about held-out prompts before and after training. Collective where they are not yet measured."""
         session, task = self.session, self.recipe.data.task
-        step = 0 if when == "before" else session.num_steps
+        step = 0 if when == "before" else session.last_step
         if session.data.validation is None or (when == "before" and session.first_step > 0):
             return
         if session.last_validation[0] != step:
             session.validate(step)
+        elif when == "after" and session.best_restored is not None:
+            session.callbacks.validation(step)  # its answers are those of other weights
         if line := reward_line(self._answers, when):
             session.meter.print(line)
         check = answer_checker(task, (sample.prompt.row for sample in self._answers))

@@ -112,7 +112,7 @@ class Recipe(ConfigRoot):
         check_run_name(self.run_name)
         check_output_dir(self.output_dir)
         self.data.check_kind(preferences=self.preferences)
-        check_validation(self.validation, self.data)
+        check_validation(self.validation, self.data, self.kind)
         self.parallelizer.check_mesh(self.mesh)
         check_packed_probe(self.parallelizer, self.model, self.data)
         check_transformer_engine(self.parallelizer, self.model, self.mesh)

@@ -20,8 +20,9 @@ from automodel_cli.models.lora import save_adapters
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.report.page import ShownSample
 from automodel_cli.run.answers import Accuracy, Answer, before_and_after
+from automodel_cli.run.best import ended_by, further
+from automodel_cli.run.chosen_checkpoint import chosen_checkpoint
 from automodel_cli.run.recomputation import decided
-from automodel_cli.run.schedule import needs_choice
 from automodel_cli.run_folders.page import write_own_page
 from automodel_cli.run_folders.record import summary_of
 from automodel_cli.training.checkpoint import Checkpointer
@@ -49,8 +50,9 @@ def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType
             session.recipe, session.model, session.tokenizer, session.data.train, folder, _card(session)
         )
     compared = f"max |{_compared(session.recipe)} difference| {gap:.1e}"
-    limit = session.recipe.train.limit(session.loader.steps_per_epoch)
-    footer = [("ended", f"by {limit}, after step {session.num_steps}")]
+    if session.best_restored is not None:
+        compared += f"; step {session.best_restored}, the best"
+    footer = [("ended", ended_by(session))]
     footer += [("export", f"{folder}   reloaded with transformers, {compared}")]
     _record(session, accuracy)
     if session.is_main and session.recipe.logging.report:
@@ -61,8 +63,11 @@ def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType
     return 0
 
 
-def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
-    """What `automodel export RUN` does, in one process: the newest checkpoint as a Hugging Face folder, checked."""
+def export_run(recipe: Recipe, run_dir: Path, output: Path, choice: str | None = None) -> int:
+    """What `automodel export RUN` does, in one process: a checkpoint as a Hugging Face folder, checked.
+
+    `choice`: see `chosen_checkpoint`; None is the newest, and the best one of a run with early stopping.
+    """
     from automodel_cli.run.model import Model
 
     whole, _ = decided(dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None), Layout(), None)
@@ -72,9 +77,7 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path) -> int:
     try:
         model = Model.build(whole, build_mesh(Layout(), device.type))
         checkpointer = Checkpointer(run_dir, recipe.checkpoint)
-        path = checkpointer.latest()
-        if path is None:
-            raise RunError(f"{run_dir} has no checkpoint to export", fix=f"automodel resume {run_dir}")
+        path = chosen_checkpoint(run_dir, choice, prefers_best=recipe.validation.patience is not None)
         resumed = checkpointer.load(path, model.parts)
         gap = export_and_verify(whole, model, tokenizer, data.train, output, f"Exported after step {resumed.step}.")
     finally:
@@ -159,7 +162,10 @@ def _compared(recipe: Recipe) -> str:
 def _card(session: Session) -> str:
     summary = session.meter.summary()
     lines = [f"- {line.strip()}" for line in session.data.report.lines()[:-1]]
-    lines.append(f"- {session.num_steps} steps of {session.loader.global_batch_size} {session.recipe.row_name}")
+    lines.append(f"- {session.last_step} steps of {session.loader.global_batch_size} {session.recipe.row_name}")
+    if session.best_restored is not None:
+        lines.append(f"- weights of step {session.best_restored}, the best by {session.early_stop.goal.metric}")
+        summary |= session.last_validation[1]
     for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
         if summary.get(key) is not None:
             lines.append(f"- {name}: {summary[key]:.4f}")
@@ -169,6 +175,9 @@ def _card(session: Session) -> str:
 def _record(session: Session, accuracy: Mapping[str, Accuracy]) -> None:
     """Keep final figures and answers in the run's record."""
     numbers = summary_of(session.meter.summary())
+    early = session.early_stop
+    if early.patience is not None and early.best is not None:
+        numbers[f"best {early.goal.metric}"] = f"{early.best:.4g} (step {early.best_step})"
     for when, found in accuracy.items():
         numbers[f"accuracy {when}"] = f"{found.share:.1%}"
     samples = [
@@ -184,13 +193,6 @@ def _shown(after: Answer, before: Answer | None) -> str:
     return f"{after.question!r} -> {after.completion!r} {mark}{said}"
 
 
-def _further(session: Session) -> str:
-    """Return the overrides with which the run trains as many steps again."""
-    num_steps = 2 * session.num_steps
-    choice = " train.extend_schedule=restart" if needs_choice(session.recipe, session.schedule, num_steps) else ""
-    return f"train.max_steps={num_steps}{choice}"
-
-
 def _next_commands(session: Session) -> str:
     use = f"automodel chat {session.run_dir}    talks to it; serve, eval and push are others"
     if session.recipe.as_classifier:
@@ -199,7 +201,7 @@ def _next_commands(session: Session) -> str:
     return "\n".join(
         [
             use,
-            f"automodel resume {session.run_dir} {_further(session)}    trains on",
+            f"automodel resume {session.run_dir} {further(session)}    trains on",
             "automodel recipes ls    more recipes; `automodel recipes cp` gives you one to edit",
         ]
     )

@@ -13,6 +13,7 @@ from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.run.storage import check_url, is_url
 from automodel_cli.training.config import ValidationConfig
+from automodel_cli.training.early_stop import LOSS
 from automodel_cli.training.optim import OptimizerNode, refuse_float16_moments
 
 
@@ -35,7 +36,7 @@ def check_output_dir(folder: str) -> None:
         check_url(folder)
 
 
-def check_validation(validation: ValidationConfig, data: DataConfig) -> None:
+def check_validation(validation: ValidationConfig, data: DataConfig, kind: str = "sft") -> None:
     """When to validate is said in vain where there is nothing to validate on. A task brings rows of its own."""
     has_rows = data.task is not None or data.validation_rows or data.validation_path or data.validation_split
     times = () if validation.tasks else ("every", "at_start")  # tasks have questions of their own
@@ -44,6 +45,20 @@ def check_validation(validation: ValidationConfig, data: DataConfig) -> None:
         raise ConfigError(
             f"validation.{asked[0]}={show(getattr(validation, asked[0]))} does nothing: no rows are held out",
             keys=(f"validation.{asked[0]}",),
+            fix="data.validation_rows=0.02",
+        )
+    if validation.patience is None or validation.metric != LOSS:
+        return
+    if kind == "grpo":
+        raise ConfigError(
+            "validation.patience waits for val_loss, which a run that learns from its samples does not measure",
+            keys=("validation.patience", "validation.metric"),
+            fix="validation.metric=val_reward validation.direction=max",
+        )
+    if not has_rows:
+        raise ConfigError(
+            "validation.patience waits for val_loss, but no rows are held out",
+            keys=("validation.patience", "validation.metric"),
             fix="data.validation_rows=0.02",
         )
 

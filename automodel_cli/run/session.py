@@ -28,7 +28,7 @@ from automodel_cli.launch import startup, stop, worker
 from automodel_cli.models import carried
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
-from automodel_cli.run import out_of_memory, schedule
+from automodel_cli.run import best, out_of_memory, schedule
 from automodel_cli.run.begun_from import begun_from, other_weights
 from automodel_cli.run.header import describe, header_rows
 from automodel_cli.run.mirror import mirrored
@@ -43,6 +43,7 @@ from automodel_cli.training.callback import Callbacks
 from automodel_cli.training.checkpoint import Checkpointer
 from automodel_cli.training.checkpoint_dir import CheckpointDir
 from automodel_cli.training.config import CheckpointConfig
+from automodel_cli.training.early_stop import EarlyStop
 from automodel_cli.training.flops import device_peak_flops
 from automodel_cli.training.hang_watch import HangWatch
 from automodel_cli.training.lr_scheduler import build_lr_scheduler
@@ -88,7 +89,7 @@ class Session:
             prepare=prepared_for(mesh.device),
         )
         self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
-        self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source))
+        self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source), recipe.validation.goal)
         self._resumed_from = self.checkpointer.resume_path()
         self.schedule, self.extended = schedule.planned(recipe, self.num_steps, self._resumed_from)
         self.model = Model.build(recipe, mesh)
@@ -102,7 +103,9 @@ class Session:
         self._other_weights: str | None = None
         self.last_validation: tuple[int, dict[str, float]] = -1, {}
         self._owed_to: Path | None = None
-        self.first_step = self._resume()
+        self.early_stop = EarlyStop(recipe.validation.goal, recipe.validation.patience)
+        self.first_step = self.last_step = self._resume()
+        self.best_restored: int | None = None
         self.stopped_by, self.has_begun = 0, False
         self._noticed: int | None = None
         self.at_exit = ExitStack()
@@ -140,10 +143,14 @@ class Session:
         self.meter.start()
         with self.watch:
             yield from self._steps()
+            if self.early_stop.patience is not None and not self.stopped_by:
+                best.restore(self)
         self._keep_folder()
 
     def _steps(self) -> Iterator[tuple[int, list[Any]]]:
         for step in range(self.first_step + 1, self.num_steps + 1):
+            if self.early_stop.is_over:
+                return
             self.profiler.before(step)
             self._noticed = None
             self.watch.step(step)
@@ -155,7 +162,10 @@ class Session:
             if validates and not self.stopped_by:
                 self.validate(step)
                 self.stopped_by = self._agree_to_stop()  # it may have taken long, and a notice does not wait
-            if self.recipe.checkpoint.due(step, self.num_steps) or self.stopped_by:
+            self.last_step = step
+            end = step if self.early_stop.is_over else self.num_steps
+            is_best = validates and self.early_stop.improved(step)
+            if self.recipe.checkpoint.due(step, end) or self.stopped_by or is_best:
                 self.save(step)
             if self.stopped_by:
                 self.meter.print(f"stopped after step {step}; continue with: automodel resume {self.run_dir}")
@@ -231,6 +241,7 @@ class Session:
             self._metrics = self.callbacks.validation(step)
         self.last_validation = step, self._metrics
         self.meter.validation(step, **self._metrics)
+        best.count_validation(self, step, self._metrics)
 
     @property
     def _validates(self) -> bool:
@@ -257,6 +268,7 @@ class Session:
                     "validated": self.last_validation[0],
                     "callbacks": self.callbacks.checkpoint(step),
                     "begun_from": self._begun_from,
+                    "early_stop": self.early_stop.state_dict(),
                     "taught_stops": list(self.taught_stops),
                     schedule.KEY: self.schedule.as_json(),
                 },
@@ -307,6 +319,8 @@ class Session:
         self._begun_from = theirs or self._begun_from
         self.loader.load_state_dict(resumed.extra["loader"])
         self._callback_states = resumed.extra.get("callbacks", {})
+        if (counted := resumed.extra.get("early_stop")) is not None:
+            self.early_stop.load_state_dict(counted)
         owed = self.recipe.validation.due(resumed.step, self.num_steps) and resumed.extra["validated"] != resumed.step
         self._owed_to = path if owed and self._validates else None
         return resumed.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,10 +14,10 @@ from automodel_cli.run_folders.page import CURVE, evaluations
 CONFIG = "automodel_config.yaml"
 
 
-def model_card(run: Run, *, licence: str | None, base_model: str | None) -> str:
+def model_card(run: Run, export: Path, *, licence: str | None, base_model: str | None) -> str:
     """Markdown with the hub's metadata: what was trained on what, the curve, scores, config and command, and which
     licence holds. `base_model`: the hub id that the run began with, if it did."""
-    head, body = _split((run.folder / "export" / "README.md").read_text(encoding="utf-8"))
+    head, body = _split((export / "README.md").read_text(encoding="utf-8"))
     if licence:
         head["license"] = licence
     if base_model:

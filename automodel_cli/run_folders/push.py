@@ -17,10 +17,9 @@ from automodel_cli.run_folders.page import CURVE
 
 
 @contextmanager
-def staged(run: Run, *, licence: str | None, base_model: str | None) -> Iterator[Path]:
+def staged(run: Run, export: Path, *, licence: str | None, base_model: str | None) -> Iterator[Path]:
     """A folder with what is uploaded: the export (as links), the card, the curve and the config. Raises RunError where
     the run has no export."""
-    export = run.folder / "export"
     if not (export / "README.md").is_file():
         raise RunError(f"{run.folder} has no export to push", fix=f"automodel export {run.folder}")
     with tempfile.TemporaryDirectory(prefix="automodel-push-") as name:
@@ -31,7 +30,9 @@ def staged(run: Run, *, licence: str | None, base_model: str | None) -> Iterator
                 target.mkdir()
             elif path != export / "README.md":
                 os.symlink(path.resolve(), target)
-        (folder / "README.md").write_text(model_card(run, licence=licence, base_model=base_model), encoding="utf-8")
+        (folder / "README.md").write_text(
+            model_card(run, export, licence=licence, base_model=base_model), encoding="utf-8"
+        )
         (folder / CURVE).write_text(loss_curve_svg(run.rows, title=run.name), encoding="utf-8")
         shutil.copyfile(run.folder / "config.yaml", folder / CONFIG)
         yield folder

@@ -29,6 +29,7 @@ from automodel_cli.training import rng
 from automodel_cli.training.checkpoint_dir import CheckpointDir, damage, damaged, read_meta
 from automodel_cli.training.checkpoint_writer import write_state
 from automodel_cli.training.config import CheckpointConfig
+from automodel_cli.training.early_stop import Goal
 from automodel_cli.training.lr_scheduler import LRSchedule
 from automodel_cli.training.state import (
     check_same_model,
@@ -60,8 +61,9 @@ class Checkpointer:
     Without a process group it works alone.
     """
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig):
-        self._dir = CheckpointDir(Path(run_dir) / "checkpoints")
+    def __init__(self, run_dir: Path, config: CheckpointConfig, goal: Goal | None = None):
+        self._goal = goal or Goal()
+        self._dir = CheckpointDir(Path(run_dir) / "checkpoints", self._goal)
         self._config = config
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -79,6 +81,10 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """The newest whole checkpoint of this run, as rank 0 sees the folder."""
         return self._from_rank0(self._dir.latest)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best validation, as rank 0 sees the folder."""
+        return self._from_rank0(self._dir.best)
 
     def resume_path(self) -> Path | None:
         """The checkpoint that `checkpoint.resume` means; None to start at step 0.
@@ -115,8 +121,8 @@ class Checkpointer:
     ) -> Path:
         """Save after optimizer step `step`; returns the folder (which an asynchronous save publishes later).
 
-        `extra` is rank-independent and made of JSON values (the data position). `metrics["val_loss"]`, where present,
-        decides about the `best` link. The generators of every rank are saved too. Waits for the save before.
+        `extra` is rank-independent and made of JSON values (the data position). The metric of the goal, where `metrics`
+        has it, decides about the `best` link. The generators of every rank are saved too. Waits for the save before.
         Raises RunError when the disk is full; earlier checkpoints are untouched then.
         """
         self.wait()
@@ -324,7 +330,7 @@ class Checkpointer:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._failed(final, error) from error
-        self._dir.link_if_best(final, meta["metrics"].get("val_loss"))
+        self._dir.link_if_best(final, meta["metrics"].get(self._goal.metric))
         self._dir.prune(self._config.keep)
         self.published()
         return final

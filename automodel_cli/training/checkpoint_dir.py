@@ -20,6 +20,7 @@ from typing import Any, TypedDict
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.files import replace
 from automodel_cli.data.checksums import Checksum, content_hash
+from automodel_cli.training.early_stop import Goal
 
 META = "meta.json"
 _SEAL = "xxh3"
@@ -93,8 +94,8 @@ def damage(checkpoint: Path, files: dict[str, FileNote], names: Sequence[str]) -
 class CheckpointDir:
     """All checkpoints of one run. Methods that change something are called by rank 0 only."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, goal: Goal | None = None):
+        self.path, self._goal = path, goal or Goal()
 
     def whole(self) -> list[Path]:
         """Whole checkpoints, oldest first. The `best` link and unfinished folders are not among them."""
@@ -109,7 +110,7 @@ class CheckpointDir:
         return whole[-1] if whole else None
 
     def best(self) -> Path | None:
-        """The whole checkpoint with the lowest validation loss so far."""
+        """The whole checkpoint with the best validation so far."""
         link = self.path / "best"
         return link.resolve() if link.is_symlink() and link.exists() else None
 
@@ -146,19 +147,19 @@ class CheckpointDir:
         meta["extra"] |= extra
         _write_meta(checkpoint / META, meta)
         _sync_folder(checkpoint)
-        self.link_if_best(checkpoint, metrics.get("val_loss"))
+        self.link_if_best(checkpoint, metrics.get(self._goal.metric))
 
-    def link_if_best(self, checkpoint: Path, val_loss: float | None) -> None:
-        """Point `best` to `checkpoint` if its validation loss is lower than that of the present best."""
-        if val_loss is None or val_loss != val_loss:
+    def link_if_best(self, checkpoint: Path, value: float | None) -> None:
+        """Point `best` to `checkpoint` if its validation is better than that of the present best."""
+        if not self._goal.better(value, None):
             return
         best = self.best()
         if best is not None and best != checkpoint.resolve():
             try:
-                present = read_meta(best)["metrics"].get("val_loss")
+                present = read_meta(best)["metrics"].get(self._goal.metric)
             except RunError:  # damaged: no longer the best of anything
                 present = None
-            if present is not None and present <= val_loss:
+            if not self._goal.better(value, present):
                 return
         temporary = self.path / f"best.tmp-{uuid.uuid4().hex}"
         temporary.symlink_to(checkpoint.name)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.training.early_stop import LOSS, Goal
 from automodel_cli.training.trackers import TrackerName, TrackerNode, tracker_nodes
 
 
@@ -151,6 +152,9 @@ class ValidationConfig:
 
     `every` steps (None: not during the run), `at_start` before the first step, `at_end` after the last. `num_batches`
     limits one validation to that many microbatches of every rank; None takes the whole validation set.
+
+    `metric` and `direction` decide which checkpoint is the best one. With `patience` the run ends after that many
+    validations in a row without improvement. Each improvement is saved then, and the best checkpoint is exported.
     """
 
     every: int | None = None
@@ -163,9 +167,38 @@ class ValidationConfig:
     """Validate after the last step."""
     tasks: dict[str, ValidationTask] = field(default_factory=dict)
     """What is asked besides the loss, by name: the tasks of an evaluation, also where there are no validation rows."""
+    patience: int | None = None
+    """Validations in a row without improvement after which the run ends. null: no early stopping."""
+    metric: str = LOSS
+    """Measure that decides which checkpoint is the best: `val_loss`, `val_reward`, `val_TASK_accuracy`, ..."""
+    direction: Literal["min", "max"] | None = None
+    """Whether a smaller or a larger `metric` is better. null: smaller, for `val_loss` alone."""
 
     def __post_init__(self) -> None:
-        _positive("validation", every=self.every, num_batches=self.num_batches)
+        _positive("validation", every=self.every, num_batches=self.num_batches, patience=self.patience)
+        if self.direction not in (None, "min", "max"):
+            raise ConfigError(
+                f"direction={self.direction!r} is neither min nor max",
+                keys=("direction",),
+                fix="validation.direction=min",
+            )
+        if self.direction is None and self.metric != LOSS:
+            raise ConfigError(
+                f"metric={self.metric}: whether a smaller or a larger value is better is not given",
+                keys=("metric", "direction"),
+                fix="validation.direction=max, or validation.direction=min",
+            )
+        if self.patience is not None and self.every is None:
+            raise ConfigError(
+                f"patience={self.patience} counts validations during the run, but every=null",
+                keys=("patience", "every"),
+                fix="validation.every=100, or validation.patience=null",
+            )
+
+    @property
+    def goal(self) -> Goal:
+        """What the best checkpoint is best in."""
+        return Goal(self.metric, self.direction == "max")
 
     def due(self, step: int, num_steps: int) -> bool:
         """Is a validation due after optimizer step `step` (1-based; 0 is before the first)?"""
@@ -184,7 +217,7 @@ class CheckpointConfig:
     """When checkpoints are written and which are kept.
 
     `every` steps (None: only at the end), the newest `keep` stay (None: all) and the one with the best validation
-    loss stays too. `async_save` copies the state and writes it while training goes on. `resume`: None starts at step
+    stays too. `async_save` copies the state and writes it while training goes on. `resume`: None starts at step
     0, "auto" continues from the newest whole checkpoint of the run directory if there is one, anything else is the
     folder of a checkpoint. `save_final` also saves after the last step. A run that is interrupted saves always.
     """
@@ -192,7 +225,7 @@ class CheckpointConfig:
     every: int | None = None
     """Steps between checkpoints. null: only at the end."""
     keep: int | None = 3
-    """Newest checkpoints that are kept, besides the one with the best validation loss. null: all."""
+    """Newest checkpoints that are kept, besides the one with the best validation. null: all."""
     async_save: bool = False
     """Copy the state and write it while training goes on."""
     resume: str | None = None
