@@ -16,13 +16,14 @@ from automodel_cli.config.imports.tables import TABLES
 @click.option("--from", "slug", type=click.Choice(list(TABLES)), help="Whose config it is.  [told by its keys]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="OUT", help="Write OUT.yaml; else print it.")
 @click.option("--gpus", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Ranks it ran on.")
-@click.option("--kind", type=click.Choice(["sft", "dpo", "grpo"]), help="What it trains.  [told by its keys]")
+@click.option("--kind", type=click.Choice(["sft", "dpo", "kd", "grpo"]), help="What it trains.  [told by its keys]")
 def import_config(file: Path, slug: str | None, output: Path | None, gpus: int, kind: str | None) -> None:
     """Print another tool's config as one of ours.
 
     Each key of FILE stands in it: translated, with what it was there, or in the list at the end with the reason why it
-    has no counterpart. Defaults of the tool that would change the loss are written out. Batch sizes of theirs are per
-    device, ours is of the whole step: --gpus says how many there were.
+    has no counterpart. What you must decide stands at the top: what theirs does and ours does not, and what `check`
+    says against the file. Defaults of the tool that would change the loss are written out. Batch sizes of theirs are
+    per device, ours is of the whole step: --gpus says how many there were.
     """
     from automodel_cli.config.imports.write import imported
 

@@ -22,6 +22,7 @@ class Builder:
         self.composed, self.problems, self.only_nodes = composed, problems, only_nodes
 
     def build(self, node: Node) -> Any:
+        """Call the target of `node` with what its arguments become; `WRONG` where anything is wrong."""
         arguments = {name: self.value(item) for name, item in node.arguments.items()}
         wrong = not node.clean or any(_contains_wrong(item) for item in arguments.values())
         is_node = targets.is_node(node.target)
@@ -51,7 +52,8 @@ class Builder:
 
     def refused(self, node: Node, arguments: dict[str, Any], error: ConfigError) -> None:
         """A node refused its own values: name the keys, their values and where each was written."""
-        keys = [join(node.key, _located(node, arguments, k)) for k in error.keys] or [node.key]
+        located = [_located(node, arguments, key) for key in error.keys]
+        keys = [join(node.key, key) if key else node.key for key in located] or [node.key]
         where = self.composed.nearest_origin(keys[0])
         source = error.origin or self.sources(node, arguments, keys)
         fix = error.fix and map_keys(error.fix, lambda key: _placed(node, arguments, key))
@@ -70,14 +72,13 @@ class Builder:
 
 def _located(node: Node, arguments: dict[str, Any], key: str) -> str:
     """A key relative to `node`. A section that a node asks for a rule may name its own fields: they are looked up
-    there.
+    there. "" (the node as a whole) for a key that neither has.
     """
     name = key.partition(".")[0]
     if name in node.signature.parameters:
         return key
     sections = [n for n in node.signature.parameters if name in _fields(_effective(node, arguments, n))]
-    assert len(sections) == 1, f"{node.target.__qualname__} refuses {key}, which is a field of {sections or 'nothing'}"
-    return f"{sections[0]}.{key}"
+    return f"{sections[0]}.{key}" if len(sections) == 1 else ""
 
 
 def _placed(node: Node, arguments: dict[str, Any], key: str) -> str:

@@ -45,7 +45,6 @@ def _require(module: str, package: str) -> None:
     if find_spec(module) is None:
         raise ConfigError(
             f"tracker {package!r} needs the package {package!r}, which is not installed",
-            keys=("trackers",),
             fix=f"pip install {package}",
         )
 
@@ -234,4 +233,7 @@ else:
 
 def tracker_nodes(trackers: Sequence[TrackerName | TrackerNode]) -> list[TrackerNode]:
     """The node of each name, and the nodes as they are. Raises ConfigError for a package that is not installed."""
-    return [BY_NAME[item]() if isinstance(item, str) else item for item in trackers]
+    try:
+        return [BY_NAME[item]() if isinstance(item, str) else item for item in trackers]
+    except ConfigError as error:
+        raise ConfigError(error.message, keys=("trackers",), fix=error.fix) from error

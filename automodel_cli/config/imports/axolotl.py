@@ -38,6 +38,8 @@ def _together(draft: Draft) -> None:
     if not draft.get("warmup_steps") and not draft.get("warmup_ratio"):
         draft.put("lr_scheduler.warmup_ratio", 0.03, note="axolotl's default; ours is none")
     hf.clipping(draft)
+    if draft.get("wandb_project"):
+        hf.trackers(draft, {"wandb": {key: f"wandb_{key}" for key in ("project", "entity", "mode")}})
     _adapter(draft)
     _data(draft)
     if draft.kind == "dpo":
@@ -190,8 +192,8 @@ TABLE = Table(
         "eval_*": none("what validation measures is fixed: loss, and what callbacks add"),
         "early_stopping_patience": none("a run ends at its last step; the best checkpoint is linked as `best`"),
         "loss_watchdog_*": none("a step that is not finite stops the run; nothing stops one that is merely high"),
-        "wandb_project": none("logging.trackers: [{_target_: automodel_cli.training.trackers.WandB, project: ...}]"),
-        "wandb_*": none("logging.trackers takes a WandB node"),
+        "wandb_name": to("run_name"),
+        "wandb_*": none("logging.trackers takes a WandB node with project, entity, group and mode"),
         "mlflow_*": none("logging.trackers takes an MLflow node"),
         "special_tokens.*": none("the tokenizer's own; ours pads without a token of its own"),
         "tokens": none("no new tokens: add them to the tokenizer and the model first"),

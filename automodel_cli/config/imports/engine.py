@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from automodel_cli.config.problems import show
 
-Kind = Literal["sft", "dpo", "grpo"]
+Kind = Literal["sft", "dpo", "kd", "grpo"]
 _OMIT = object()
 
 
@@ -49,7 +49,7 @@ class Default:
     ours: str
     value: Any
     why: str
-    kinds: Sequence[Kind] = ("sft", "dpo", "grpo")
+    kinds: Sequence[Kind] = ("sft", "dpo", "kd", "grpo")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ class Draft:
     left: dict[str, str] = field(default_factory=dict)
     """Keys of theirs without a counterpart, and why."""
     done: set[str] = field(default_factory=set)
+    undecided: list[str] = field(default_factory=list)
+    """What would train otherwise than theirs, or not at all, until the user decides it."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Their value, or `default` where it is absent or empty. Does not count as translated."""
@@ -117,6 +119,12 @@ class Draft:
             self.left[key] = why
             self.done.add(key)
 
+    def decide(self, key: str, what: str) -> None:
+        """Say at the top of the file what the user must decide about a key of theirs."""
+        said = f"{key}={show(self.source[key], 60)}: " if key in self.source else f"{key}: "
+        self.undecided.append(said + what)
+        self.leave(key, f"to decide: {what}")
+
     def is_set(self, ours: str) -> bool:
         return ours in self.values or ours in self.options
 
@@ -133,6 +141,9 @@ def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | N
         if draft.kind in default.kinds and not draft.is_set(default.ours):
             draft.put(default.ours, default.value, note=f"{table.tool}'s default; {default.why}")
     _leave_idle_validation(draft)
+    if draft.kind == "grpo" and not draft.is_set("rewards"):
+        why = "their rewards are code; until you name yours, `exact` compares with the column answer (docs/rollout.md)"
+        draft.undecided.append(f"rewards: {why}")
     return draft
 
 

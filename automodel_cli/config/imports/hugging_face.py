@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from automodel_cli.config.imports.engine import Default, Draft, Row, none, to
@@ -24,7 +25,12 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
 }
 CHECKPOINTING = {"true": "full", "false": False}
-TRACKERS: dict[str, Any] = {name: [name] for name in ("tensorboard", "wandb", "mlflow", "trackio")} | {"none": []}
+TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WandB", "mlflow": "MLflow", "trackio": "Trackio"}
+"""Their names, and the classes of `training/trackers.py`."""
+_FIELDS = {
+    "wandb": {"project": "wandb_project", "entity": "wandb_entity", "group": "wandb_run_group", "mode": "wandb_mode"},
+    "trackio": {"project": "project", "space_id": "trackio_space_id"},
+}
 PLACE = none("ranks, nodes and devices: mesh and the launcher say it here (docs/parallelism.md)")
 SPEED = none("how fast, not what: see docs/performance.md")
 SHOWN = none("what is shown while it runs; metrics.jsonl has every step")
@@ -64,7 +70,9 @@ ROWS: dict[str, Row] = {
     "logging_steps": to("logging.every"),
     "logging_*": SHOWN,
     "plot_loss": to("logging.report"),
-    "report_to": Row("logging.trackers", values=TRACKERS),
+    "wandb_*": none("logging.trackers takes a WandB node with project, entity, group and mode"),
+    "trackio_*": none("logging.trackers takes a Trackio node with project and space_id"),
+    "project": none("read by trackio only, which report_to does not name"),
     "run_name": to("run_name"),
     "output_dir": to("output_dir", "ours makes a folder for each run in it"),
     "overwrite_output_dir": none("a run never overwrites another: each has a folder of its own"),
@@ -126,6 +134,36 @@ def warmup(draft: Draft) -> None:
         draft.put("lr_scheduler.warmup_steps", int(steps), "warmup_steps", "warmup_ratio")
     else:
         draft.put("lr_scheduler.warmup_ratio", float(steps or ratio), "warmup_steps", "warmup_ratio")
+
+
+def report_to(draft: Draft) -> None:
+    """Trackers by name, with the keys that belong to them."""
+    value = draft.get("report_to")
+    if value is None:
+        return
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    if "all" in names:
+        draft.leave("report_to", "name the trackers: logging.trackers=[wandb]")
+        return
+    trackers(draft, {name: _FIELDS.get(name, {}) for name in names if name != "none"}, "report_to")
+
+
+def trackers(draft: Draft, fields: Mapping[str, Mapping[str, str]], *theirs: str) -> None:
+    """`fields`: of each tracker, our option -> their key. A tracker that nothing is said about is a name."""
+    nodes: list[Any] = []
+    used: list[str] = []
+    for name, options in fields.items():
+        if name not in TRACKERS:
+            draft.leave(theirs[0], f"no tracker {name}: logging.trackers has {', '.join(TRACKERS)}, or a node of yours")
+            continue
+        given = {ours: key for ours, key in options.items() if draft.get(key) is not None}
+        if draft.get(given.get("mode", "")) == "disabled":
+            used += given.values()
+            continue
+        values = {ours: draft.get(key) for ours, key in given.items()}
+        used += given.values()
+        nodes.append({"_target_": f"automodel_cli.training.trackers.{TRACKERS[name]}", **values} if values else name)
+    draft.put("logging.trackers", nodes, *(key for key in theirs if key not in draft.done), *used)
 
 
 def clipping(draft: Draft, key: str = "max_grad_norm", default: float | None = 1.0) -> None:

@@ -19,6 +19,7 @@ def _together(draft: Draft) -> None:
     hf.length(draft)
     hf.warmup(draft)
     hf.clipping(draft)
+    hf.report_to(draft)
     _data(draft)
     if draft.get("finetuning_type", "lora") == "lora":
         _lora(draft)

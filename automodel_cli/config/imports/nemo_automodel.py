@@ -2,19 +2,73 @@
 
 from __future__ import annotations
 
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.imports import hugging_face as hf
 from automodel_cli.config.imports.engine import Default, Draft, Kind, Row, Table, none, to
 
 _AXES = ("tp", "pp", "cp", "ep")
 _SCHEDULES = {"1f1b": "1f1b", "interleaved1f1b": "interleaved_1f1b", "gpipe": "gpipe", "zbvzerobubble": "zbv"}
+_DTYPES = {
+    theirs: ours
+    for ours, short in (("bfloat16", "bf16"), ("float32", "fp32"), ("float16", "fp16"))
+    for theirs in (ours, short, f"torch.{ours}")
+}
+_STYLES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "WSD": "wsd"}
 _STRATEGIES = {"fsdp2": "fsdp2", "megatron_fsdp": "megatron_fsdp", "ddp": "ddp"}
 
 
+_RECIPES: dict[str, Kind] = {
+    "TrainFinetuneRecipeForNextTokenPrediction": "sft",
+    "KnowledgeDistillationRecipeForNextTokenPrediction": "kd",
+}
+_OTHERS = {
+    "VLM": "models that read images",
+    "Multimodal": "models that read images",
+    "ImageTextToText": "models that read images",
+    "Diffusion": "diffusion models",
+    "Encoder": "encoders for retrieval",
+    "EmbeddingDistill": "encoders for retrieval",
+    "HardNegatives": "encoders for retrieval",
+    "SequenceClassification": "classifiers",
+    "Benchmarking": "nothing, it measures a step (`automodel bench`)",
+    "Eagle": "draft models",
+    "Spark": "draft models",
+    "Flash": "draft models",
+    "Domino": "draft models",
+    "JetSpec": "draft models",
+    "Vispec": "draft models",
+}
+"""Parts of the names of their other recipes and model classes, and what they train."""
+
+
 def _kind(draft: Draft) -> Kind:
-    return "sft"
+    """Raises ConfigError for a recipe that trains what no recipe of ours does."""
+    for key in ("recipe", "recipe._target_", "model._target_"):
+        name = str(draft.get(key, "")).removesuffix(".from_pretrained").removesuffix(".from_config").rpartition(".")[2]
+        what = next((what for part, what in _OTHERS.items() if part in name), None)
+        if what is None and key != "model._target_" and name and name not in _RECIPES:
+            what = "what is not known here"
+        if what is not None:
+            raise ConfigError(
+                f"{key}={name} of NeMo AutoModel trains {what}: no recipe of ours does",
+                keys=(key,),
+                fix="--kind sft, which translates its other keys as those of text",
+            )
+    name = str(draft.get("recipe", draft.get("recipe._target_", ""))).rpartition(".")[2]
+    return _RECIPES.get(name, "kd" if draft.has("teacher_model.") else "sft")
 
 
 def _together(draft: Draft) -> None:
+    draft.source = {key: None if value in ("None", "none") else value for key, value in draft.source.items()}
+    if draft.kind == "kd":
+        _teacher(draft)
+    _quantization(draft)
+    if draft.has("wandb."):
+        fields = {name: f"wandb.{name}" for name in ("project", "entity", "group", "mode")}
+        hf.trackers(draft, {"wandb": fields})
+    elif draft.has("mlflow."):
+        fields = {"experiment": "mlflow.experiment_name", "tracking_uri": "mlflow.tracking_uri"}
+        hf.trackers(draft, {"mlflow": fields})
     for axis in _AXES:
         size = draft.get(f"distributed.{axis}_size")
         if size not in (None, "none"):
@@ -34,6 +88,35 @@ def _together(draft: Draft) -> None:
         draft.put("model.lora.target_modules", modules, "peft.match_all_linear", "peft.target_modules", "peft._target_")
         draft.put("model.lora.rank", draft.get("peft.dim", 8), "peft.dim")
         draft.put("model.lora.alpha", draft.get("peft.alpha", 32), "peft.alpha")
+
+
+def _teacher(draft: Draft) -> None:
+    """Theirs is (1 - kd_ratio) x NLL + kd_ratio x KL(teacher || student) over the whole vocabulary."""
+    key, ratio = "teacher_model.pretrained_model_name_or_path", float(draft.get("kd_ratio", 0.5))
+    if draft.get(key) is None:
+        draft.decide(key, "teacher.pretrained: the model to learn from")
+    else:
+        draft.put("teacher.pretrained", draft.get(key), key)
+    draft.put("objective.kd_weight", ratio, "kd_ratio", note="their default 0.5")
+    draft.put("objective.sft_weight", round(1 - ratio, 6), "kd_ratio")
+    draft.put("objective.top_k", None, note="theirs compares the whole vocabulary, ours 64 tokens and the rest as one")
+    if float(draft.get("kd_loss_fn.temperature", 1.0)) != 1.0:
+        draft.decide("kd_loss_fn.temperature", "ours compares the distributions at temperature 1")
+
+
+def _quantization(draft: Draft) -> None:
+    prefix = "quantization."
+    if draft.get(prefix + "load_in_8bit"):
+        draft.decide(prefix + "load_in_8bit", "no 8-bit base: model.lora.base_quantization is none or nf4")
+    if not draft.get(prefix + "load_in_4bit"):
+        return
+    if not draft.has("peft."):
+        draft.decide(prefix + "load_in_4bit", "a base of 4 bits is for adapters: model.lora")
+        return
+    kind = prefix + "bnb_4bit_quant_type"
+    if draft.get(kind, "nf4") != "nf4":
+        draft.decide(kind, "the base of adapters is none or nf4, here nf4")
+    draft.put("model.lora.base_quantization", "nf4", prefix + "load_in_4bit", kind)
 
 
 def _pipeline(draft: Draft) -> None:
@@ -81,6 +164,9 @@ def _data(draft: Draft) -> None:
         said = "their builder makes a prompt of context and question; map your own columns, or write a format"
         draft.put("data.columns", {"prompt": "question", "completion": "answers"}, note=said)
         draft.put("data.format", "prompt_completion", "dataset._target_")
+        draft.undecided.append("data.columns: theirs joins context and question, and takes the first of the answers")
+    if not key:
+        draft.undecided.append("data.path: the file names no dataset that is known here")
     validation = next((f"validation_{key}" for _ in (0,) if draft.get(f"validation_{key}")), "")
     if validation and draft.get(validation) == draft.get(key):
         split = str(draft.get("validation_dataset.split", "validation"))
@@ -108,7 +194,11 @@ def _optimizer(draft: Draft) -> None:
         draft.put("optimizer", "muon", "optimizer._target_")
     draft.put("optimizer.betas", draft.get("optimizer.betas", [0.9, 0.999]), "optimizer.betas")
     style = str(draft.get("lr_scheduler.lr_decay_style", "cosine")) if draft.has("lr_scheduler.") else "constant"
-    draft.put("lr_scheduler", {"wsd": "wsd", "WSD": "wsd"}.get(style, style), "lr_scheduler.lr_decay_style")
+    if style not in _STYLES:
+        draft.decide("lr_scheduler.lr_decay_style", f"lr_scheduler is {', '.join(sorted(set(_STYLES.values())))}")
+    draft.put("lr_scheduler", _STYLES.get(style, "cosine"), "lr_scheduler.lr_decay_style")
+    if style == "WSD":
+        _stable(draft)
     if style != "constant":
         lr, least = float(draft.get("optimizer.lr", 1e-5)), draft.get("lr_scheduler.min_lr")
         ratio = round(float(least) / lr, 6) if least is not None else 0.01
@@ -118,6 +208,20 @@ def _optimizer(draft: Draft) -> None:
         draft.put("lr_scheduler.warmup_steps", steps, "lr_scheduler.lr_warmup_steps")
     elif style != "constant":
         draft.put("lr_scheduler.warmup_ratio", 0.1, note="their default: a tenth of the run, at most 1000 steps")
+
+
+def _stable(draft: Draft) -> None:
+    """The last part of warm-up, stable, decay."""
+    steps, form = "lr_scheduler.wsd_decay_steps", "lr_scheduler.lr_wsd_decay_style"
+    if draft.get(steps) is not None:
+        draft.put("lr_scheduler.decay_steps", int(draft.get(steps)), steps)
+    else:
+        draft.decide(steps, "theirs needs it; ours decays over the last fifth of the run")
+    decay = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1-sqrt"}.get(str(draft.get(form)))
+    if decay is None:
+        draft.decide(form, "lr_scheduler.decay is linear, cosine or 1-sqrt, here linear")
+    else:
+        draft.put("lr_scheduler.decay", decay, form)
 
 
 _LOADER = none("rows are collated and padded by packing and data.pad_to")
@@ -133,6 +237,9 @@ TABLE = Table(
             "loss_fn._target_",
             "model.pretrained_model_name_or_path",
             "distributed.tp_size",
+            "recipe",
+            "recipe._target_",
+            "teacher_model.pretrained_model_name_or_path",
         ),
     ),
     kind=_kind,
@@ -147,15 +254,9 @@ TABLE = Table(
         "rng.seed": to("seed"),
         "rng.*": none("every rank has its own generators, saved with checkpoints"),
         "seed": to("seed"),
-        "recipe": none("the recipe is named by defaults: [sft, ...]"),
+        "recipe*": none("the recipe is named by defaults: [sft, ...]"),
         "model.pretrained_model_name_or_path": to("model.pretrained"),
-        "model.torch_dtype": to(
-            "model.dtype",
-            bfloat16="bfloat16",
-            float32="float32",
-            float16="float16",
-            **{"torch.bfloat16": "bfloat16", "bf16": "bfloat16"},
-        ),
+        "model.torch_dtype": Row("model.dtype", values=_DTYPES),
         "model.attn_implementation": hf.ATTENTION,
         "model.backend.attn": none("model.transformer_engine.attention=true is their te"),
         "model.backend.*": none("kernels: model.transformer_engine, model.moe.experts, parallelizer.expert_dispatch"),
@@ -193,7 +294,15 @@ TABLE = Table(
         "optimizer.weight_decay": to("optimizer.weight_decay"),
         "optimizer.*": none("not in our optimizers"),
         "lr_scheduler.*": none("lr_scheduler has warmup_steps, warmup_ratio and min_lr_ratio"),
-        "wandb.*": none("logging.trackers takes a WandB node"),
+        "wandb.name": to("run_name"),
+        "wandb.*": none("logging.trackers takes a WandB node with project, entity, group and mode"),
+        "teacher_model.torch_dtype": Row("teacher.dtype", values=_DTYPES),
+        "teacher_model.*": none("the library's own model, sharded like the student"),
+        "kd_loss_fn.*": none("objective: KL(teacher || student) in float32"),
+        "offload_teacher_model": none("cache_teacher=true asks the teacher once, before the first step"),
+        "quantization.*": none("model.lora.base_quantization is none or nf4"),
+        "lr_scheduler.lr_decay_steps": none("ours decays over the whole run"),
+        "lr_scheduler.init_lr": none("ours warms up from 0"),
         "mlflow.*": none("logging.trackers takes an MLflow node"),
         "fp8.*": none("weights are gathered in what is computed in, and cast at every use: no scale is kept"),
         "compile.enabled": to("parallelizer.enable_compile"),

@@ -17,6 +17,8 @@ def _together(draft: Draft) -> None:
     hf.length(draft, "max_steps", "epochs", default=1.0)
     hf.betas(draft, f"{prefix}optim.betas1", f"{prefix}optim.betas2")
     hf.clipping(draft, f"{prefix}optim.max_norm", 1.0)
+    if draft.has("wandb"):
+        hf.trackers(draft, {"wandb": {name: f"wandb.{name}" for name in ("project", "entity", "group")}}, "wandb")
     name = draft.get("model.name", draft.get(f"{prefix}model.name"))
     if name:
         draft.put("model.pretrained", name, "model.name", f"{prefix}model.name")
@@ -113,7 +115,7 @@ def _grpo(draft: Draft) -> None:
 
 _SERVER = none("no server is needed: our sampler generates on the trained weights (rollout=vllm takes one)")
 _ENVIRONMENT = none("environments are packages of theirs; ours are rewards and rollout.environment (docs/rollout.md)")
-_TRACKER = none("logging.trackers takes a WandB node")
+_TRACKER = none("logging.trackers takes a WandB node with project, entity, group and mode (offline)")
 
 _SHARED = {
     "optim.type": to("optimizer", adamw="adamw", muon="muon"),
@@ -169,6 +171,7 @@ TABLE = Table(
         "inference*": _SERVER,
         "deployment.*": hf.PLACE,
         "slurm*": none("automodel submit"),
+        "wandb.name": to("run_name"),
         "wandb*": _TRACKER,
         "data.shuffle": to("data.shuffle"),
         "data.seed": to("seed"),

@@ -40,6 +40,11 @@ def _together(draft: Draft) -> None:
     hf.batch(draft, "batch_size", "gradient_accumulation_steps", default=2)
     hf.length(draft, "max_steps_per_epoch", "epochs", default=1.0)
     hf.clipping(draft, "clip_grad_norm", None)
+    if str(draft.get("metric_logger._component_", "")).endswith("WandBLogger"):
+        fields = {name: f"metric_logger.{name}" for name in ("project", "entity", "group")}
+        hf.trackers(draft, {"wandb": fields}, "metric_logger._component_")
+    elif str(draft.get("metric_logger._component_", "")).endswith("TensorBoardLogger"):
+        hf.trackers(draft, {"tensorboard": {"log_dir": "metric_logger.log_dir"}}, "metric_logger._component_")
     folder = draft.get("checkpointer.checkpoint_dir")
     if folder:
         draft.put("model.pretrained", str(folder), "checkpointer.checkpoint_dir", note="a folder in the hub's format")

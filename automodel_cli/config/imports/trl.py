@@ -48,6 +48,7 @@ def _together(draft: Draft) -> None:
     hf.length(draft)
     hf.warmup(draft)
     hf.clipping(draft)
+    hf.report_to(draft)
     if draft.get("use_peft"):
         targets = draft.get("lora_target_modules", "all-linear")
         draft.put("model.lora.target_modules", targets, "use_peft", "lora_target_modules")
@@ -153,6 +154,8 @@ def _grpo(draft: Draft, ranks: int) -> None:
             draft.put("objective.max_tokens", int(draft.get("max_completion_length", 256)), "max_completion_length")
         if loss in ("cispo", "sapo"):
             draft.put("objective.surrogate", loss, "loss_type")
+    _by_sequence(draft, loss)
+    _entropy(draft, loss)
     if draft.get("scale_rewards") == "batch":
         draft.put("rollout.scale", "batch", "scale_rewards")
     if draft.get("use_vllm") and draft.get("vllm_mode", "server") == "server":
@@ -177,6 +180,30 @@ def _kl(draft: Draft) -> None:
         draft.put("objective.kl_score_term", False, theirs, note="the gradient of the KL's value alone")
     for name in ("kl_input_clamp", "kl_output_clamp"):
         draft.put(f"objective.{name}", None, "beta", note="theirs has no clamp")
+
+
+def _by_sequence(draft: Draft, loss: str) -> None:
+    """Losses over ratios of whole responses; ours takes means over responses then."""
+    level = "importance_sampling_level"
+    if loss not in _AGGREGATION:
+        draft.decide("loss_type", "no such loss here: this file has GRPO's clipped loss, a mean over tokens")
+    elif draft.get(level) in ("sequence", "sequence_token") and _AGGREGATION[loss] != "sequence":
+        draft.decide("loss_type", f"with {level}={draft.get(level)} ours takes means over responses (loss_type: grpo)")
+        draft.values.pop("objective.max_tokens", None)
+        draft.put("objective.aggregation", "sequence", note="with a ratio of sequences")
+    if loss == "luspo":  # its sums over responses are no mean that goes with a ratio of sequences here
+        draft.put("objective.ratio", "token", level, note="luspo's ratio of sequences is left out with its loss")
+
+
+def _entropy(draft: Draft, loss: str) -> None:
+    coef = float(draft.get("entropy_coef", 0.0))
+    if draft.get("use_adaptive_entropy"):
+        draft.decide("use_adaptive_entropy", "objective.entropy_coef is constant: it has no target to follow")
+    if coef < 0:
+        draft.decide("entropy_coef", "objective.entropy_coef is a bonus, at least 0")
+    elif coef:
+        mean = "" if _AGGREGATION.get(loss) in (None, "token") else "theirs is a mean over tokens, ours as the loss"
+        draft.put("objective.entropy_coef", coef, "entropy_coef", note=mean)
 
 
 _LEVELS: dict[str, Any] = {level: level for level in ("token", "sequence", "sequence_token")}
@@ -230,6 +257,8 @@ TABLE = Table(
         "precompute_ref_*": none("reference says it"),
         "max_completion_length": to("rollout.max_new_tokens"),
         "max_prompt_length": none("data.seq_len holds prompt and response together"),
+        "entropy_*": none("objective.entropy_coef is constant"),
+        "vespo_*": none("read by loss_type vespo only"),
         "temperature": to("rollout.temperature"),
         "top_p": to("rollout.top_p"),
         "top_k": to("rollout.top_k"),

@@ -10,6 +10,7 @@ _AGGREGATION = {
     "token-mean": "token",
     "seq-mean-token-mean": "sequence",
     "seq-mean-token-sum-norm": "max_tokens",
+    "seq-mean-token-sum": "max_tokens",
 }
 _KL = {"kl": "k1", "k1": "k1", "abs": None, "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
@@ -27,13 +28,28 @@ def _together(draft: Draft) -> None:
     else:
         draft.put("data.path", first, "data.train_files")
     held_out = draft.get("data.val_files")
+    if isinstance(held_out, list) and len(held_out) > 1:
+        draft.decide("data.val_files", f"data.validation_path is one file; here the first, {held_out[0]}")
     if held_out:
         draft.put("data.validation_path", held_out[0] if isinstance(held_out, list) else held_out, "data.val_files")
+    _trackers(draft)
     for theirs, ours in (("trainer.save_freq", "checkpoint.every"), ("trainer.test_freq", "validation.every")):
         if draft.get(theirs) is not None:
             count = int(draft.get(theirs))
             draft.put(ours, count if count > 0 else None, theirs)
     hf.length(draft, "trainer.total_training_steps", "trainer.total_epochs", default=30 if draft.kind == "grpo" else 4)
+
+
+def _trackers(draft: Draft) -> None:
+    """Loggers by name; project and experiment are those of each."""
+    loggers = draft.get("trainer.logger", [])
+    names = [
+        str(name) for name in (loggers if isinstance(loggers, list) else [loggers]) if name not in ("console", "file")
+    ]
+    own = {"wandb": "project", "trackio": "project", "mlflow": "experiment"}
+    fields = {name: {own[name]: "trainer.project_name"} if name in own else {} for name in names}
+    if names:
+        hf.trackers(draft, fields, "trainer.logger")
 
 
 def _warmup(draft: Draft, prefix: str, ratio: str) -> None:
@@ -60,14 +76,7 @@ def _grpo(draft: Draft) -> None:
     draft.put("rollout.max_new_tokens", response, "data.max_response_length")
     lengths = ("data.max_prompt_length", "data.max_response_length")
     draft.put("data.seq_len", prompt + response, *lengths, note="prompt and response")
-    both = draft.get(_ACTOR + "clip_ratio", 0.2)
-    draft.put(
-        "objective.clip_low",
-        draft.get(_ACTOR + "clip_ratio_low", both),
-        _ACTOR + "clip_ratio_low",
-        _ACTOR + "clip_ratio",
-    )
-    draft.put("objective.clip_high", draft.get(_ACTOR + "clip_ratio_high", both), _ACTOR + "clip_ratio_high")
+    _clip(draft)
     _advantages(draft)
     _policy_loss(draft, response)
     _kl(draft)
@@ -82,9 +91,20 @@ def _grpo(draft: Draft) -> None:
         )
 
 
+def _clip(draft: Draft) -> None:
+    keys = [_ACTOR + name for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio")]
+    if draft.get(_ACTOR + "policy_loss.loss_mode") in ("sapo", "gpg"):
+        for key in (*keys, _ACTOR + "clip_ratio_c"):
+            draft.leave(key, "this loss has no ratio to clip")
+        return
+    both = draft.get(keys[2], 0.2)
+    draft.put("objective.clip_low", draft.get(keys[0], both), keys[0], keys[2])
+    draft.put("objective.clip_high", draft.get(keys[1], both), keys[1])
+
+
 def _advantages(draft: Draft) -> None:
     key = "algorithm.adv_estimator"
-    name = str(draft.get(key, "gae"))
+    name = str(draft.get(key, "gae")).removesuffix("_vectorized")
     if name == "rloo":
         draft.put("rollout.leave_one_out", True, key)
         draft.put("rollout.normalise", False, note="theirs divides rloo by no deviation")
@@ -98,8 +118,11 @@ def _advantages(draft: Draft) -> None:
         draft.put("rollout.baseline", "batch", key)
     elif name == "grpo":
         draft.put("rollout.leave_one_out", False, key)
+    elif name == "gpg":
+        draft.put("rollout.normalise", False, note="theirs divides gpg by no deviation")
+        draft.decide(key, "theirs also multiplies by samples / samples with a reward; ours does not")
     else:
-        draft.leave(key, "rollout.baseline, .leave_one_out and .scale have no such estimator: this file is GRPO's")
+        draft.decide(key, "no such estimator: rollout.baseline, .leave_one_out and .scale are GRPO's here")
     if name in ("gae", "reinforce_plus_plus"):
         draft.put("rollout.gamma", draft.get("algorithm.gamma", 1.0), "algorithm.gamma")
     if name != "grpo":
@@ -111,17 +134,42 @@ def _policy_loss(draft: Draft, response: int) -> None:
     loss, mode = draft.get(key, "vanilla"), draft.get(own, "token-mean")
     if loss == "gspo":
         draft.put("objective.ratio", "sequence_token", key)
-        draft.put("objective.aggregation", "sequence", own, note="gspo has means over sequences there in any case")
+        if own in draft.source and mode != "seq-mean-token-mean":
+            draft.decide(own, "with gspo ours takes means over sequences, as the paper and verl before 0.9 do")
+        draft.put("objective.aggregation", "sequence", own, note="means over sequences, as in the paper")
+        return
+    if loss == "sapo":
+        draft.put("objective.surrogate", "sapo", key)
+        draft.put("objective.sapo_positive", draft.get(_ACTOR + "tau_pos", 1.0), _ACTOR + "tau_pos")
+        draft.put("objective.sapo_negative", draft.get(_ACTOR + "tau_neg", 1.05), _ACTOR + "tau_neg")
+        draft.put("objective.aggregation", "sequence", own, note="sapo has means over sequences there in any case")
         return
     if loss == "cispo":
         draft.put("objective.surrogate", "cispo", key)
+        if mode == "seq-mean-token-mean":
+            draft.decide(own, "cispo is a mean over all tokens here (token-mean)")
+            mode = "token-mean"
+    elif loss == "gpg":
+        draft.put("objective.surrogate", "reinforce", key)
+        draft.put("objective.ratio", "on_policy", key, note="-A log p, without a ratio")
     elif loss == "vanilla":
         keys = (_ACTOR + "clip_ratio_c", key)
         draft.put("objective.dual_clip", draft.get(keys[0], 3.0), *keys, note="their default 3, ours none")
-    if mode in _AGGREGATION:
-        draft.put("objective.aggregation", _AGGREGATION[mode], own)
-        if _AGGREGATION[mode] == "max_tokens":
-            draft.put("objective.max_tokens", response, "data.max_response_length")
+    else:
+        draft.decide(key, "no such loss here: objective.surrogate and .ratio are GRPO's, clipped")
+    _aggregate(draft, own, str(mode), response)
+
+
+def _aggregate(draft: Draft, own: str, mode: str, response: int) -> None:
+    if mode not in _AGGREGATION:
+        draft.decide(own, "no such mean here: objective.aggregation is token, sequence or max_tokens")
+        return
+    draft.put("objective.aggregation", _AGGREGATION[mode], own)
+    if mode == "seq-mean-token-sum":
+        draft.put("objective.max_tokens", 1, note="sums over tokens, means over responses")
+    elif mode == "seq-mean-token-sum-norm":
+        factor = _ACTOR + "loss_scale_factor"
+        draft.put("objective.max_tokens", draft.get(factor, response), factor, "data.max_response_length")
 
 
 def _held_out(draft: Draft) -> None:
@@ -145,7 +193,12 @@ def _kl(draft: Draft) -> None:
             _ACTOR + "kl_loss_coef",
             "algorithm.use_kl_in_reward",
         )
-        kind = _KL.get(draft.get(_ACTOR + "kl_loss_type", "low_var_kl"))
+        said = str(draft.get(_ACTOR + "kl_loss_type", "low_var_kl"))
+        kind = (
+            "k2" if said.endswith("+") else _KL.get(said)
+        )  # with +, theirs has the value of one and the gradient of k2
+        if coef and kind is None:
+            draft.decide(_ACTOR + "kl_loss_type", "no such estimator: objective.kl_type is k1, k2 or k3, here k3")
         if kind and coef:  # with 0, theirs is measured only
             draft.put("objective.kl_type", kind, _ACTOR + "kl_loss_type")
             _clamps(draft, kind, _ACTOR + "kl_loss_type")
@@ -155,7 +208,9 @@ def _kl(draft: Draft) -> None:
         keys = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
         draft.put("objective.kl_coef", draft.get("algorithm.kl_ctrl.kl_coef", 0.001), *keys)
         draft.put("objective.kl_in", "reward", "algorithm.use_kl_in_reward")
-        kind = _KL.get(draft.get("algorithm.kl_penalty", "kl"))
+        kind = _KL.get(str(draft.get("algorithm.kl_penalty", "kl")).removesuffix("+"))  # a reward has no gradient
+        if kind is None:
+            draft.decide("algorithm.kl_penalty", "no such estimator: objective.kl_type is k1, k2 or k3, here k3")
         if kind:
             draft.put("objective.kl_type", kind, "algorithm.kl_penalty", note="their default kl is k1")
             _clamps(draft, kind, "algorithm.kl_penalty")
@@ -255,7 +310,6 @@ TABLE = Table(
         _ACTOR + "use_kl_loss": none("objective.kl_coef"),
         _ACTOR + "kl_loss_*": none("no KL loss there: objective.kl_coef=0"),
         _ACTOR + "strategy": to("parallelizer", fsdp="fsdp2", fsdp2="fsdp2"),
-        _ACTOR + "policy_loss.loss_mode": none("objective.surrogate and .ratio have no such loss: this file is GRPO's"),
         _ACTOR + "use_torch_compile": hf.SPEED,
         _ACTOR + "fsdp_config.*": hf.PLACE,
         _ACTOR + "*": none("not in our step: docs/grpo.md has what there is"),
@@ -285,7 +339,7 @@ TABLE = Table(
         "use_remove_padding": none("rows are packed"),
         "ulysses_sequence_parallel_size": to("mesh.cp_size"),
         "trainer.experiment_name": to("run_name"),
-        "trainer.project_name": none("logging.trackers takes nodes with a project"),
+        "trainer.project_name": none("read by trackers that trainer.logger does not name"),
         "trainer.default_local_dir": to("output_dir", "ours makes a folder for each run in it"),
         "trainer.seed": to("seed"),
         "trainer.logger": none("logging.trackers: tensorboard, wandb, mlflow, trackio"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -12,7 +14,8 @@ from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_cli.config.compose import scalar
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose, scalar
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.imports.engine import Draft, Kind, Table, translate
 from automodel_cli.config.imports.tables import TABLES, recognise
@@ -21,11 +24,24 @@ from automodel_cli.config.problems import show
 from automodel_cli.config.yaml_marks import yaml_error
 
 _SECTIONS = (
-    *("run_name", "output_dir", "seed", "reference", "model", "data", "objective", "rollout", "rewards", "optimizer"),
+    *(
+        "run_name",
+        "output_dir",
+        "seed",
+        "reference",
+        "model",
+        "teacher",
+        "data",
+        "objective",
+        "rollout",
+        "rewards",
+        "optimizer",
+    ),
     *("lr_scheduler", "parallelizer", "mesh", "pipeline", "train", "validation", "checkpoint", "logging"),
 )
 _IN_BASE = {
     "sft": {"optimizer": "adamw", "lr_scheduler": "cosine", "parallelizer": "fsdp2"},
+    "kd": {"optimizer": "adamw", "lr_scheduler": "cosine", "parallelizer": "fsdp2", "objective": "kd"},
     "dpo": {"optimizer": "adamw", "lr_scheduler": "cosine", "parallelizer": "fsdp2", "objective": "dpo"},
     "grpo": {
         "optimizer": "adamw",
@@ -47,7 +63,35 @@ def imported(path: Path, *, slug: str | None = None, gpus: int = 1, kind: Kind |
             f"{path}: its keys are those of no tool that is known here ({', '.join(TABLES)})",
             fix=f"automodel import-config {path} --from axolotl   (or whichever wrote it)",
         )
-    return render(translate(source, table, gpus, kind), table, path.name)
+    draft = translate(source, table, gpus, kind)
+    text = render(draft, table, path.name)
+    draft.undecided += _refusals(text)
+    return render(draft, table, path.name)
+
+
+def _refusals(text: str) -> list[str]:
+    """What `automodel check` says against the translated file."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "imported.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            recipe: Any = check(compose(path), untrusted=[])
+            errors = list(recipe.missing_files())
+        except ConfigError as error:
+            errors = [error]
+    return [line for error in errors for line in _without_places(str(error))]
+
+
+def _without_places(text: str) -> Iterator[str]:
+    """Lines of one error or of a list of them, without the lines of a file that the user never sees."""
+    first, *rest = text.splitlines()
+    if not rest or not first.endswith("nothing was started"):
+        yield f"check: {first}"
+        yield from (line for line in rest if not line.startswith("  from"))
+        return
+    for line in rest:
+        place = re.match(r" *\S+\.yaml:\d+ +", line)
+        yield f"check: {line[place.end() :]}" if place else line
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -79,6 +123,7 @@ def render(draft: Draft, table: Table, name: str) -> str:
     lines = [
         f"# {name} of {table.tool}, by `automodel import-config`. Behind each value stands what it was there.",
         f"# Loss: {table.averaging}.",
+        *_undecided(draft),
         "defaults:",
         f"  - {draft.kind}",
         *_options(draft),
@@ -90,6 +135,16 @@ def render(draft: Draft, table: Table, name: str) -> str:
         lines += ["", f"# {table.tool}'s keys without a counterpart here:"]
         lines += [f"#   {key}: {show(draft.source[key], 80)}   {why}" for key, why in draft.left.items()]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _undecided(draft: Draft) -> Iterator[str]:
+    if draft.undecided:
+        yield "#"
+        yield "# To decide before it trains:"
+    for text in draft.undecided:
+        yield f"#     {text.strip()}" if text.startswith(" ") else f"# - {text}"
+    if draft.undecided:
+        yield ""
 
 
 def _fit_optimizer(draft: Draft) -> None:

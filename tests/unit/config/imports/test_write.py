@@ -154,6 +154,20 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
+def decisions(text: str) -> list[str]:
+    """What a translated file says at its top that the user must decide."""
+    head = text.partition("defaults:")[0]
+    return re.findall(r"^# - (.*)$", head, flags=re.M)
+
+
+def translated(tmp_path: Path, theirs: str, was: str, now: str) -> str:
+    """The file of ours for one of theirs in which `was` is replaced."""
+    text = (VECTORS / theirs).read_text()
+    assert was in text
+    (tmp_path / f"theirs{Path(theirs).suffix}").write_text(text.replace(was, now))
+    return imported(tmp_path / f"theirs{Path(theirs).suffix}", gpus=8)
+
+
 def at(tree: Any, key: str) -> Any:
     for name in key.split("."):
         if name not in tree:
@@ -301,6 +315,44 @@ def test_cispo_of_trl_bounds_the_ratio_at_its_epsilon_high_and_nowhere_below(tmp
             },
         ),
         (
+            "verl_grpo.yaml",
+            "clip_ratio: 0.2",
+            "policy_loss: {loss_mode: sapo}\n    tau_neg: 1.2",  # core_algos.py: means over sequences in any case
+            {
+                "objective.surrogate": "sapo",
+                "objective.sapo_positive": 1.0,
+                "objective.sapo_negative": 1.2,
+                "objective.aggregation": "sequence",
+                "objective.clip_high": DEFAULT,
+                "objective.dual_clip": DEFAULT,
+            },
+        ),
+        (
+            "verl_grpo.yaml",
+            "clip_ratio: 0.2",
+            "policy_loss: {loss_mode: gpg}",  # -A log p
+            {"objective.surrogate": "reinforce", "objective.ratio": "on_policy", "objective.clip_low": DEFAULT},
+        ),
+        (
+            "verl_grpo.yaml",
+            "kl_loss_type: low_var_kl",
+            "kl_loss_type: k3+",  # the value of k3, the gradient of k2
+            {"objective.kl_type": "k2", "objective.kl_score_term": False, "objective.kl_output_clamp": None},
+        ),
+        (
+            "verl_grpo.yaml",
+            "clip_ratio: 0.2\n    loss_agg_mode: token-mean",
+            "policy_loss: {loss_mode: cispo}\n    loss_agg_mode: token-mean",
+            {"objective.surrogate": "cispo", "objective.aggregation": "token", "objective.dual_clip": DEFAULT},
+        ),
+        (
+            "verl_grpo.yaml",
+            "clip_ratio: 0.2\n    loss_agg_mode: token-mean",
+            "clip_ratio: 0.2\n    loss_agg_mode: seq-mean-token-sum",  # sum over tokens, mean over responses
+            {"objective.aggregation": "max_tokens", "objective.max_tokens": 1},
+        ),
+        ("trl_grpo.yaml", "loss_type: dr_grpo", "entropy_coef: 0.01", {"objective.entropy_coef": 0.01}),
+        (
             "trl_grpo.yaml",
             "scale_rewards: false",
             "scale_rewards: batch",
@@ -325,7 +377,7 @@ def test_another_algorithm_of_theirs_is_that_algorithm_here(
 def test_an_estimator_without_a_counterpart_is_named(tmp_path: Path) -> None:
     text = (VECTORS / "verl_grpo.yaml").read_text().replace("adv_estimator: grpo", "adv_estimator: remax")
     (tmp_path / "theirs.yaml").write_text(text)
-    assert "#   algorithm.adv_estimator: remax   rollout.baseline" in imported(tmp_path / "theirs.yaml")
+    assert decisions(imported(tmp_path / "theirs.yaml"))[0].startswith("algorithm.adv_estimator=remax: ")
 
 
 def test_a_key_that_no_table_knows_and_a_second_one_for_the_same_are_named(tmp_path: Path) -> None:
@@ -361,3 +413,183 @@ def test_the_command_writes_a_file_and_never_over_another(tmp_path: Path, capsys
     assert run(words) == 0 and f"next  automodel check -c {out}" in capsys.readouterr().out
     assert compose(out).tree["train"]["global_batch_size"] == 32
     assert run(words) == 2 and "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("theirs", "was", "now", "key", "wanted"),
+    [
+        ("verl_grpo.yaml", "clip_ratio: 0.2", "policy_loss: {loss_mode: geo_mean}", "loss_mode=geo_mean", {}),
+        (
+            "verl_grpo.yaml",
+            "clip_ratio: 0.2\n    loss_agg_mode: token-mean",
+            "policy_loss: {loss_mode: cispo}\n    loss_agg_mode: seq-mean-token-mean",
+            "loss_agg_mode=seq-mean-token-mean",
+            {"objective.surrogate": "cispo", "objective.aggregation": "token"},
+        ),
+        ("verl_grpo.yaml", "mode: token-mean", "mode: token-sum", "loss_agg_mode=token-sum", {}),
+        ("verl_grpo.yaml", "kl_loss_type: low_var_kl", "kl_loss_type: abs", "kl_loss_type=abs", {}),
+        ("verl_grpo.yaml", "adv_estimator: grpo", "adv_estimator: gpg", "adv_estimator=gpg", {}),
+        (
+            "trl_grpo.yaml",
+            "loss_type: dr_grpo",
+            "loss_type: luspo\nimportance_sampling_level: sequence",
+            "loss_type=luspo",
+            {"objective.ratio": "token"},
+        ),
+        (
+            "trl_grpo.yaml",
+            "loss_type: dr_grpo",
+            "loss_type: dapo\nimportance_sampling_level: sequence",
+            "loss_type=dapo",
+            {"objective.ratio": "sequence", "objective.aggregation": "sequence"},
+        ),
+        ("trl_grpo.yaml", "loss_type: dr_grpo", "loss_type: vespo\nvespo_k_pos: 2.0", "loss_type=vespo", {}),
+        ("trl_grpo.yaml", "loss_type: dr_grpo", "use_adaptive_entropy: true", "use_adaptive_entropy=true", {}),
+    ],
+)
+def test_what_has_no_counterpart_is_to_be_decided_at_the_top_and_the_rest_passes_the_check(
+    theirs: str, was: str, now: str, key: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    text = translated(tmp_path, theirs, was, now)
+    assert any(key in line for line in decisions(text)), text[:900]
+    (tmp_path / "ours.yaml").write_text(text)
+    composed = compose(str(tmp_path / "ours.yaml"))
+    assert {key: at(composed.tree, key) for key in wanted} == wanted
+    assert [line for line in decisions(text) if line.startswith("check:") and not re.search(NOT_HERE, line)] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_the_check_refuses_says_so_at_its_top(name: str) -> None:
+    text = imported(VECTORS / name, gpus=8)
+    refused = [line for line in decisions(text) if line.startswith("check:")]
+    assert all(re.search(NOT_HERE, line) for line in refused), refused
+    if "_grpo" in name or "rl_rl" in name:
+        assert any(line.startswith("rewards:") for line in decisions(text))
+
+
+def test_what_the_check_finds_in_a_translation_is_named(tmp_path: Path) -> None:
+    """A value that no table looks at: the top of the file has the sentence of the check, and its fix."""
+    text = translated(tmp_path, "trl_sft.yaml", "learning_rate: 2.0e-4", "learning_rate: -1.0")
+    assert any(line.startswith("check: ") and "-1" in line for line in decisions(text)), text[:900]
+
+
+NEMO = """
+recipe: {recipe}
+step_scheduler: {{global_batch_size: 32, local_batch_size: 1, max_steps: 50}}
+dist_env: {{backend: nccl}}
+model: {{_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: a/b}}
+distributed: {{tp_size: None, cp_size: none, dp_size: None}}
+optimizer: {{_target_: torch.optim.AdamW, lr: 1.0e-5}}
+dataset: {{_target_: nemo_automodel.components.datasets.llm.ChatDataset, path_or_dataset_id: c/d}}
+"""
+KD = "nemo_automodel.recipes.llm.kd.KnowledgeDistillationRecipeForNextTokenPrediction"
+SFT = "TrainFinetuneRecipeForNextTokenPrediction"
+
+
+def from_nemo(tmp_path: Path, recipe: str, more: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The composed config of ours, and what is to be decided."""
+    (tmp_path / "theirs.yaml").write_text(NEMO.format(recipe=recipe) + more)
+    text = imported(tmp_path / "theirs.yaml", slug="nemo-automodel")
+    (tmp_path / "ours.yaml").write_text(text)
+    return compose(str(tmp_path / "ours.yaml")).tree, decisions(text)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "FinetuneRecipeForVLM",
+        "nemo_automodel.recipes.vlm.kd.KnowledgeDistillationRecipeForVLM",
+        "{_target_: nemo_automodel.recipes.diffusion.train.TrainDiffusionRecipe}",
+        "FinetuneRecipeForMultimodal",
+        "DiffusionLMSFTRecipe",
+        "TrainEagle3Recipe",
+        "TrainDSparkRecipe",
+        "TrainDFlashRecipe",
+        "TrainBiEncoderRecipe",
+        "TrainCrossEncoderRecipe",
+        "EmbeddingDistillRecipe",
+        "TrainFinetuneRecipeForSequenceClassification",
+        "BenchmarkingRecipeForNextTokenPrediction",
+        "ARecipeOfTomorrow",
+    ],
+)
+def test_recipes_of_nemo_automodel_that_train_something_else_are_refused_by_name(recipe: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_nemo(tmp_path, recipe)
+    assert re.sub(r".*[ .]|}", "", recipe) in str(refused.value) and "--kind sft" in str(refused.value.fix)
+    assert imported(tmp_path / "theirs.yaml", slug="nemo-automodel", kind="sft")
+
+
+def test_a_model_class_of_nemo_automodel_that_reads_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(NEMO.format(recipe=SFT).replace("ForCausalLM", "ForImageTextToText"))
+    with pytest.raises(ConfigError, match="images"):
+        imported(tmp_path / "theirs.yaml")
+
+
+def test_distillation_of_nemo_automodel_keeps_its_teacher_and_its_ratio(tmp_path: Path) -> None:
+    more = "teacher_model: {pretrained_model_name_or_path: e/f, torch_dtype: bf16}\nkd_ratio: 0.7\n"
+    tree, undecided = from_nemo(tmp_path, KD, more)
+    assert tree["_target_"] == "recipes.kd.KDRecipe" and undecided == []
+    assert tree["teacher"] == {"pretrained": "e/f", "dtype": "bfloat16"}
+    assert (tree["objective"]["kd_weight"], tree["objective"]["sft_weight"]) == (0.7, 0.3)
+    assert tree["objective"]["top_k"] is None  # theirs compares the whole vocabulary
+    _, undecided = from_nemo(tmp_path, KD, f"{more}kd_loss_fn: {{temperature: 2.0}}\n")
+    assert [line.partition("=")[0] for line in undecided] == ["kd_loss_fn.temperature"]
+
+
+def test_none_as_nemo_automodel_writes_it_is_no_size(tmp_path: Path) -> None:
+    tree, undecided = from_nemo(tmp_path, SFT)
+    assert "tp_size" not in tree.get("mesh", {}) and undecided == []
+
+
+def test_four_bits_of_nemo_automodel(tmp_path: Path) -> None:
+    four = "quantization: {load_in_4bit: true, bnb_4bit_quant_type: nf4}\n"
+    tree, _ = from_nemo(tmp_path, SFT, f"{four}peft: {{dim: 8, alpha: 32, match_all_linear: true}}\n")
+    assert tree["model"]["lora"]["base_quantization"] == "nf4"
+    _, undecided = from_nemo(tmp_path, SFT, four)
+    assert undecided[0].startswith("quantization.load_in_4bit=true")
+
+
+def test_warm_up_stable_decay_of_nemo_automodel(tmp_path: Path) -> None:
+    wsd = "lr_scheduler: {lr_decay_style: WSD, wsd_decay_steps: 10, lr_warmup_steps: 5, lr_wsd_decay_style: %s}\n"
+    tree, undecided = from_nemo(tmp_path, SFT, wsd % "minus_sqrt")
+    assert {key: tree["lr_scheduler"][key] for key in ("decay_steps", "decay", "warmup_steps")} == {
+        "decay_steps": 10,
+        "decay": "1-sqrt",
+        "warmup_steps": 5,
+    }
+    assert undecided == []
+    _, undecided = from_nemo(tmp_path, SFT, wsd % "exponential")
+    assert undecided[0].startswith("lr_scheduler.lr_wsd_decay_style=exponential")
+    _, undecided = from_nemo(tmp_path, SFT, "lr_scheduler: {lr_decay_style: inverse-square-root}\n")
+    assert undecided[0].startswith("lr_scheduler.lr_decay_style=inverse-square-root")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "was", "now", "wanted"),
+    [
+        ("trl_grpo.yaml", "report_to: wandb", "report_to: [wandb, tensorboard]\nwandb_project: p", {"project": "p"}),
+        (
+            "axolotl_lora.yml",
+            "wandb_entity:",
+            "wandb_entity: e\nwandb_mode: offline",
+            {"entity": "e", "mode": "offline"},
+        ),
+        ("verl_grpo.yaml", "project_name: verl_grpo_example_gsm8k", "project_name: p", {"project": "p"}),
+        ("nemo_automodel_moe.yaml", "project: automodel_convergence_runs", "group: g", {"group": "g"}),
+        ("prime_rl_rl.toml", 'project = "reverse-text"', 'project = "p"', {"project": "p"}),
+        (
+            "torchtune_lora.yaml",
+            "_component_: torchtune.training.metric_logging.DiskLogger",
+            "_component_: torchtune.training.metric_logging.WandBLogger\n  project: p",
+            {"project": "p"},
+        ),
+    ],
+)
+def test_weights_and_biases_keeps_its_project(
+    theirs: str, was: str, now: str, wanted: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "ours.yaml").write_text(translated(tmp_path, theirs, was, now))
+    trackers = compose(str(tmp_path / "ours.yaml")).tree["logging"]["trackers"]
+    assert trackers[0]["_target_"].endswith("WandB") and wanted.items() <= trackers[0].items()
+    assert trackers[1:] == (["tensorboard"] if "tensorboard" in now else [])
