@@ -331,6 +331,8 @@ def _number(value: Any) -> Given:
         return None
     try:
         number = float(value)
+    except OverflowError:
+        return ValueError(f"gave a {type(value).__name__} beyond the range of a float, which is no finite number")
     except (TypeError, ValueError):
         return ValueError(f"gave {value!r:.50}, which is no number")
     return number if math.isfinite(number) else ValueError(f"gave {number}, which is no finite number")

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.plain_expressions import guard_sympy
 from automodel_cli.rollout.rewards.text import check_pattern
 
 
@@ -49,6 +50,8 @@ class MathEquivalence(Reward):
     def warm_up(self) -> None:
         import math_verify  # noqa: F401
 
+        guard_sympy()
+
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.column,)
@@ -56,6 +59,7 @@ class MathEquivalence(Reward):
     def score(self, sample: Judged) -> float:
         if self.must_finish and not sample.finished:
             return 0.0
+        self.warm_up()
         from math_verify import parse, verify
 
         # Its own time limits use signals, which only the main thread may set; ours kills the helper process.

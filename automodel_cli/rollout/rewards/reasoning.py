@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.rollout.rewards.base import Judged, Reward
+from automodel_cli.rollout.rewards.plain_expressions import guard_eval, guard_sympy
 
 _VERSION = 1  # part of every cache key
 
@@ -117,11 +118,15 @@ class ReasoningReward(Reward):
     def warm_up(self) -> None:
         import reasoning_gym  # noqa: F401
 
+        guard_sympy()
+        guard_eval("reasoning_gym")
+
     @property
     def columns(self) -> tuple[str, ...]:
         return ("entry",)
 
     def score(self, sample: Judged) -> float:
+        self.warm_up()
         import reasoning_gym
 
         if _CODE.search(sample.completion):

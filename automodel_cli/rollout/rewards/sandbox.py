@@ -21,6 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -39,8 +40,8 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds of wall clock, bytes of address space and of files. The code has one process, with as many threads as it
-    likes, so the first two bound all that it can use of them."""
+    """Seconds of wall clock, bytes of address space and of files. The code has one process, with up to 256 threads and
+    1,024 files, so the first two bound all that it can use of them."""
 
     seconds: float = 5.0
     memory_bytes: int = 512 * 2**20
@@ -210,7 +211,7 @@ def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> Outcome:
     off."""
     last = list(processes)[-1]
     with (
-        tempfile.TemporaryDirectory(prefix="sandbox-") as folder,
+        _folder() as folder,
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as stderr,  # files, not pipes: what the code leaves running could hold a pipe open
         tempfile.TemporaryFile() as ignored,
@@ -250,6 +251,38 @@ def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> Outcome:
         code = report.get(last, {}).get("returncode")
         expired = expired or code == -signal.SIGALRM
         return Outcome(None if expired else code, _text(stdout), _text(stderr), common if raw else _cut_off(common))
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A temporary folder that is removed however its contents were made."""
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """Remove a tree of any depth: what a folder holds moves up before it is removed, so that no path becomes long."""
+    with contextlib.suppress(OSError):
+        number = 0
+        while entries := list(os.scandir(folder)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for name in os.listdir(entry.path):
+                    inner = f"{entry.path}/{name}"
+                    if os.path.isdir(inner) and not os.path.islink(inner):
+                        os.chmod(inner, 0o700)  # a folder without the right to write cannot move
+                        number += 1
+                        os.rename(inner, f"{folder}/.{number}")
+                    else:
+                        os.unlink(inner)
+                os.rmdir(entry.path)
+        os.rmdir(folder)
 
 
 def _text(file: IO[bytes]) -> str:

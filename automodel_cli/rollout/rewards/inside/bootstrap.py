@@ -6,12 +6,14 @@ the one end of a socket pair is the only thing they share.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
 import select
 import signal
 import socket
+import stat
 import sys
 from typing import Any
 
@@ -19,7 +21,9 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import kernel  # type: ignore[import-not-found]  # beside this script
 
-_FIRST_UID = 2_000_000_000  # plus the process id: a user of its own for each process
+_MAX_THREADS = 256
+_LOOK_SECONDS = 0.005
+_TOO_MUCH = 128 + signal.SIGXFSZ
 _PATIENCE = 60.0  # seconds that a player waits for the judge's first question: its own time begins with that
 
 
@@ -61,16 +65,18 @@ def main() -> None:
 
 def _guard(process: dict[str, Any], folder: str, link: int | None, report: int) -> None:
     """Leave the machine, start the process as the first of its namespace, and end it when its time is over."""
-    achieved = kernel.leave_namespaces()
+    uid, processes = kernel.own_user(), os.open("/proc", os.O_RDONLY | os.O_CLOEXEC)  # a root of our own has no /proc
+    achieved = kernel.leave_namespaces(uid)
     work = f"{folder}/{process['name']}"
     os.mkdir(work, 0o755)
     limits = process["limits"]
     if "mountns" in achieved and kernel.empty_root(work, process["visible"], limits["file_bytes"]):
         achieved.add("root")
         work = "/work"
-    uid = _FIRST_UID + os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # for `_watch`
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         _become(process, work, achieved, uid, link, report)
     os.close(report)
     if process["name"] == "player" and link is not None:
@@ -79,13 +85,78 @@ def _guard(process: dict[str, Any], folder: str, link: int | None, report: int) 
         os.close(link)
     # Not in the child: the first process of a namespace ignores signals of its own. Ours ends it (PR_SET_PDEATHSIG).
     signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
-    _, status = os.waitpid(child, 0)
+    status = _watch(child, processes, None if "root" in achieved else work, limits["file_bytes"])
     signal.setitimer(signal.ITIMER_REAL, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)  # as a shell reports a signal
 
 
-def _become(process: dict[str, Any], work: str, achieved: set[str], uid: int, link: int | None, report: int) -> None:
+def _watch(child: int, processes: int, work: str | None, max_bytes: int) -> int:
+    """Wait for a process, and end it when it has too many threads, or too many files or bytes in `work`.
+
+    `work` is a folder on the machine's disk; None for a root of its own, whose files the kernel counts. `processes` is
+    a descriptor of /proc.
+    """
+    while True:
+        signal.sigtimedwait([signal.SIGCHLD], _LOOK_SECONDS)
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status
+        too_large = work is not None and _exceeds(child, work, max_bytes)
+        if too_large or _threads(child, processes) > _MAX_THREADS:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os._exit(_TOO_MUCH)
+
+
+def _threads(pid: int, processes: int) -> int:
+    try:
+        with open(os.open(f"{pid}/stat", os.O_RDONLY, dir_fd=processes)) as file:
+            return int(file.read().rpartition(")")[2].split()[17])
+    except (OSError, IndexError):
+        return 0
+
+
+def _exceeds(pid: int, work: str, max_bytes: int) -> bool:
+    """Whether the folder, and the removed files that the process still has open, are too large."""
+    num_files = num_bytes = 0
+    folders = [work]
+    while folders:
+        try:
+            entries = list(itertools.islice(os.scandir(folders.pop()), kernel.MAX_FILES + 1))
+            found = [entry.stat(follow_symlinks=False) for entry in entries]
+        except PermissionError:
+            continue  # made so by `mkdir`: the process cannot enter it either
+        except FileNotFoundError:
+            continue
+        except OSError:  # a path that is too long
+            return True
+        num_files += len(entries)
+        num_bytes += sum(512 * status.st_blocks for status in found)
+        folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        if num_files > kernel.MAX_FILES:
+            return True
+    device = os.stat(work).st_dev
+    for name in _names(f"/proc/{pid}/fd"):
+        try:
+            status = os.stat(f"/proc/{pid}/fd/{name}")
+        except OSError:
+            continue
+        if status.st_nlink == 0 and status.st_dev == device and stat.S_ISREG(status.st_mode):
+            num_bytes += 512 * status.st_blocks
+    return num_bytes > 2 * max_bytes  # the outputs among them, each with a limit of its own
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _become(
+    process: dict[str, Any], work: str, achieved: set[str], uid: int | None, link: int | None, report: int
+) -> None:
     """Write the files, put on the limits, give up every right, and be the program."""
     os.setsid()  # a signal to its own group must not reach the guard
     os.chdir(work)
@@ -96,13 +167,14 @@ def _become(process: dict[str, Any], work: str, achieved: set[str], uid: int, li
         flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY
         os.dup2(process[name] if name in process else os.open("stdin", flags), descriptor)
     limits = process["limits"]
-    if os.getuid() == 0 and ("root" in achieved or _reachable(process["program"][0])):
+    if os.getuid() == 0 and uid is not None and ("root" in achieved or _reachable(process["program"][0])):
         for name in (work, *process["files"]):
             os.chown(name, uid, uid)
         os.setgroups([])
         os.setgid(uid)
         os.setuid(uid)
-    if os.getuid() != 0:
+        achieved.add("owner")
+    if os.getuid() != 0 or uid is None:  # root of a namespace is somebody else outside; its capabilities go below
         achieved.add("user")
     kernel.drop_rights()
     if (
@@ -117,6 +189,7 @@ def _become(process: dict[str, Any], work: str, achieved: set[str], uid: int, li
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64),
+        *([(resource.RLIMIT_NPROC, _MAX_THREADS)] if kernel.counts_threads(achieved) else []),
     ):
         resource.setrlimit(kind, (value, value))
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": work, "TMPDIR": work}

@@ -17,23 +17,57 @@ _CLONE_NEWPID, _CLONE_NEWNET, _CLONE_THREAD = 0x20000000, 0x40000000, 0x00010000
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 2, -100, 0x8000, 1
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+_FIRST_UID = 2_000_000_000  # plus the process id: a user of its own for each process
+_UIDS = 20_000  # of a namespace with fewer ids, as those of rootless containers, the highest
+_NOBODY = 65534
+MAX_FILES = 1024
 _NUM_CAPABILITIES = 64  # more than there are; the kernel ignores the others
-_EPERM, _EAGAIN, _ENOSYS, _SIGKILL = 1, 11, 38, 9
+_EPERM, _EAGAIN, _ENOSYS, _EOPNOTSUPP, _SIGKILL = 1, 11, 38, 95, 9
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def leave_namespaces() -> set[str]:
-    """Leave the machine's network, processes and mounts, as far as it lets us."""
+def leave_namespaces(own_user: int | None) -> set[str]:
+    """Leave the machine's network, processes and mounts, as far as it lets us. `own_user`: the function of that name,
+    asked before."""
     uid, gid = os.getuid(), os.getgid()
-    if uid != 0:
+    achieved = set()
+    if uid != 0 or own_user is None:  # the latter: root of a namespace that knows no other user
         if libc.unshare(_CLONE_NEWUSER) != 0:
             return set()
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        achieved.add("userns")
+        inside, group = uid or _NOBODY, gid or _NOBODY
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{group} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     flags = {"netns": _CLONE_NEWNET, "pidns": _CLONE_NEWPID, "mountns": _CLONE_NEWNS, "ipcns": _CLONE_NEWIPC}
-    return {name for name, flag in flags.items() if libc.unshare(flag) == 0}
+    return achieved | {name for name, flag in flags.items() if libc.unshare(flag) == 0}
+
+
+def own_user() -> int | None:
+    """A user id that no other process has, for root to become; None where the user namespace has none to give."""
+    users, groups = _mapped("uid_map"), _mapped("gid_map")
+    wanted = [_FIRST_UID + os.getpid()]
+    wanted += [end - 1 - os.getpid() % (_UIDS // 2) for begin, end in users if end - begin >= _UIDS]
+    return next((uid for uid in wanted if all(any(a <= uid < b for a, b in ids) for ids in (users, groups))), None)
+
+
+def _mapped(name: str) -> list[tuple[int, int]]:
+    """The ranges of ids of this process's user namespace."""
+    with open(f"/proc/self/{name}") as file:
+        lines = [line.split() for line in file]
+    return [(int(begin), int(begin) + int(length)) for begin, _, length in lines]
+
+
+def counts_threads(achieved: set[str]) -> bool:
+    """Whether RLIMIT_NPROC counts this process's threads alone.
+
+    It counts those of a user, who is one of its own here, or since Linux 5.14 those of its user namespace.
+    """
+    if "userns" not in achieved:
+        return os.getuid() != 0 and "owner" in achieved
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
 
 
 def empty_root(folder: str, visible: list[str], num_bytes: int) -> bool:
@@ -56,7 +90,9 @@ def empty_root(folder: str, visible: list[str], num_bytes: int) -> bool:
     where = (_AT_FDCWD, folder.encode(), _AT_RECURSIVE, ctypes.byref(attributes), size)
     if libc.syscall(_number("mount_setattr"), *where) != 0:
         return False
-    if _mount("tmpfs", f"{folder}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={num_bytes},mode=0777"):
+    if _mount(
+        "tmpfs", f"{folder}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={num_bytes},nr_inodes={MAX_FILES},mode=0777"
+    ):
         return False
     os.chdir(folder)
     if libc.syscall(_number("pivot_root"), b".", b".") != 0 or libc.umount2(b".", _MNT_DETACH) != 0:
@@ -97,7 +133,23 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "kill": (62, 129),
     "tgkill": (234, 131),
     "socketpair": (53, 199),
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
+    "open": (2, None),
+    "openat": (257, 56),
+    "openat2": (437, 437),
 }
+_OF_ONE_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
+"""Their first argument is a process; 0 is the caller."""
+_OF_THE_CALL = {"fcntl": (8, 10, 15), "ioctl": (0x8901, 0x8902, 0x5412, 0x541C)}
+"""Second arguments that are refused: a signal to another process on input (F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN,
+SIOCSPGRP), and keys typed into a terminal (TIOCSTI, TIOCLINUX)."""
+_TMPFILE = 0x400000  # a file without a name, which nobody finds who counts files
 # what no code needs that computes: sockets, other processes, kernel objects that live outside the memory limit, mounts,
 # and calls that have often been the way out of a sandbox
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -118,6 +170,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "process_vm_writev": (311, 271),
     "process_madvise": (440, 440),
     "kcmp": (312, 272),
+    "process_mrelease": (448, 448),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -227,6 +284,16 @@ def _program(own_root: bool, own_processes: bool) -> Iterator[bytes]:
     yield from when("clone", step(load, 16), step(both, _CLONE_THREAD, 1), again, step(back, allow))
     stream = (step(load, 24), step(0x54, 0xF), step(equal, 1, 1), step(back, refuse | _EPERM), step(back, allow))
     yield from when("socketpair", *stream)  # SOCK_STREAM: a datagram socket could send to a path
+    no, yes = step(back, refuse | _EPERM), step(back, allow)
+    for name in _OF_ONE_PROCESS:
+        yield from when(name, step(load, 16), step(equal, 0, 2), step(equal, os.getpid(), 1), no, yes)
+    for name, values in _OF_THE_CALL.items():
+        chain = (part for value in values for part in (step(equal, value, 0, 1), no))
+        yield from when(name, step(load, 24), *chain, yes)
+    if not own_root:
+        for name, flags in (("open", 24), ("openat", 32)):
+            yield from when(name, step(load, flags), step(both, _TMPFILE, 0, 1), step(back, refuse | _EOPNOTSUPP), yes)
+        yield from when("openat2", step(back, refuse | _ENOSYS))
     if not own_processes:
         for name in ("kill", "tgkill"):
             own = (step(load, 16), step(equal, os.getpid(), 1), step(back, refuse | _EPERM), step(back, allow))

@@ -10,11 +10,13 @@ from typing import ClassVar
 import pytest
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.rewards import plain_expressions
 from automodel_cli.rollout.rewards.base import Judged, Reward
 from automodel_cli.rollout.rewards.code import CodeExecution
 from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.rewards.inside import kernel
 from automodel_cli.rollout.rewards.math import MathEquivalence
+from automodel_cli.rollout.rewards.plain_expressions import guard_sympy
 from automodel_cli.rollout.rewards.reasoning import ReasoningReward, ReasoningTasks
 from automodel_cli.rollout.rewards.sandbox import Limits, isolation, run_python
 from automodel_cli.rollout.rewards.text import ExactAnswer, FormatRegex, FunctionReward, Length
@@ -224,8 +226,9 @@ class Evaluates(Reward):
         return eval(sample.completion)
 
 
-def test_a_verifier_that_evaluates_an_answer_can_do_nothing_else(tmp_path):
-    """A completion that takes the verifier's process over finds no way on."""
+def test_a_verifier_that_evaluates_an_answer_can_do_nothing_else(tmp_path, monkeypatch):
+    """A completion that takes the verifier's process over finds no way on, to other samples neither."""
+    monkeypatch.setenv("MY_SECRET_KEY", "sk-secret")
     if kernel.libc.syscall(444, None, 0, 1) < 3:
         pytest.skip("this kernel has no Landlock")
     marker = tmp_path / "ran"
@@ -237,11 +240,87 @@ def test_a_verifier_that_evaluates_an_answer_can_do_nothing_else(tmp_path):
         "__import__('os').fork()",
         "open(f'/proc/{__import__(\"os\").getppid()}/mem', 'r+b') and 1",
         f"__import__('os').chmod('{tmp_path}', 0o700) or 1",
+        "len(open('/etc/passwd').read())",
+        "len(open('/proc/self/environ').read())",
+        "len(__import__('os').environ['MY_SECRET_KEY'])",
+        "__import__('resource').prlimit(__import__('os').getppid(), 0, (1, 1)) and 1",
+        "(_ for _ in ()).throw(SystemExit(1))",
+        "__import__('os')._exit(0)",
     ]
     with RewardSum({"evaluates": Evaluates()}, num_helpers=1) as rewards:
         scores = rewards([judged(said) for said in (*attacks, "1 + 1")])
     assert not marker.exists() and [s.total <= 0 for s in scores[:-1]] == [True] * len(attacks), scores
     assert scores[-1].total == 2
+
+
+def test_what_an_answer_does_to_its_process_reaches_no_other_sample():
+    forges = "setattr(__import__('builtins'), 'eval', lambda *given: 7.0) or 7.0"
+    with RewardSum({"evaluates": Evaluates()}, num_helpers=1) as rewards:
+        forged, honest = rewards([judged(forges), judged("1")])
+    assert (forged.total, honest.total) == (7, 1)
+
+
+def test_a_verifier_that_does_not_end_is_ended_for_its_sample_alone():
+    with RewardSum({"evaluates": Evaluates(timeout=0.5)}, num_helpers=1) as rewards:
+        assert rewards([judged("1")])[0].total == 1  # the helper has started
+        began = time.monotonic()
+        slow, quick = rewards([judged("__import__('time').sleep(60)"), judged("3")])
+        assert "0.5 s" in slow.errors["evaluates"] and quick.total == 3
+        assert time.monotonic() - began < 20
+
+
+_SPELLED = "+".join(f"chr({ord(c)})" for c in "__import__('os')._exit(0)")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"lambdify((), {_SPELLED})()",
+        "lambdify((), '('+'_'+'_'+'import'+'_'+'_'+'(\"os\").getpid())')()",
+        "preview(x)",
+        "x.func",
+        "sympify('1')",
+        "S('1')",
+        "[y for y in (1,)]",
+        "(lambda: 1)()",
+        "x if y else z",
+        "f'{x}'",
+        "input()",
+        "factorint(10**90)",
+        "1+" * 20_000 + "1",
+    ],
+)
+def test_sympy_evaluates_expressions_only(said):
+    pytest.importorskip("sympy")
+    guard_sympy()
+    from sympy import parse_expr
+
+    with pytest.raises(ValueError, match=r"code|expression"):
+        parse_expr(said)
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["x**2/2 + C", "2*sin(x)*exp(-x) + log(3*x)/sqrt(2)", "-3", "1.5e3", "(2 + 3)*4 - 1", "f(x) + y", "5!", "asinh(x)"],
+)
+def test_sympy_reads_what_it_read(said):
+    sympy = pytest.importorskip("sympy")
+    from sympy.parsing import sympy_parser as parser
+
+    guard_sympy()
+    rules = parser.standard_transformations
+    now = parser.parse_expr(said, transformations=rules)
+    unchecked = parser.stringify_expr.__wrapped__(said, {}, vars(sympy).copy(), rules)
+    assert now == eval(unchecked, vars(sympy).copy(), {})
+
+
+@pytest.mark.parametrize(
+    "said", ["__import__('os')", "a.b", "f()", "[].x", "(lambda: 1)()", "[i for i in ()]", "{**{}}()"]
+)
+def test_a_verifiers_own_eval_reads_literals_only(said):
+    with pytest.raises(ValueError, match=r"code|expression"):
+        plain_expressions.check(said, frozenset())
+    assert plain_expressions.plain_eval("[['a', 1], -2, {'b': (3 << 2)}]") == [["a", 1], -2, {"b": 12}]
 
 
 @pytest.mark.parametrize("said", ["__import__('os').getpid()", "exec('x')", "open('/etc/passwd')", "getattr(1, 'x')"])

@@ -79,11 +79,12 @@ def test_one_value_that_is_no_number_is_an_error_of_its_sample_alone(per):
     @dataclass(frozen=True, kw_only=True)
     class Some(RewardOfMany):
         def scores(self, samples: Sequence[Judged]) -> list[Any]:
-            return [1, None, "0.5", "good", math.inf]
+            return [1, None, "0.5", "good", math.inf, 10**400, 10**6000]
 
     Some.per = per
-    scores = RewardSum({"some": Some()})([judged(text) for text in "abcde"])
-    assert [score.parts for score in scores] == [{"some": 1.0}, {}, {"some": 0.5}, {}, {}]
+    scores = RewardSum({"some": Some()})([judged(text) for text in "abcdefg"])
+    assert [score.parts for score in scores] == [{"some": 1.0}, {}, {"some": 0.5}, *[{}] * 4]
+    assert all("range of a float" in score.errors["some"] for score in scores[5:])
     none, good, infinite = (scores[i].errors["some"] for i in (1, 3, 4))
     assert none.startswith("ValueError: gave None") and "'good'" in good and "inf" in infinite
 

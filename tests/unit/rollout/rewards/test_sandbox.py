@@ -120,14 +120,14 @@ def test_a_test_that_is_no_python_is_the_rows_mistake() -> None:
         judge(ADD, "assert add(1, 2) =")
 
 
-WITHOUT_NAMESPACES = """
+IN_A_NAMESPACE = """
 import ctypes, os, sys
-outside = os.getuid()
+uid, gid, inside, further = os.getuid(), os.getgid(), *sys.argv[1:3]
 assert ctypes.CDLL(None).unshare(0x10000000) == 0  # a user namespace, whose limit of further ones is its own
-for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {outside} 1"), ("gid_map", f"1000 {os.getgid()} 1")):
+for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
     open(f"/proc/self/{name}", "w").write(text)
-open("/proc/sys/user/max_user_namespaces", "w").write("0")
-os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+open("/proc/sys/user/max_user_namespaces", "w").write(further)
+os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
 """
 FALLBACK = """
 from automodel_cli.rollout.rewards.sandbox import *
@@ -146,13 +146,40 @@ print("held")
 """
 
 
-@needs_isolation
-def test_a_kernel_without_namespaces_still_cuts_the_code_off() -> None:
-    """As in a container: Landlock and seccomp take their place."""
-    command = [sys.executable, "-c", WITHOUT_NAMESPACES, FALLBACK]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[4])
+def in_a_namespace(inside: int, further: int, *arguments: str) -> str:
+    """What `python ARGUMENTS` prints as the one user of a namespace, which may make `further` ones of its own."""
+    command = [sys.executable, "-c", IN_A_NAMESPACE, str(inside), str(further), *arguments]
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
     if "user_namespaces" in done.stderr or "unshare" in done.stderr:
         pytest.skip("this kernel gives no user namespace whose limit could be set")
     assert done.returncode == 0, done.stderr
-    assert "files: Landlock, network: seccomp, processes: seccomp, memory: one process" in done.stdout
-    assert done.stdout.endswith("held\n")
+    return done.stdout
+
+
+@needs_isolation
+def test_a_kernel_without_namespaces_still_cuts_the_code_off() -> None:
+    """As in a container: Landlock and seccomp take their place."""
+    found = in_a_namespace(1000, 0, "-c", FALLBACK)
+    assert "files: Landlock, network: seccomp, processes: seccomp, memory: one process" in found
+    assert found.endswith("held\n")
+
+
+GREEDY = str(Path(__file__).with_name("greedy.py"))
+
+
+@needs_isolation
+@pytest.mark.parametrize(
+    ("inside", "further"),
+    [(1000, 0), pytest.param(0, 0, marks=pytest.mark.slow), pytest.param(1000, 100, marks=pytest.mark.slow), (0, 100)],
+)
+def test_code_takes_only_its_share_of_the_machine(inside: int, further: int) -> None:
+    """As a user and as the root of a namespace (a rootless container), each with namespaces of its own and without."""
+    assert in_a_namespace(inside, further, GREEDY) == "held\n"
+
+
+@needs_isolation
+@pytest.mark.slow
+def test_code_takes_only_its_share_from_root() -> None:
+    done = subprocess.run([sys.executable, GREEDY], capture_output=True, text=True, cwd=Path(__file__).parents[4])
+    assert done.stdout == "held\n", done.stderr

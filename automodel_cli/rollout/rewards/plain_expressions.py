@@ -1,0 +1,88 @@
+"""Let libraries that evaluate an answer as Python evaluate expressions only: sympy, and verifiers that call `eval`.
+
+sympy's `parse_expr` turns a text into Python and runs it, with every function of sympy in reach; `lambdify`, `preview`
+and others run texts or programs in turn. What may be called here is what an answer in mathematics calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_MADE = ("Symbol", "Integer", "Float", "Rational", "Function", "factorial", "factorial2", "Tuple", "Matrix", "Eq")
+_ELEMENTARY = (
+    "sqrt cbrt root exp log ln Abs abs sign floor ceiling Mod Max Min max min re im conjugate gamma binomial erf"
+)
+_CIRCULAR = [
+    f"{a}{name}{h}" for a in ("", "a") for name in ("sin", "cos", "tan", "cot", "sec", "csc") for h in ("", "h")
+]
+CALLABLE = frozenset((*_MADE, *_ELEMENTARY.split(), *_CIRCULAR, "atan2", "Add", "Mul", "Pow", "Integral", "Derivative"))
+_EXPRESSION: tuple[type[ast.AST], ...] = (
+    ast.Expression,
+    ast.Constant,
+    ast.Name,
+    ast.Load,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Call,
+    ast.keyword,
+)
+_EXPRESSION += (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.operator, ast.unaryop, ast.Compare, ast.cmpop)
+_MAX_CHARACTERS = 20_000
+
+
+def check(code: str, names: frozenset[str] = CALLABLE) -> None:
+    """Raise ValueError for Python that is no expression of numbers, names, operators and calls of `names`."""
+    if len(code) > _MAX_CHARACTERS:
+        raise ValueError(f"an answer of {len(code):,} characters is no expression")
+    try:
+        tree = ast.parse(code.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the answer is no expression: {error}") from error
+    for node in ast.walk(tree):
+        if not isinstance(node, _EXPRESSION):
+            raise ValueError(f"the answer is code: {type(node).__name__} is no part of an expression")
+        if isinstance(node, ast.Call) and not _may_be_called(node.func, names):
+            raise ValueError(f"the answer is code: it calls {ast.unparse(node.func)[:60]}")
+        if isinstance(node, ast.Name) and "__" in node.id:
+            raise ValueError(f"the answer is code: {node.id[:60]}")
+
+
+def _may_be_called(function: ast.expr, names: frozenset[str]) -> bool:
+    """A name of the list, or what `Symbol('f')` and `Function('f')` make."""
+    if isinstance(function, ast.Call):
+        function = function.func
+        return isinstance(function, ast.Name) and function.id in ("Symbol", "Function")
+    return isinstance(function, ast.Name) and function.id in names
+
+
+def plain_eval(code: str, *scopes: Any) -> Any:
+    """`eval` of literals and arithmetic."""
+    check(code, frozenset())
+    return eval(code, {"__builtins__": {}})
+
+
+@functools.cache
+def guard_sympy() -> None:
+    """Check in this process, from here on, what sympy is about to evaluate. Raises ImportError where it is missing."""
+    from sympy.parsing import sympy_parser
+
+    made: Callable[..., str] = sympy_parser.stringify_expr
+
+    @functools.wraps(made)
+    def checked(*args: Any, **kwargs: Any) -> str:
+        code = made(*args, **kwargs)
+        check(code)
+        return code
+
+    sympy_parser.stringify_expr = checked
+
+
+def guard_eval(package: str) -> None:
+    """Let every loaded module of a package that calls `eval` call `plain_eval`."""
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            vars(module)["eval"] = plain_eval
