@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_cli.config import bundled, data_paths, hydra_adapter
+from automodel_cli.config import bundled, data_paths, hydra_adapter, secrets
 from automodel_cli.config.alternatives import replace_alternatives
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.files import read_regular
@@ -23,6 +23,7 @@ from automodel_cli.config.trust import NOTHING, Trust
 from automodel_cli.config.yaml_marks import read_marks, yaml_error
 
 MISSING = "???"
+OmegaConf.register_new_resolver("oc.env", secrets.read, replace=True)
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
         return replace(_compose(copy, path, overrides, run_dir), content=content)
 
 
-def _compose(path: Path, named: Path, overrides: Sequence[str], run_dir: Path | None) -> Composed:
-    """Compose the file at `path`, which is `named` or a copy of it."""
+def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path | None) -> Composed:
+    """Compose the file at `path`, which is `original` or a copy of it."""
     folders = [path.parent] if path.parent == bundled.conf_dir() else [path.parent, bundled.conf_dir()]
     loader = hydra_adapter.Loader(folders)
     read_marks(path)  # broken YAML is named with its line before Hydra sees the file
@@ -169,7 +170,7 @@ def _compose(path: Path, named: Path, overrides: Sequence[str], run_dir: Path | 
         ) from None
     except hydra_adapter.ComposeErrors as error:
         raise ConfigError(
-            _first_lines(error).replace(str(path.parent), str(named.parent)),
+            _first_lines(error).replace(str(path.parent), str(original.parent)),
             origin=f"defaults of {bundled.display(path)}",
         ) from error
 
@@ -188,10 +189,10 @@ def _compose(path: Path, named: Path, overrides: Sequence[str], run_dir: Path | 
     problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
     tree = _resolve(merged.config, origins, problems)
     name = run_dir.name if run_dir else path.stem
-    files = tuple(dict.fromkeys(named if file == path else file for file, _ in merged.files))
+    files = tuple(dict.fromkeys(original if file == path else file for file, _ in merged.files))
     chosen = frozenset(override.key_or_group.lstrip("+") for override in groups)
     described = (tree, tuple(problems), files, run_dir, merged.config, origins, merged.unasked, chosen)
-    return Composed(name, named, tuple(overrides), *described)
+    return Composed(name, original, tuple(overrides), *described)
 
 
 def _is_bundled(file: str) -> bool:

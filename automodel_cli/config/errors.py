@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from automodel_cli.config.fixes import label
+from automodel_cli.config.plain_text import visible
+from automodel_cli.config.secrets import hide
 
 
 class ConfigError(Exception):
@@ -23,6 +25,7 @@ class ConfigError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, keys: Sequence[str] = (), origin: str | None = None, fix: str | None = None):
+        message = _printable(message)
         super().__init__(message)
         self.message, self.keys, self.origin, self.fix = message, tuple(keys), origin, fix
 
@@ -32,7 +35,12 @@ class ConfigError(Exception):
             lines.append(f"  from  {self.origin}")
         if self.fix:
             lines.append(f"  {label(self.fix)}   {self.fix}")
-        return "\n".join(lines)
+        return _printable("\n".join(lines))
+
+
+def _printable(text: str) -> str:
+    """Without values of the environment, and without control characters, which a row or a server may have sent."""
+    return visible(hide(text))
 
 
 class DataError(ConfigError):

@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_cli.config.limits import check_file
+from automodel_cli.config.limits import check_file, check_num_files
 
 ComposeErrors = (HydraException, OmegaConfBaseException, ValueError)
 
@@ -127,10 +127,12 @@ class _Checked(CachingConfigRepository):
 
     def __init__(self, repository: Any, folders: Sequence[Path]):
         super().__init__(repository)
-        self._folders = folders
+        self._folders, self._num_read = folders, 0
 
     def load_config(self, config_path: str) -> Any:
         name = f"{config_path.removesuffix('.yaml')}.yaml"
+        self._num_read += 1
+        check_num_files(self._num_read, name)
         if path := next((folder / name for folder in self._folders if (folder / name).is_file()), None):
             check_file(path)
         return super().load_config(config_path)

@@ -21,6 +21,7 @@ from automodel_cli.config.errors import ConfigError
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 40
 MAX_NODES = 20_000
+MAX_FILES = 3_000
 MAX_CHARACTERS = 1 << 20
 _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # absent where PyYAML was built without libyaml
 _WORD = re.compile(r"[\w.\-\[\]]+")
@@ -87,6 +88,15 @@ def _count(path: Path, text: str, parser: Any) -> None:
                 sizes[event.anchor] = 1
         if sum(section.num_nodes for section in stack) > MAX_NODES:
             raise _refused(path, line, f"holds more than {MAX_NODES:,} values, with each alias (*name) written out")
+
+
+def check_num_files(number: int, name: str) -> None:
+    """Raise ConfigError where the defaults lists lead to too many files; a file counts each time that one names it."""
+    if number > MAX_FILES:
+        raise ConfigError(
+            f"the defaults lists lead to more than {MAX_FILES:,} files: two that each name two double at each level",
+            origin=f"defaults, the last of them {name}",
+        )
 
 
 def check_override(text: str) -> None:

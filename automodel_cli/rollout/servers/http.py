@@ -5,16 +5,23 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from automodel_cli.config.errors import RunError
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _MAX_DELAY = 30.0
+_MOST_BYTES = 1 << 30
+"""Of one answer. The largest that are meant are experts of each token of a batch (`rollout.routing_replay`)."""
 
 
 class ServerError(RunError):
@@ -26,6 +33,91 @@ class ServerError(RunError):
     def is_busy_or_gone(self) -> bool:
         """Whether the server could not answer, as against one that answered with a refusal."""
         return self.status is None or self.status in _RETRIED
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect to another host, port or scheme: urllib would send the key along."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if urlsplit(newurl)[:2] != urlsplit(req.full_url)[:2]:
+            raise urllib.error.HTTPError(newurl, code, f"it redirects to {newurl}", headers, fp)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+class _Connection(http.client.HTTPConnection):
+    def connect(self) -> None:
+        super().connect()
+        _open.sockets.append(self.sock)
+
+
+class _TlsConnection(http.client.HTTPSConnection):
+    def connect(self) -> None:
+        super().connect()
+        _open.sockets.append(self.sock)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_Connection, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_TlsConnection, req)
+
+
+_open = threading.local()
+"""`sockets` of the request that a thread waits for."""
+_OPENER = urllib.request.build_opener(_SameHost, _Http, _Https)
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Bound a whole request: a socket's own timeout begins anew with each byte. Raises TimeoutError."""
+    sockets: list[socket.socket] = []
+    _open.sockets = sockets
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        for opened in sockets:
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        if not expired.is_set():
+            raise
+        raise TimeoutError(f"no whole answer within {seconds:g} s") from error
+    finally:
+        timer.cancel()
+    if expired.is_set():  # what was read may be the half of it
+        raise TimeoutError(f"no whole answer within {seconds:g} s")
+
+
+def _read(answer: Any) -> bytes:
+    """The whole answer, which must fit into memory."""
+    parts, size = [], 0
+    while part := answer.read1(1 << 20):
+        parts.append(part)
+        size += len(part)
+        if size > _MOST_BYTES:
+            raise OverflowError(f"its answer has more than {_MOST_BYTES:,} bytes")
+    return b"".join(parts)
+
+
+def _beginning(error: urllib.error.HTTPError) -> str:
+    """What the server says of its refusal. It may say it slowly, or not at all."""
+    try:
+        answer: Any = error.fp
+        text: str = answer.read1(2000).decode(errors="replace")
+        return text[:500]
+    except (OSError, http.client.HTTPException, ValueError, AttributeError):
+        return ""
 
 
 @dataclass(frozen=True)
@@ -59,14 +151,14 @@ class Server:
             try:
                 return self._once(method, path, body)
             except urllib.error.HTTPError as error:
-                reason = f"{error.code} {error.reason}: {error.read().decode(errors='replace')[:500]}"
+                reason = f"{error.code} {error.reason}: {_beginning(error)}"
                 if error.code not in _RETRIED:
                     raise self._failed(method, path, reason, attempt, error.code) from error
                 last: Exception = error
             except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
                 reason, last = str(getattr(error, "reason", error)) or type(error).__name__, error
-            except json.JSONDecodeError as error:
-                raise self._failed(method, path, f"no JSON: {error}", attempt) from error
+            except (ValueError, RecursionError, OverflowError) as error:
+                raise self._failed(method, path, f"no JSON that can be read: {error}", attempt) from error
             if attempt < retries:
                 time.sleep(min(self.backoff * 2**attempt, _MAX_DELAY) * random.uniform(0.5, 1.0))
         raise self._failed(method, path, reason, retries, getattr(last, "code", None)) from last
@@ -77,8 +169,8 @@ class Server:
             headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url.rstrip("/") + path, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-            content = answer.read()
+        with _within(self.timeout), _OPENER.open(request, timeout=self.timeout) as answer:
+            content = _read(answer)
         return json.loads(content) if content.strip() else None
 
     def _failed(self, method: str, path: str, reason: str, attempt: int, status: int | None = None) -> ServerError:

@@ -85,3 +85,16 @@ def test_every_bundled_config_is_far_below() -> None:
 
     largest = max(len(path.read_bytes()) for path in bundled.conf_dir().rglob("*.yaml"))
     assert largest * 50 < 1 << 20
+
+
+def test_defaults_lists_that_double_are_refused(tmp_path: Path) -> None:
+    """Two files on each of 40 levels, each of which names both of the next: 2**40 in all."""
+    for level in range(40):
+        for name in "ab":
+            (tmp_path / f"{name}{level}.yaml").write_text(f"defaults: [a{level + 1}, b{level + 1}]\n")
+    for name in "ab":
+        (tmp_path / f"{name}40.yaml").write_text("x: 1\n")
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="more than 3,000 files"):
+        compose(tmp_path / "a0.yaml")
+    assert time.monotonic() - began < 30
