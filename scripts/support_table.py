@@ -4,6 +4,7 @@ Every family is built tiny from its default config, on the CPU, and probed with 
 user's own config. Nothing here is a list of names, and nothing is downloaded.
 
     python scripts/support_table.py [--families llama,qwen3] [--output docs/support.md]
+    python scripts/support_table.py --training        # renew that column only, which takes most of the time
     python scripts/support_table.py --against 5.17.0    # in an environment of its own: what differs from --output
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import signal
 import subprocess
 import sysconfig
@@ -20,12 +22,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from support_training import FLOAT32, TrainingError, check_training
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from automodel_cli.config.errors import ConfigError
@@ -36,6 +39,7 @@ from automodel_cli.pipelining.cut.probe import probe
 from automodel_cli.rollout.model_engines import check_decoding
 
 SECONDS_PER_FAMILY = 60
+SECONDS_PER_TRAINING = 240  # of two processes that share the machine with others
 # Default configs of the library leave open what every published config of the family says.
 USUAL = {
     "head_dim": 64,
@@ -62,7 +66,7 @@ FIRST = (
 )  # fmt: skip
 
 
-CAPABILITIES = ("split", "packing", "sampling")
+CAPABILITIES = ("split", "packing", "sampling", "training")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Row:
     split: str
     packing: str
     sampling: str
+    training: str
     notes: tuple[str, ...]
 
 
@@ -99,14 +104,16 @@ def families() -> Iterator[tuple[str, PretrainedConfig, type[PreTrainedModel]]]:
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
     def stop(signum: int, frame: object) -> None:
-        raise TimeoutError(f"took more than {seconds} s")
+        raise TimeoutError(f"took more than {seconds} CPU seconds")
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(
+        signal.ITIMER_PROF, seconds
+    )  # of this process's CPU time: other work on the machine does not count
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def measure(check: Callable[[], object]) -> tuple[str, str]:
@@ -118,6 +125,8 @@ def measure(check: Callable[[], object]) -> tuple[str, str]:
         return "unknown", error.reason
     except SplitError as error:
         return "no", error.reason
+    except TrainingError as error:
+        return "no", str(error)
     except ConfigError as error:
         with_fix = f"{error.message} (works with: {error.fix})" if error.fix else error.message
         return "unknown" if "cannot be measured" in error.message else "no", with_fix
@@ -142,7 +151,11 @@ def with_usual_fields(config: PretrainedConfig) -> PretrainedConfig:
     return full
 
 
-def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> Row:
+def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedModel], known: Row | None = None) -> Row:
+    """Every capability of a family; with a `known` row only `training`, and the rest as it says."""
+    if known is not None:
+        return with_training(known, config)
+
     def split_of(config: PretrainedConfig) -> tuple[str, str]:
         text = config.get_text_config()
         own: Any = model_class.config_class
@@ -157,7 +170,17 @@ def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedMode
     sampling, sampling_reason = measure(lambda: check_decoding(copy.deepcopy(config)))
     reasons = (("split", split_reason), ("packing", packing_reason), ("sampling", sampling_reason))
     notes = [f"{what}: {_short(reason)}" for what, reason in reasons if reason]
-    return Row(name, model_class.__name__, split, packing, sampling, tuple(notes))
+    found = Row(name, model_class.__name__, split, packing, sampling, "unknown", tuple(notes))
+    return with_training(found, config)
+
+
+def with_training(row: Row, config: PretrainedConfig) -> Row:
+    verdict, reason = measure(lambda: check_training(copy.deepcopy(config), SECONDS_PER_TRAINING))
+    if verdict == "unknown":
+        verdict, reason = measure(lambda: check_training(with_usual_fields(config), SECONDS_PER_TRAINING))
+    notes = [note for note in row.notes if not note.startswith("training: ")]
+    notes += [f"training: {_short(reason)}"] if reason else []
+    return replace(row, training=verdict, notes=tuple(notes))
 
 
 def _short(reason: str, limit: int = 260) -> str:
@@ -193,8 +216,11 @@ from its default config. *Split*: three uneven pipeline stages give the log-prob
 *Packing*: packed documents give what separate ones give, in a part that is built and run as in training; where the
 family's default configuration needs another attention or other rows, the note says which. *Sampling*: what
 `rollout=sampler` draws token by token has the log-probs that the whole sequence has; the library's own generation
-(`rollout=hf`) is there for the others. A run probes the user's own config in the same way and refuses what differs, so
-this table is information, not a gate. *Unknown*: the tiny copy could not be built or run, so nothing was measured.
+(`rollout=hf`) is there for the others. *Training*: on two ranks in the default precision (float32 parameters, FSDP2
+with bfloat16 compute) a checkpoint is loaded, trained one step and exported. The library's own model in float32 gives
+the export the log-probs of the trained model, up to the rounding of bfloat16. A run probes the user's own config in the
+same way and refuses what differs, so this table is information, not a gate. *Unknown*: the tiny copy could not be built
+or run, so nothing was measured.
 
 Layers that carry a state from token to token (gated delta nets, Mamba, short convolutions, linear attention) are found
 by measurement and run document by document through the family's own module; so is all attention of families that
@@ -212,11 +238,11 @@ model does not build (layers for multi-token prediction, say) is carried to the 
         "|---|--:|--:|--:|",
         *(f"| {what} | {c['yes']} | {c['no']} | {c['unknown']} |" for what, c in totals.items()),
         "",
-        f"Exact in all: {', '.join(r.family for r in rows if r.split == r.packing == r.sampling == 'yes')}.",
+        f"Exact in all: {', '.join(r.family for r in rows if {getattr(r, what) for what in CAPABILITIES} == {'yes'})}.",
         "",
-        "| family | class | split | packing | sampling |",
-        "|---|---|---|---|---|",
-        *(f"| {r.family} | {r.model_class} | {r.split} | {r.packing} | {r.sampling} |" for r in rows),
+        "| family | class | split | packing | sampling | training |",
+        "|---|---|---|---|---|---|",
+        *(f"| {r.family} | {r.model_class} | {r.split} | {r.packing} | {r.sampling} | {r.training} |" for r in rows),
         "",
         "## Why not",
         "",
@@ -233,6 +259,11 @@ model does not build (layers for multi-token prediction, say) is carried to the 
 
 # What a reason says (a part of it), for a reader. The first that fits.
 IN_WORDS = (
+    (
+        f"works with: {FLOAT32}",
+        f"the library's own model cannot compute in bfloat16 under FSDP2; `{FLOAT32}` trains it",
+    ),
+    ("the library's own model fails alike", "the library's own model fails alike under FSDP2"),
     ("it is a drafter", "it is a drafter for another model"),
     (
         "run document by document, which has no slots",
@@ -258,6 +289,27 @@ IN_WORDS = (
 def _in_words(note: str) -> str:
     what, _, reason = note.partition(": ")
     return f"{what}: {next((words for part, words in IN_WORDS if part in reason), reason)}"
+
+
+def rows_of(table: str) -> dict[str, Row]:
+    """Of a rendered table, with what was raised; a column that it has not is unknown."""
+    header = next(line for line in table.splitlines() if line.startswith("| family | class |"))
+    columns = header.strip("| ").split(" | ")[2:]
+    start = re.compile("; (?=(?:" + "|".join(CAPABILITIES) + "): )")
+    raised = table.partition("<summary>What was raised</summary>")[2]
+    notes = dict(line[2:].split(": ", 1) for line in raised.splitlines() if line.startswith("- "))
+    rows = {}
+    for line in table.splitlines():
+        cells = line.strip("| ").split(" | ")
+        if line.startswith("| ") and len(cells) == 2 + len(columns) and cells[0] != "family":
+            found = dict.fromkeys(CAPABILITIES, "unknown") | dict(zip(columns, cells[2:], strict=True))
+            rows[cells[0]] = Row(
+                cells[0],
+                cells[1],
+                **found,
+                notes=tuple(start.split(notes.get(cells[0], "")) if cells[0] in notes else ()),
+            )
+    return rows
 
 
 def verdicts(table: str) -> dict[str, tuple[str, ...]]:
@@ -313,6 +365,7 @@ def main() -> None:
     parser.add_argument("--families", help="comma-separated model types (default: all)")
     parser.add_argument("--output", type=Path, default=Path("docs/support.md"))
     parser.add_argument("--against", metavar="VERSION", help="a release of transformers, or latest: print what differs")
+    parser.add_argument("--training", action="store_true", help="measure that column only; the rest is as in --output")
     options = parser.parse_args()
     if options.against:
         chosen = ["--families", options.families] if options.families else []
@@ -322,17 +375,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    rows = []
+    rows = rows_of(options.output.read_text(encoding="utf-8")) if options.training else {}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     for name, config, model_class in families():
         if wanted is None or name in wanted:
-            rows.append(row_of(name, config, model_class))
-            print(
-                f"{name:28s} split {rows[-1].split:8s} packing {rows[-1].packing:8s} sampling {rows[-1].sampling:8s} "
-                f"{'; '.join(rows[-1].notes)[:150]}",
-                flush=True,
-            )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(render(rows), encoding="utf-8")
+            row = rows[name] = row_of(name, config, model_class, rows.get(name))
+            said = " ".join(f"{what} {getattr(row, what):8s}" for what in CAPABILITIES)
+            print(f"{name:28s} {said} {'; '.join(row.notes)[:150]}", flush=True)
+            options.output.write_text(render(list(rows.values())), encoding="utf-8")  # what is known so far
 
 
 if __name__ == "__main__":

@@ -92,13 +92,49 @@ def non_persistent_buffers(module: nn.Module) -> Iterator[str]:
     yield from (name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None)
 
 
-def init_weights(model: PreTrainedModel, root: nn.Module, *, recurse: bool) -> None:
-    """Run the family's own initialisation on `root` (and what is below, children first); draws from the global RNG."""
+def init_weights(model: PreTrainedModel, name: str, *, recurse: bool) -> None:
+    """Run the family's own initialisation on the module of this name (and what is below, children first).
+
+    As in the library, the model that is nearest above a module initialises it. Draws from the global RNG.
+    """
     with torch.no_grad():
-        if recurse:
-            for child in root.children():
-                init_weights(model, child, recurse=True)
-        model._init_weights(root)
+        _init_below(_models_above(model, name)[-1][1], model.get_submodule(name), recurse)
+
+
+def init_from_above(model: PreTrainedModel, name: str) -> None:
+    """Run the initialisation of the models that contain the module of this name, nearest first: some set tensors of
+    modules below them."""
+    with torch.no_grad():
+        for path, owner in reversed(_models_above(model, name)):
+            if path != name:
+                owner._init_weights(owner)
+
+
+def _init_below(owner: PreTrainedModel, root: nn.Module, recurse: bool) -> None:
+    from transformers import PreTrainedModel
+
+    owner = root if isinstance(root, PreTrainedModel) else owner
+    for child in root.children() if recurse else ():
+        _init_below(owner, child, True)
+    owner._init_weights(root)
+
+
+def _models_above(model: PreTrainedModel, name: str) -> list[tuple[str, PreTrainedModel]]:
+    """(name, model) of every library model on the way to this module, itself included, outermost first."""
+    from transformers import PreTrainedModel
+
+    parts = name.split(".") if name else []
+    paths = [".".join(parts[:count]) for count in range(len(parts) + 1)]
+    found = ((path, model.get_submodule(path)) for path in paths)
+    return [(path, module) for path, module in found if isinstance(module, PreTrainedModel)]
+
+
+def uncut_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The class of a model that may be cut, with all its layers, on the meta device."""
+    with torch.device("meta"):
+        whole: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    settle_names(whole)
+    return whole
 
 
 def conversion_mapping(model: PreTrainedModel) -> list[Any]:
@@ -186,6 +222,14 @@ def revert_conversion(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[
 
     reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
     return reverted
+
+
+def peft_renames_experts(model: Any) -> bool:
+    """Whether `peft` reads the names that linear experts once had as the fused experts of this family."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(str(model.config.model_type))
+    return pattern in conversion._MOE_TARGET_MODULE_MAPPING
 
 
 def local_part(param: Tensor, whole: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Head:
             return head_logits(self.model, hidden_SD[None])[0].float()
         weight_VD, vocabulary = vocabulary_of(linear.weight)
         settings = self._settings(LOGPROBS, len(weight_VD), hidden_SD, vocabulary)
-        return vocabulary.gather(settings.logits(hidden_SD, weight_VD))
+        return vocabulary.gather(settings.logits(_narrowed(hidden_SD, weight_VD), weight_VD))
 
     def _scores(self, hidden_SD: Tensor, ids_SN: Tensor, request: HeadRequest) -> Scores:
         linear = self.model.get_output_embeddings()
@@ -119,7 +119,7 @@ class Head:
         if kernels_allow(request, ids_SN.shape[1], filters=filters) and head_kernels.usable(hidden_SD.device.type):
             chunk = self.chunk_size or kernel_chunk_size(len(weight_VD), hidden_SD.dtype)
             settings = replace(settings, chunk=chunk, kernels=True)
-        return fused_scores(hidden_SD, weight_VD, ids_SN, settings, weight_sum_of(linear))
+        return fused_scores(_narrowed(hidden_SD, weight_VD), weight_VD, ids_SN, settings, weight_sum_of(linear))
 
     def _settings(
         self, request: HeadRequest, num_logits: int, hidden: Tensor, vocabulary: Vocabulary = WHOLE
@@ -158,6 +158,12 @@ def kernels_allow(request: HeadRequest, num_ids: int, *, filters: bool) -> bool:
     """Whether the Triton kernels have what is asked for: log-probs of `num_ids` tokens at each position; `filters`:
     completions were drawn with top-k or top-p."""
     return not request.topk and not filters and num_ids <= head_kernels.MOST_COLUMNS
+
+
+def _narrowed(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Hidden states in the dtype of the head, as the library's own heads cast them: Mamba keeps its residual in fp32
+    whatever the parameters are computed in."""
+    return hidden_SD.to(weight_VD.dtype) if weight_VD.dtype.itemsize < hidden_SD.dtype.itemsize else hidden_SD
 
 
 def _is_plain_linear(module: nn.Module | None) -> bool:

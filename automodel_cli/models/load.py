@@ -381,9 +381,11 @@ def _initialised(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bo
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            compat.init_weights(skeleton, root, recurse=recurse)
+            compat.init_weights(skeleton, unit, recurse=recurse)
         named = [*root.named_parameters(recurse=recurse), *root.named_buffers(recurse=recurse)]
         values = {f"{unit}.{name}".lstrip("."): tensor.detach() for name, tensor in named}
+        if any(map(_is_poisoned, values.values())):
+            values = _set_from_above(skeleton, values, unit)
     finally:
         for module, params, buffers in saved:
             module._parameters.update(params)
@@ -391,6 +393,19 @@ def _initialised(skeleton: PreTrainedModel, unit: str, seed: int, *, recurse: bo
     if unset := [name for name, tensor in values.items() if _is_poisoned(tensor)]:
         raise ConfigError(f"{type(skeleton).__name__} does not initialise {unset[0]}: random weights are undefined")
     return values
+
+
+def _set_from_above(skeleton: PreTrainedModel, values: dict[str, Tensor], unit: str) -> dict[str, Tensor]:
+    """The values, those included that a model sets in the modules below it (Falcon-H1's multipliers). It may set them
+    in every layer, so this takes a model that is not cut."""
+    whole = compat.uncut_copy(skeleton)
+    for name, value in values.items():
+        module, leaf = _owner(whole, name)
+        store = _stores(module)[0 if leaf in module._parameters else 1]
+        store[leaf] = _like(store[leaf], value)
+    compat.init_from_above(whole, unit)
+    return {name: module._parameters.get(leaf, module._buffers.get(leaf)).detach()  # type: ignore[union-attr]
+            for name in values for module, leaf in [_owner(whole, name)]}  # fmt: skip
 
 
 def _poisoned(tensor: Tensor) -> Tensor:

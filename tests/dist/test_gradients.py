@@ -6,15 +6,17 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.gradients import clip_grad_norm_
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.distributed.parallelizer import parallelize, to_cpu
+from automodel_cli.distributed.parallelizer import fsdp2_strategy_parallelize, parallelize, to_cpu
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import NonFiniteError, train_step
@@ -148,3 +150,41 @@ def _to_cpu(rank, world):
 
 def test_to_cpu_gives_whole_tensors():
     assert launch_all(_to_cpu, 2) == [([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], True, "text")] * 2
+
+
+class _Block(GradientCheckpointingLayer):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return x_BD + self.linear(x_BD).tanh()
+
+
+def _with_shared_weight() -> nn.Sequential:
+    """Four layers; the second and the last have one weight between them, as Zamba's blocks have."""
+    model = nn.Sequential(*(_Block(seed) for seed in range(4)))
+    model[3].linear.weight = model[1].linear.weight
+    return model
+
+
+def _shared_gradients(rank: int, world: int) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    exact = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=None)
+    model = fsdp2_strategy_parallelize(_with_shared_weight(), mesh, exact)
+    assert model[3].linear.weight is model[1].linear.weight and len(list(model.parameters())) == 3
+    model(_inputs_of(rank)).square().sum().backward()
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+def _inputs_of(rank: int) -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(10 + rank))
+
+
+def test_layers_that_share_a_weight_have_one_gradient() -> None:
+    model = _with_shared_weight()
+    torch.stack([model(_inputs_of(rank)).square().sum() for rank in range(2)]).sum().backward()
+    for got, param in zip(launch(_shared_gradients, 2), model.parameters(), strict=True):
+        torch.testing.assert_close(got, param.grad)

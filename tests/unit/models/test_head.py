@@ -209,6 +209,19 @@ def test_a_frozen_weight_gets_no_gradient_and_bf16_stays_close():
     assert torch.allclose(logprobs, logprobs_of(hidden.float() @ weight.float().t(), labels), atol=0.1)
 
 
+def test_hidden_states_in_fp32_meet_a_head_in_bf16_as_in_the_librarys_mamba():
+    model = build_hf("llama").bfloat16()
+    hidden_BTD = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    labels_BT = torch.tensor([[3, 4, 5, 6, 7]])
+    head = Head(model, HeadKind("plain"))
+    got_BT = head(hidden_BTD, labels_BT).logprobs_BT
+    want = model.lm_head(hidden_BTD.to(model.lm_head.weight.dtype)).float().log_softmax(-1)
+    torch.testing.assert_close(got_BT, want.gather(-1, labels_BT[..., None])[..., 0], atol=2e-2, rtol=0)
+    got_BT.sum().backward()
+    assert hidden_BTD.grad.dtype == torch.float32 and hidden_BTD.grad.any()
+    assert head.logits(hidden_BTD[0]).isfinite().all()
+
+
 def test_a_product_of_bf16_adds_to_float32_without_a_copy_of_the_total():
     left, right = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((300, 8), (8, 40)))
     total = torch.full((300, 40), 1000.0)

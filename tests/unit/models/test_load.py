@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.models import load
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.export import export_hf, verify_export
@@ -122,6 +124,56 @@ def test_random_weights_follow_the_family_and_the_seed():
     buffers = dict(reference.named_buffers())
     assert buffers.keys() == dict(first.model.named_buffers()).keys()
     assert all(torch.equal(tensor, buffers[name]) for name, tensor in first.model.named_buffers())
+
+
+class _Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+        self.register_buffer("factor", torch.empty(3), persistent=False)
+
+
+class _Inner(PreTrainedModel):
+    """Initialises its own buffer by an attribute that the outer model has not, and that of a layer below it."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.width = 7.0
+        self.register_buffer("table", torch.empty(2), persistent=False)
+        self.layers = nn.ModuleList([_Scale(), _Scale()])
+        self.post_init()
+
+    def _init_weights(self, module):
+        if module is self:
+            self.table.fill_(self.width)
+            for layer in self.layers:
+                layer.factor.fill_(self.width + 1)
+        elif isinstance(module, _Scale):
+            module.weight.fill_(0)
+
+
+class _Outer(PreTrainedModel):
+    config_class, base_model_prefix = LlamaConfig, "model"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = _Inner(config)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.model
+
+
+def test_buffers_are_set_by_the_model_that_is_nearest_above_them():
+    """As Gemma-3n's and Falcon-H1's are. A stage of a pipeline lacks layers that the model sets as well."""
+    with torch.device("meta"):
+        whole, stage = _Outer(LlamaConfig()), _Outer(LlamaConfig())
+    stage.model.layers[0]._buffers.clear()
+    for model, unit, name, want in ((whole, "model", "table", 7.0), (stage, "model.layers.1", "factor", 8.0)):
+        values = load._initialised(model, unit, 0, recurse=False)
+        assert set(values[f"{unit}.{name}"].tolist()) == {want}
 
 
 def test_building_allocates_nothing_and_leaves_the_global_rng():

@@ -165,7 +165,9 @@ def fsdp2_strategy_parallelize(
                 reshard=reshard and not keep,
             )
             kept += units if keep else ()
-        fully_shard(layer, mp_policy=layer_policy, reshard_after_forward=reshard, **shard)
+    for unit in units_of(layers):
+        reshard = pp_size == 1 and layers[-1] not in unit
+        fully_shard(unit, mp_policy=layer_policy, reshard_after_forward=reshard, **shard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, **shard)
     if mesh.size() == 1:
         _alone.update(unit for unit in (*layers, model) if isinstance(unit, FSDPModule))
@@ -177,6 +179,21 @@ def fsdp2_strategy_parallelize(
         chain_prefetch(model, layers, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
     logger.info("fsdp2: %d layers over %s ranks, %s", len(layers), tuple(mesh.shape), policy)
     return model
+
+
+def units_of(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The layers by unit: each alone, but layers that share a parameter together (Zamba's blocks). FSDP2 shards a
+    parameter in the unit that it finds it in, and another unit would go on with a copy."""
+    units: list[list[nn.Module]] = []
+    for layer in layers:
+        params = {id(param) for param in layer.parameters()}
+        sharing = [unit for unit in units if any(id(p) in params for other in unit for p in other.parameters())]
+        if not sharing:
+            units.append([layer])
+            continue
+        sharing[0] += [other for unit in sharing[1:] for other in unit] + [layer]
+        units = [unit for unit in units if unit not in sharing[1:]]
+    return units
 
 
 def shard_experts(
