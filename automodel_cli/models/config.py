@@ -17,9 +17,11 @@ class LoRAConfig:
 
     The update is `scale * B @ A` with `scale = alpha / rank`, or `alpha / sqrt(rank)` with `use_rslora`.
     `target_modules` is a regular expression over module names, a list of name endings, or "all-linear": every linear
-    layer but the head, in mixture-of-experts families only those of attention (peft reads the others' names as the
-    experts). `base_quantization: nf4` is QLoRA: the weights of those layers in 4 bits through bitsandbytes, whole on
-    every data-parallel rank.
+    layer (GPT-2's Conv1D is one) but the head. "all-linear" leaves out what an adapter cannot change: the output
+    projections of state-space layers, which fused kernels read directly, routers, layers that share their weight
+    (Zamba's blocks), and the linear layers of mixtures of experts whose names peft reads as the experts. Each entry of
+    a list must match a layer. `base_quantization: nf4` is QLoRA: the weights of those layers in 4 bits through
+    bitsandbytes, whole on every data-parallel rank.
     """
 
     rank: int = 16
@@ -152,7 +154,7 @@ class Fp8Config:
     """Scales of the products: `rowwise`, `tensorwise` (faster, less exact), `rowwise_with_gw_hp` (gradients of
     weights unquantized) or `mxfp8` (B200)."""
     skip: list[str] = field(default_factory=list)
-    """Endings of names of linear layers to leave alone, as `[o_proj, mlp.down_proj]`."""
+    """Endings of names of linear layers to leave alone, as `[o_proj, mlp.down_proj]`; each must match one."""
     experts: bool = False
     """The experts of a mixture too, where the recipe has a scale for each row; it pays where experts are wide."""
     emulate: bool = False

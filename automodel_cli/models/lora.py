@@ -5,19 +5,20 @@ Only linear layers of plain LoRA are used, so a merge is `W + scale * B @ A` and
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import compat, nf4
+from automodel_cli.models import compat, lora_targets, nf4
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.models.seeds import generator_for
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from automodel_cli.models.part import ModelPart
 
 _ADAPTER = "default"  # peft's own name for the only adapter
-# In families with fused experts peft reads these names as "the experts' fused parameters", in a config as in a saved
-# file.
-_EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def inject(model: nn.Module, config: LoRAConfig) -> None:
@@ -38,53 +36,61 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
         _need("lora.base_quantization=nf4 (QLoRA)", "bitsandbytes", key="lora.base_quantization", fix=fix)
     import peft
 
+    if isinstance(config.target_modules, list):
+        lora_targets.check_targets(model, config.target_modules)
+    dead, shared = lora_targets.bypassed(model, always=True), lora_targets.shared(model)
     try:
         peft.inject_adapter_in_model(_peft_config(model, config), model, adapter_name=_ADAPTER)
     except ValueError as error:
-        linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise ConfigError(
-            f"lora.target_modules={config.target_modules!r} fits no layer: {error}",
-            keys=("lora.target_modules",),
-            fix=f"model.lora.target_modules=all-linear, or some of {linear}",
-        ) from error
-    unsupported = [n for n, m in wrappers(model) if not isinstance(m.get_base_layer(), nn.Linear)]
-    if unsupported:
-        raise ConfigError(
-            f"lora.target_modules reaches {unsupported[0]}, which is not a linear layer",
-            keys=("lora.target_modules",),
-            fix="model.lora.target_modules=all-linear",
-        )
+        raise _fits_no_layer(model, config, str(error)) from error
+    for name, wrapper in wrappers(model):
+        if not lora_targets.is_linear(wrapper.get_base_layer()):
+            raise _fits_no_layer(model, config, f"it reaches {name}, which is not a linear layer")
+        if name in dead:
+            raise _fits_no_layer(model, config, f"it reaches {name}, whose weight the model reads without the layer")
+        if name in shared:
+            raise _fits_no_layer(model, config, f"it reaches {name}, whose weight is another layer's too")
     if config.base_quantization == "nf4":
-        for _, wrapper in wrappers(model):
-            wrapper.base_layer = nf4.NF4Linear(wrapper.get_base_layer())
+        _pack_bases(model)
 
 
-def _targets(model: nn.Module, config: LoRAConfig) -> str | list[str]:
-    """ "all-linear" as a list of name endings, so that a saved adapter means the same whatever reads it."""
-    if config.target_modules != "all-linear":
-        return config.target_modules
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    linear = {n.rpartition(".")[2] for n, m in model.named_modules() if _is_linear(m) and m is not head}
-    linear -= {n.rpartition(".")[2] for n, m in model.named_modules() if m is head}
-    linear -= {"base_layer", _ADAPTER}
-    wrapped = {n.rpartition(".")[2] for n, _ in wrappers(model)}
-    fused_experts = any(hasattr(m, "num_experts") and hasattr(m, "has_gate") for m in model.modules())
-    return sorted((linear | wrapped) - (_EXPERT_NAMES if fused_experts else set()))
+def _pack_bases(model: nn.Module) -> None:
+    for name, wrapper in wrappers(model):
+        base = wrapper.get_base_layer()
+        if not isinstance(base, nn.Linear):
+            raise ConfigError(
+                f"lora.base_quantization=nf4 packs torch's linear layers, and {name} is a {type(base).__name__}",
+                keys=("lora.base_quantization",),
+                fix="model.lora.base_quantization=none",
+            )
+        wrapper.base_layer = nf4.NF4Linear(base)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Not a family's own kind of linear layer (grouped outputs): it computes otherwise than an adapter's products."""
-    return isinstance(module, nn.Linear) and not type(module).__module__.startswith("transformers.models.")
+def _fits_no_layer(model: nn.Module, config: LoRAConfig, reason: str) -> ConfigError:
+    with bare(model):  # some layers may be wrapped already
+        names = lora_targets.all_linear(model)
+    every = config.target_modules == "all-linear"
+    fix = f"model.lora.target_modules=[{','.join(names)}]" if every else "model.lora.target_modules=all-linear"
+    return ConfigError(
+        f"lora.target_modules={config.target_modules!r} does not fit the model: {reason}",
+        keys=("lora.target_modules",),
+        fix=fix if names else "model.lora=null",
+    )
 
 
 def _peft_config(model: nn.Module, config: LoRAConfig) -> Any:
+    """For a model without adapters yet. "all-linear" becomes a list of name endings, so that a saved adapter means the
+    same whatever reads it."""
     import peft
+    from transformers.pytorch_utils import Conv1D
 
+    every = config.target_modules == "all-linear"
     return peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft computes with it, integer or not
         lora_dropout=config.dropout,
-        target_modules=_targets(model, config),
+        target_modules=lora_targets.all_linear(model) if every else config.target_modules,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
     )
@@ -151,7 +157,8 @@ def delta(layer: Any, factor: float | None = None) -> Tensor:
         compat.gathered(layer.lora_A[_ADAPTER].weight).float(),
         compat.gathered(layer.lora_B[_ADAPTER].weight).float(),
     )
-    return (b @ a) * (scale(layer) if factor is None else factor)
+    update = (b @ a) * (scale(layer) if factor is None else factor)
+    return update.T if lora_targets.is_transposed(layer) else update
 
 
 def merged(weight: Tensor, layer: Any, factor: float | None = None) -> Tensor:
@@ -201,7 +208,8 @@ def save_adapters(
     folder.mkdir(parents=True, exist_ok=True)
     hub_names = {f"base_model.model.{name}": weight for name, weight in state.items()}
     save_file(hub_names, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    peft_config = _peft_config(parts[0].model, config)
+    whole = cast(Any, parts[0].model)
+    peft_config = copy.deepcopy(whole.peft_config[_ADAPTER])  # of the model before it was cut into stages
     if places:  # the other parts of a composite have layers of the same names
         peft_config.target_modules = {name.partition(".lora_")[0] for name in state}
     peft_config.base_model_name_or_path = base_model

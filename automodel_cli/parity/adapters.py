@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.models import compat, lora
+from automodel_cli.models.lora_targets import is_transposed
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.seeds import generator_for
 from automodel_cli.parity.reference import Reference
@@ -28,6 +29,8 @@ class Adapter:
     a: Tensor
     b: Tensor
     scale: float
+    transposed: bool = False
+    """Whether the layer's weight is `[in, out]`."""
 
 
 @torch.no_grad()
@@ -40,9 +43,11 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
             a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
             whole = torch.randn(b.shape, generator=generator_for(0, name)) / math.sqrt(b.shape[0])
             compat.local(b).copy_(compat.local_part(b, whole))
-            adapter = Adapter(compat.gathered(a).float().clone(), whole, lora.scale(layer))
+            transposed = is_transposed(layer)
+            adapter = Adapter(compat.gathered(a).float().clone(), whole, lora.scale(layer), transposed)
             weight = layer.get_base_layer().weight
             update = adapter.b.double() @ adapter.a.double() * adapter.scale
+            update = update.T if adapter.transposed else update
             compat.local(weight).sub_(compat.local_part(weight, update.float()))
             mine[name] = adapter
     everywhere: list[dict[str, Adapter]] = [{} for _ in range(dist.get_world_size())]
@@ -57,7 +62,7 @@ def reference_of(want: Reference, adapters: dict[str, Adapter]) -> Reference:
         weight = want.gradients.get(f"{name}.weight")
         if weight is None:  # the step does not reach it: an indexer only chooses
             continue
-        grad = weight.double()
+        grad = weight.double().T if adapter.transposed else weight.double()
         gradients[f"{name}.lora_B.default.weight"] = adapter.scale * grad @ adapter.a.double().t()
         gradients[f"{name}.lora_A.default.weight"] = adapter.scale * adapter.b.double().t() @ grad
     norm = math.sqrt(sum(grad.square().sum().item() for grad in gradients.values()))

@@ -8,23 +8,28 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import lora
+from automodel_cli.models import lora, lora_targets
 from automodel_cli.models.build import build_part
+from automodel_cli.models.compat import meta_model
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.export import export_hf, verify_export
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
-from tests.tiny import build_hf, packed_batch, token_row
+from automodel_cli.models.shrink import build_small, shrink
+from tests.tiny import FAMILIES, build_hf, packed_batch, tiny_config, token_row
 
 ROWS = [[token_row(9), token_row(6, 1)]]
 
 
 def _trained(folder: Path, family: str = "qwen3_moe", **fields) -> tuple[ModelPart, ModelConfig]:
-    """A base on disk, and a part whose adapters took one large step."""
-    build_hf(family).save_pretrained(folder)
+    """A base on disk, and a part whose adapters are as they begin."""
+    if family in FAMILIES:
+        build_hf(family).save_pretrained(folder)
+    else:
+        build_small(shrink(CONFIG_MAPPING[family]()), AutoModelForCausalLM.from_config).save_pretrained(folder)
     config = ModelConfig(pretrained=str(folder), lora=LoRAConfig(rank=4, alpha=8.0, **fields))
     part = build_part(config)
     load_weights(part, config, device="cpu", seed=0)
@@ -99,9 +104,11 @@ def test_merged_export_in_bf16_is_compared_at_bf16_and_leaves_the_model_as_it_wa
     assert torch.equal(part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT, logprobs)
 
 
-def test_peft_loads_what_we_save(tmp_path: Path):
-    part, config = _trained(tmp_path / "base")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "falcon"])
+def test_peft_loads_what_we_save_and_the_merged_export_is_the_same(family: str, tmp_path: Path):
+    part, config = _trained(tmp_path / "base", family)
     _step(part)
+    export_hf([part], config, None, tmp_path / "merged")
     assert config.lora is not None and config.pretrained is not None
     lora.save_adapters([part], config.lora, tmp_path / "adapter", base_model=config.pretrained, write=True)
     base = AutoModelForCausalLM.from_pretrained(config.pretrained)
@@ -110,8 +117,12 @@ def test_peft_loads_what_we_save(tmp_path: Path):
     labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
     with torch.no_grad():
         ours = part.eval()(input_ids=ids, labels=labels).logprobs_BT[:, :-1]
-        theirs = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    assert (ours - theirs).abs().max() < 1e-5
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        theirs, exported = (
+            m(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+            for m in (model, merged)
+        )
+    assert (ours - theirs).abs().max() < 1e-5 and (ours - exported).abs().max() < 1e-5
 
 
 def test_adapters_do_not_depend_on_the_order_of_modules():
@@ -141,12 +152,60 @@ def test_the_node_refuses(fields: dict, message: str):
         LoRAConfig(**fields)
 
 
-def test_targets_that_fit_nothing_or_no_linear_layer_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="fits no layer") as refusal:
-        _trained(tmp_path, "llama", target_modules=["q_projj"])
-    assert "q_proj" in str(refusal.value.fix)
-    with pytest.raises(ConfigError, match="not a linear layer"):
-        _trained(tmp_path, "llama", target_modules=["embed_tokens"])
+@pytest.mark.parametrize(
+    ("targets", "fix"),
+    [
+        (["q_projj"], "[q_proj]"),
+        (["q_proj", "key_proj"], "[q_proj,k_proj]"),
+        (["self_attn.q_proj", "proj_of_nothing_at_all"], "[self_attn.q_proj]"),
+        (["embeddings_of_words"], "all-linear"),
+        (["embed_tokens"], "all-linear"),  # a module, but no linear layer
+        ("q_proj", "all-linear"),  # a regular expression for whole names
+    ],
+)
+def test_every_target_fits_a_linear_layer_or_is_refused(targets: list[str] | str, fix: str):
+    with pytest.raises(ConfigError) as refusal:
+        lora.inject(meta_model(tiny_config("llama"), dtype=torch.float32), LoRAConfig(rank=4, target_modules=targets))
+    assert refusal.value.keys in (("lora.target_modules",), ("model.lora.target_modules",))
+    assert str(refusal.value.fix).strip("'") == f"model.lora.target_modules={fix}"
+
+
+STATE_SPACE = ("mamba.out_proj", "mixer.out_proj")
+ALL_LINEAR = {
+    "ctrl": (),  # Sequential: layers called 0 and 2, as decoder layers are
+    "falcon": (),  # a linear layer of its own
+    "gpt2": (),  # Conv1D
+    "longcat_flash": ("down_proj", "gate_proj", "up_proj", "classifier", "experts"),  # the experts' names; a router
+    "zamba2": STATE_SPACE,
+}
+
+
+@pytest.mark.parametrize("family", [*ALL_LINEAR, pytest.param("gemma3n_text", marks=pytest.mark.slow)])
+def test_all_linear_is_pefts_but_for_layers_that_an_adapter_cannot_change(family: str):
+    """Falcon-H1 and Mamba are refused by peft itself, which wants `out_proj` left out."""
+    small = shrink(CONFIG_MAPPING[family]())
+    ours, theirs = (meta_model(small, dtype=torch.float32) for _ in range(2))
+    doubled = lora_targets.shared(ours)
+    lora.inject(ours, LoRAConfig(rank=4))
+    every = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    peft.inject_adapter_in_model(every, theirs)
+    left_out = ("base_layer", *ALL_LINEAR.get(family, ()))
+    want = {name for name, _ in lora.wrappers(theirs) if not name.endswith(left_out)}
+    assert {name for name, _ in lora.wrappers(ours)} == want - doubled
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1"])
+def test_all_linear_fits_families_with_layers_that_peft_refuses(family: str):
+    model = meta_model(shrink(CONFIG_MAPPING[family]()), dtype=torch.float32)
+    lora.inject(model, LoRAConfig(rank=4))
+    assert {name.rpartition(".")[2] for name, _ in lora.wrappers(model)} >= {"in_proj"}
+
+
+def test_an_adapter_around_a_weight_that_two_layers_have_is_refused():
+    model = meta_model(shrink(CONFIG_MAPPING["zamba2"]()), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="another layer's too") as refusal:
+        lora.inject(model, LoRAConfig(rank=4, target_modules=["q_proj"]))
+    assert refusal.value.fix == "model.lora.target_modules=all-linear"
 
 
 def test_qlora_without_bitsandbytes_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

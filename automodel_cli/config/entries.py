@@ -1,0 +1,71 @@
+"""Lists of names and patterns: an entry that matches nothing is refused, with the name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from automodel_cli.config.errors import ConfigError
+
+_SHOWN = 12
+
+
+class NameList(NamedTuple):
+    """Names in a config. `key` is dotted. `entries` is a list, or a mapping whose keys are the names. `rule` is what an
+    unmatched entry breaks, as "no linear layer's name ends in". `empty` is the key's value where no entry is left.
+    """
+
+    key: str
+    entries: Sequence[str] | Mapping[str, object]
+    rule: str
+    empty: str = "[]"
+
+
+def check_entries(
+    listed: NameList,
+    matches: Callable[[str], bool],
+    names: Collection[str],
+    *,
+    error: type[ConfigError] = ConfigError,
+) -> None:
+    """Raise `error` for the first entry for which `matches` is false.
+
+    `names` are what an entry could have been. In the fix, near names take the place of unmatched entries, and entries
+    that are near nothing are left out.
+    """
+    wrong = [entry for entry in listed.entries if not matches(entry)]
+    if not wrong:
+        return
+    known = sorted(set(names))
+    meant = {entry: nearest(entry, known) for entry in wrong}
+    have = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
+    near = "" if meant[wrong[0]] is None else f"; {meant[wrong[0]]} is near"
+    raise error(
+        f"{listed.key} names {wrong[0]!r}, which {listed.rule}: {have or 'there are none'}{near}",
+        keys=(listed.key,),
+        fix=_fix(listed, meant),
+    )
+
+
+def nearest(entry: str, names: Collection[str]) -> str | None:
+    """The name that `entry` was probably meant as."""
+    return next(iter(difflib.get_close_matches(entry, names, 1, 0.6)), None)
+
+
+def endings(names: Iterable[str]) -> set[str]:
+    """What dotted names end in."""
+    return {name.rpartition(".")[2] for name in names}
+
+
+def _fix(listed: NameList, meant: Mapping[str, str | None]) -> str:
+    kept = {name: entry for entry in listed.entries if (name := meant.get(entry, entry)) is not None}
+    if not kept:
+        return f"{listed.key}={listed.empty}"
+    if isinstance(listed.entries, Mapping):
+        if not all(isinstance(value, str) for value in listed.entries.values()):
+            return f"{listed.key}={listed.empty}"  # objects, which no override spells
+        pairs = ",".join(f"{name}:{listed.entries[entry]}" for name, entry in kept.items())
+        return shlex.quote(f"{listed.key}={{{pairs}}}")
+    return shlex.quote(f"{listed.key}=[{','.join(kept)}]")

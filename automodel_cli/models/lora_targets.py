@@ -1,0 +1,137 @@
+"""Which layers get adapters: `all-linear` as names that mean the same to `peft`, and entries that name no layer."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from automodel_cli.config.entries import NameList, check_entries, endings
+from automodel_cli.models import compat
+
+# Before transformers 5, experts were linear layers of these names. peft reads them as the fused parameters of today.
+_EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+
+
+def all_linear(model: nn.Module) -> list[str]:
+    """Endings of names that `peft` matches with the model's linear layers and with no other module.
+
+    Left out are the head, layers that compute more than a matrix product, those whose weight their parent reads
+    itself or another layer has too, and in families with fused experts the names that peft reads as the experts.
+    """
+    modules = dict(model.named_modules())
+    chosen = {name for name, module in modules.items() if is_linear(module)}
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    chosen -= {name for name, module in modules.items() if module is head}
+    chosen -= bypassed(model) | shared(model)
+    if _has_fused_experts(model):
+        chosen = {name for name in chosen if name.rpartition(".")[2] not in _EXPERT_NAMES}
+    return sorted({_shortest_ending(name, modules.keys() - chosen) for name in chosen})
+
+
+def check_targets(model: nn.Module, targets: list[str]) -> None:
+    """Refuse an entry that is the ending of no module's name. Raises ConfigError."""
+    names = {name for name, _ in model.named_modules() if name}
+    linear = endings(name for name, module in model.named_modules() if is_linear(module))
+    listed = NameList("model.lora.target_modules", targets, "no layer's name ends in", empty="all-linear")
+    check_entries(listed, lambda entry: any(f".{name}".endswith(f".{entry}") for name in names), linear)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it computes `x W^T + b`, or GPT-2's `x W + b`, and nothing else."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, Conv1D):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    kind: Any = type(module)
+    of_a_family = kind.__module__.startswith("transformers")  # or of a model's own code
+    return not of_a_family or _is_matrix_product(kind)
+
+
+@cache
+def _is_matrix_product(kind: Any) -> bool:
+    """Measured on a small layer: a family's own class may group its outputs, or route."""
+    small = nn.Linear(4, 6)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    copy = kind.__new__(kind)
+    copy.__dict__.update(small.__dict__)
+    try:
+        found = copy(x)
+    except Exception:  # it needs more than weights: no plain layer
+        return False
+    want = F.linear(x, small.weight, small.bias)
+    return isinstance(found, torch.Tensor) and found.shape == want.shape and bool(torch.allclose(found, want))
+
+
+def shared(model: nn.Module) -> set[str]:
+    """Names of linear layers inside the decoder whose weight another layer has too (Zamba's blocks): their adapters
+    differ, so no one weight could be both layers' sum."""
+    owners: dict[int, list[str]] = {}
+    outer = {id(table.weight) for table in _tables(model)}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_linear(module) and id(module.weight) not in outer:
+            owners.setdefault(id(module.weight), []).append(name)
+    return {name for names in owners.values() if len(names) > 1 for name in names}
+
+
+def _tables(model: Any) -> list[Any]:
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [table for table in tables if getattr(table, "weight", None) is not None]
+
+
+def bypassed(model: nn.Module, *, always: bool = False) -> set[str]:
+    """Names of layers whose weight their parent reads: an adapter around them changes nothing.
+
+    That is so where the parent's class never calls the layer, and in state-space layers (`A_log`) under a fused kernel,
+    which reads weights where the other ways of computing call layers. `always`: the former only.
+    """
+    found = set()
+    for name, parent in model.named_modules():
+        for child, module in parent.named_children():
+            if not isinstance(module, nn.Linear):
+                continue
+            kind: Any = type(parent)
+            reads, calls = _uses(kind, child)
+            if reads and (not calls or ("A_log" in parent._parameters and not always)):
+                found.add(f"{name}.{child}".lstrip("."))
+    return found
+
+
+@cache
+def _uses(kind: Any, child: str) -> tuple[bool, bool]:
+    """(reads the weight of this child, calls it), by the text of the class."""
+    try:
+        text = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False, True
+    word = re.escape(child)
+    reads = re.search(rf"self\.{word}\.weight\b(?!\.(dtype|device|shape|size|data|ndim))", text) is not None
+    return reads, re.search(rf"self\.{word}\(", text) is not None
+
+
+def _has_fused_experts(model: nn.Module) -> bool:
+    decorated = any(hasattr(m, "num_experts") and hasattr(m, "has_gate") for m in model.modules())
+    return decorated or compat.peft_renames_experts(model)
+
+
+def _shortest_ending(name: str, others: Collection[str]) -> str:
+    """The last parts of `name`, as few as tell it from all of `others`."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        ending = ".".join(parts[-count:])
+        if not any(f".{other}".endswith(f".{ending}") for other in others):
+            return ending
+    return name
+
+
+def is_transposed(layer: Any) -> bool:
+    """Whether an adapter's base has its weight as `[inputs, outputs]`."""
+    return bool(getattr(layer, "fan_in_fan_out", False))
