@@ -41,7 +41,7 @@ from automodel_cli.data.sources import Source, TaskSource, first_rows, open_sour
 from automodel_cli.data.stores import PackedStore, TokenStore, write_packed, write_tokens
 from automodel_cli.data.template_choice import choose_template
 from automodel_cli.data.tokenise import EncodeSpec, RowEncoder, choose_workers, encode_all
-from automodel_cli.data.unread import unused_columns
+from automodel_cli.data.unread import IgnoredNames, check_ignored, unused_columns
 
 PROGRESS_SECONDS = 5.0
 Progress = Callable[[str], None]
@@ -90,6 +90,7 @@ def prepare(
     show = progress or (lambda line: print(line, file=sys.stderr))
     builder = _Builder(config, tokenizer, preferences, tuple(stop_ids), show)
     train, validation = builder.tokenised()
+    _check_ignored(config, [*train, *validation])
     _check_rows(config, [*train, *validation])
     if config.validation_rows:
         train, validation = _hold_out(train, config.validation_rows, seed)
@@ -106,6 +107,13 @@ def prepare(
         builder.dataset([s for s, _ in packed_validation], [1.0] * len(validation)) if validation else None,
         report,
     )
+
+
+def _check_ignored(config: DataConfig, parts: Sequence[_Part]) -> None:
+    """A name that is to be ignored must be in one dataset at least."""
+    metas = [part.tokens.meta for part in parts]
+    missing = set.intersection(*(set(meta["not_ignored"]) for meta in metas))
+    check_ignored(config.ignore_columns, missing, {name for meta in metas for name in meta["names"]})
 
 
 def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
@@ -237,7 +245,8 @@ class _Builder:
         encoder = RowEncoder(self.tokenizer, spec)
         encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
         unseen = Unseen(config.columns, source.name)
-        for_rows, for_origins = itertools.tee(unseen.watch(source.rows()))
+        ignored = IgnoredNames(data.ignore_columns)
+        for_rows, for_origins = itertools.tee(ignored.watch(unseen.watch(source.rows())))
         workers = choose_workers(self.config.num_workers, source.num_bytes)
         batches = encode_all(encoder, (origin.row for origin in for_rows), workers)
         write_tokens(
@@ -253,6 +262,8 @@ class _Builder:
                 "masked_by": self._masked_by(fmt.makes),
                 "special_choice": spec.special_choice,
                 "unused": unused_columns(examples, encoder.reader.columns_read),
+                "not_ignored": ignored.missing,  # both lists change until the last row is written
+                "names": ignored.present,
             },
             special_ids={*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder},
         )

@@ -28,7 +28,7 @@ from automodel_cli.data.sources import Source, TaskSource, first_rows, open_sour
 from automodel_cli.data.special_chats import SpecialChats
 from automodel_cli.data.special_text import SpecialText
 from automodel_cli.data.template_choice import resolve_chat_template
-from automodel_cli.data.unread import MEDIA, KnownKeys
+from automodel_cli.data.unread import MEDIA, IgnoredNames, KnownKeys, check_ignored
 
 Message = dict[str, Any]
 BATCH_ROWS = 256
@@ -178,6 +178,7 @@ def prepare_prompts(
             if node is None
             else [reader.read(open_source(node, root, whole=config.validation_path is not None), node)]
         )
+    check_ignored(config.ignore_columns, reader.ignored.missing, reader.ignored.present)
     reader.finish()
     if config.validation_rows:
         train, held_out = _hold_out(train, config.validation_rows, seed)
@@ -240,6 +241,7 @@ class _Reader:
         self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
         self.template = resolve_chat_template(config.chat_template, tokenizer)
         self.keys = KnownKeys.of(self.template, config.ignore_columns)
+        self.ignored = IgnoredNames(config.ignore_columns)
         choice = config.special_tokens_in_text
         if choice == "auto":
             choice = "keep" if self.template is None else "as_text"
@@ -260,7 +262,7 @@ class _Reader:
         reader = RowReader(fmt, node.columns, chat=True, keys=self.keys, refused=refused)
         self._refuse_rendered([attempt(_asked, reader, row) for row in sample], source.name)
         prompts: list[Prompt] = []
-        rows = source.rows()
+        rows = self.ignored.watch(source.rows())
         while batch := list(itertools.islice(rows, BATCH_ROWS)):
             prompts += self._kept(batch, source, reader)
         return prompts

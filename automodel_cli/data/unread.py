@@ -7,11 +7,13 @@ takes the names that may be left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_cli.data.rows import RowError
+from automodel_cli.config.entries import NameList, check_entries
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.rows import RowError, SourceRow
 
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 _WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "loss_scale", "loss", "train", "train_detail")
@@ -25,6 +27,7 @@ PREFERENCES = {
     "label": "it judges the response; a recipe for judged responses (kto) reads it",
     "rejected": "a recipe of kind dpo trains on both responses",
 }
+_MOST_NAMES = 1000
 _KEY = re.compile(r"""(?:\.|\[\s*['"]|get\(\s*['"])(\w+)|['"](\w+)['"]\s+(?:not\s+)?in\b""")
 
 
@@ -70,6 +73,42 @@ class KnownKeys:
                     f"the row has the column {column!r}, which {reader} does not read: {why}",
                     fix=f"data.ignore_columns=[{column}] to train without it",
                 )
+
+
+class IgnoredNames:
+    """Watches rows for the names of `data.ignore_columns`: one that no row has leaves nothing out."""
+
+    def __init__(self, ignored: Iterable[str]):
+        """`missing`: names that no row had so far. `present`: names that rows had while one was missing."""
+        self.missing: list[str] = list(ignored)
+        self.present: list[str] = []
+
+    def watch(self, origins: Iterable[SourceRow]) -> Iterator[SourceRow]:
+        """The same rows."""
+        for origin in origins:
+            if self.missing and not isinstance(origin.row, RowError):
+                names = dict.fromkeys(_names_in(origin.row))
+                self.missing[:] = [name for name in self.missing if name not in names]
+                if len(self.present) < _MOST_NAMES:
+                    self.present += names.keys() - set(self.present)
+            yield origin
+
+
+def check_ignored(ignored: Sequence[str], missing: Collection[str], present: Collection[str]) -> None:
+    """Refuse a name in `data.ignore_columns` that is no column of any row and no key inside one. Raises DataError."""
+    listed = NameList("data.ignore_columns", ignored, "no row has as a column or key")
+    check_entries(listed, lambda name: name not in missing, set(present) - set(ignored), error=DataError)
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """Keys of a row, and of the messages and content parts in it."""
+    if isinstance(value, Mapping):
+        yield from value
+        for inner in value.values():
+            yield from _names_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _names_in(inner)
 
 
 NO_OTHER_KEYS = KnownKeys()

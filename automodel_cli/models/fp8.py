@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from automodel_cli.config.entries import NameList, check_entries, endings
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import fp8_experts
 from automodel_cli.distributed.expert_parallel import experts_modules, is_experts
@@ -89,14 +90,9 @@ def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arit
 
 
 def _check_skipped(config: Fp8Config, linear: dict[str, nn.Module]) -> None:
-    unknown = [ending for ending in config.skip if not any(_ends(name, ending) for name in linear)]
-    if unknown and linear:
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise ConfigError(
-            f"fp8.skip names {unknown[0]!r}, which no linear layer's name ends in: {names}",
-            keys=("fp8.skip",),
-            fix="model.fp8.skip=[]",
-        )
+    if linear:
+        listed = NameList("model.fp8.skip", config.skip, "no linear layer's name ends in")
+        check_entries(listed, lambda ending: any(_ends(name, ending) for name in linear), endings(linear))
 
 
 def _why_not(model: nn.Module, name: str, module: nn.Module, config: Fp8Config) -> str:

@@ -28,6 +28,7 @@ from automodel_cli.models.support import Rows, probe_context, probe_packing
 from automodel_cli.objectives.base import request_of
 from automodel_cli.objectives.documents import at_last_token
 from automodel_cli.pipelining.build import build_stages
+from automodel_cli.run.model_names import check_names
 from automodel_cli.training.compile_watch import CompileWatch
 from automodel_cli.training.flops import training_flops_per_token
 from automodel_cli.training.stages import Stages
@@ -123,6 +124,7 @@ def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
     if mesh.layout.cp > 1:
         probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
     recipe.check_model(hf_config(config))
+    check_names(recipe, hf_config(config))
     part = build_part(config, request=request_of(recipe.trained_objective))
     if frozen:
         part.requires_grad_(False)

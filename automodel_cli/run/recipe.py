@@ -26,6 +26,7 @@ from automodel_cli.run.rules import (
     check_multi_token,
     check_output_dir,
     check_packed_probe,
+    check_profile,
     check_run_name,
     check_transformer_engine,
     check_validation,
@@ -155,6 +156,7 @@ class Recipe(ConfigRoot):
 
     def check_ranks(self, num_ranks: int) -> None:
         self._check_batch(self.mesh.resolve(num_ranks).dp)
+        check_profile(self.logging.profile, num_ranks)
 
     def check_model(self, hf_config: PretrainedConfig) -> None:
         """What only this kind of run asks of a model, measured before anything is built. Raises ConfigError."""

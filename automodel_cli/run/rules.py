@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from automodel_cli.config.entries import NameList, check_entries
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.problems import show
 from automodel_cli.data.config import DataConfig
@@ -12,7 +13,7 @@ from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.run.storage import check_url, is_url
-from automodel_cli.training.config import ValidationConfig
+from automodel_cli.training.config import ProfileConfig, ValidationConfig
 from automodel_cli.training.early_stop import LOSS
 from automodel_cli.training.optim import OptimizerNode, refuse_float16_moments
 
@@ -61,6 +62,15 @@ def check_validation(validation: ValidationConfig, data: DataConfig, kind: str =
             keys=("validation.patience", "validation.metric"),
             fix="data.validation_rows=0.02",
         )
+
+
+def check_profile(profile: ProfileConfig | None, num_ranks: int) -> None:
+    """Every rank that shall record is one of the run's."""
+    if profile is None:
+        return
+    ranks = [str(rank) for rank in range(num_ranks)]
+    listed = NameList("logging.profile.ranks", [str(rank) for rank in profile.ranks], "is no rank of this run", "[0]")
+    check_entries(listed, lambda rank: rank in ranks, ranks)
 
 
 def check_packed_probe(parallelizer: Strategy, model: ModelConfig, data: DataConfig) -> None:

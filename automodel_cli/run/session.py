@@ -35,6 +35,7 @@ from automodel_cli.run.mirror import mirrored
 from automodel_cli.run.model import Model, flops_per_token
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.recomputation import decided_together
+from automodel_cli.run.rules import check_profile
 from automodel_cli.run.run_folder import config_before, copy_of, put_back, restored, run_folder, take_away
 from automodel_cli.run.storage import is_url
 from automodel_cli.run_folders.record import RunRecord, summary_of
@@ -367,6 +368,7 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
     earlier = config_before(source)
     try:
         with ExitStack() as held:
+            check_profile(recipe.logging.profile, dist.get_world_size())
             mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
             run_dir = _shared_run_folder(recipe, source, held, mesh.device)
             url = copy_of(recipe, run_dir)

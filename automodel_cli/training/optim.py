@@ -192,7 +192,7 @@ class Muon:
     adamw_eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
     adamw_names: tuple[str, ...] = ("lm_head", "embed", "wte", "wpe")
-    """Parts of names of matrices that AdamW updates instead, such as the head's."""
+    """Parts of names of matrices that AdamW updates instead, such as the head's. Your own must each match one."""
     ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the products that orthogonalize."""
     implementation: Implementation = "auto"

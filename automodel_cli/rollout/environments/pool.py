@@ -185,12 +185,21 @@ def _finite(seconds: float) -> float | None:
 
 
 def check_rows(environments: Mapping[str, EnvironmentNode], column: str, rows: Any) -> None:
-    """Refuse rows (with where they come from) whose `column` names no environment. Raises ConfigError."""
-    known = ", ".join(environments)
+    """Refuse rows (with where they come from) whose `column` names no environment, and an environment that no row
+    names. Raises ConfigError."""
+    known, named = ", ".join(environments), dict[str, None]()
     for origin, row in rows:
+        named[row.get(column)] = None
         if row.get(column) not in environments:
             raise ConfigError(
                 f"{origin}: {column}={row.get(column)!r} names no environment; there are {known}",
                 keys=("rollout.environments", "rollout.environment_column"),
                 fix=None if column in row else "rollout.environment_column=<the column that names it>",
+            )
+    for name in environments:
+        if named and name not in named:
+            raise ConfigError(
+                f"rollout.environments.{name} would answer no row: the column {column} names {', '.join(named)}",
+                keys=(f"rollout.environments.{name}",),
+                fix=f"~rollout.environments.{name}",
             )

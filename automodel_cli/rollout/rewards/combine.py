@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
+from automodel_cli.config.entries import NameList, check_entries
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.rollout.rewards.base import Judged, JudgesTogether, Many, RewardNode, check_on_error
@@ -217,6 +218,22 @@ def check_rows(
                 keys=(f"rewards.{name}.only",),
                 fix=f"~rewards.{name}",
             )
+        _check_only(name, only, seen)
+
+
+def _check_only(name: str, only: Mapping[str, Any], seen: Mapping[str, set[str]]) -> None:
+    """Each value of a list in `only` must be that of some row."""
+    for column, values in only.items():
+        if isinstance(values, list) and column in seen:
+            absent = {str(value) for value in values if repr(value) not in seen[column]}
+            listed = NameList(f"rewards.{name}.only.{column}", [str(value) for value in values], "no row has")
+            present = {str(value) for value in values} - absent
+            check_entries(listed, present.__contains__, _texts(seen[column]))
+
+
+def _texts(values: Iterable[str]) -> list[str]:
+    """Values of rows as a config spells them."""
+    return [value.strip("'") for value in values]
 
 
 def _nearest(reward: RewardNode, row: Mapping[str, Any]) -> str:

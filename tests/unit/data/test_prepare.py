@@ -186,6 +186,18 @@ def test_bad_rows_stop_the_run_and_are_all_listed(config):
         assert str(caught.value) == expected
 
 
+def test_a_name_to_ignore_that_no_row_has_is_refused(config):
+    """`id` is a column, `weight` a key of one message; nothing is called `wieght`. The cache refuses alike."""
+    row = {"id": 7, "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 1}]}
+    write_jsonl(Path(config.path), [*CHATS, row])
+    for _ in range(2):
+        with pytest.raises(DataError) as caught:
+            prepare(replace(config, ignore_columns=["id", "wieght"]), tiny_tokenizer(), seed=0)
+        assert caught.value.keys == ("data.ignore_columns",) and "'wieght'" in caught.value.message
+        assert caught.value.fix.strip("'") == "data.ignore_columns=[id,weight]"
+    assert len(prepare(replace(config, ignore_columns=["id", "weight"]), tiny_tokenizer(), seed=0).train)
+
+
 def test_dropped_rows_are_kept_aside_and_counted(config):
     spoil(config)
     with pytest.raises(DataError, match=r"more rows are refused than data.max_bad=0.01 allows: 3 of 43 rows"):

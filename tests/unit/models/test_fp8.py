@@ -102,7 +102,7 @@ def test_weights_are_saved_as_they_were_loaded(tmp_path):
 REFUSED = {
     "a name that no layer has": (
         {"fp8": Fp8Config(skip=["lm_head"])},
-        "which no linear layer's name ends in: down",
+        "no linear layer's name ends in: down",
     ),
     "nothing left": ({"fields": {"hidden_size": 40, "head_dim": 12}}, "converts no layer of LlamaForCausalLM"),
 }

@@ -12,7 +12,7 @@ from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParam
 from automodel_cli.rollout.environment import Environment, Turn
 from automodel_cli.rollout.environments.calculator import Calculator, calculate
 from automodel_cli.rollout.environments.conversation import Episode, Player
-from automodel_cli.rollout.environments.pool import EnvironmentPool
+from automodel_cli.rollout.environments.pool import EnvironmentPool, check_rows
 
 PARAMS = SamplingParams(max_new_tokens=40)
 TOOL = Calculator(pattern="calc: (.+)", call_reward=-0.1, error_reward=-0.5)
@@ -198,3 +198,11 @@ def test_a_wrong_call_is_told_and_the_model_may_try_again():
 def test_wrong_options_are_refused(options):
     with pytest.raises(ConfigError):
         Calculator(**options)
+
+
+def test_every_environment_is_named_by_a_row():
+    rows = [("a.jsonl:1", {"environment": "maths"})]
+    check_rows({"maths": TOOL}, "environment", rows)
+    with pytest.raises(ConfigError) as error:
+        check_rows({"maths": TOOL, "code": TOOL}, "environment", rows)
+    assert error.value.keys == ("rollout.environments.code",) and error.value.fix == "~rollout.environments.code"

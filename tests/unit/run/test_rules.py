@@ -18,15 +18,18 @@ from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSD
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.models import compat
 from automodel_cli.models.config import Fp8Config, LoRAConfig, ModelConfig, MTPConfig, TransformerEngineConfig
+from automodel_cli.run.model_names import check_names
 from automodel_cli.run.rules import (
     check_4bit_base,
     check_fp8,
     check_multi_token,
     check_packed_probe,
+    check_profile,
     check_transformer_engine,
     check_validation,
 )
-from automodel_cli.training.config import ValidationConfig
+from automodel_cli.training.config import ProfileConfig, ValidationConfig
+from automodel_cli.training.optim import Muon
 from tests import tiny
 
 PATCH = FSDP2Config(patch_is_packed_sequence=True)
@@ -221,3 +224,50 @@ def test_no_storage_library_is_imported_for_a_path() -> None:
     code = "import sys, automodel_cli.run.rules as r, automodel_cli.run.mirror; r.check_output_dir('runs'); "
     done = subprocess.run([sys.executable, "-c", code + "assert 'fsspec' not in sys.modules"], check=False)
     assert done.returncode == 0
+
+
+def test_ranks_that_record_are_ranks_of_the_run():
+    check_profile(ProfileConfig(ranks=(0, 3)), 4)
+    with pytest.raises(ConfigError) as refusal:
+        check_profile(ProfileConfig(ranks=(0, 7)), 4)
+    assert refusal.value.keys == ("logging.profile.ranks",)
+    assert refusal.value.fix.strip("'") == "logging.profile.ranks=[0]"
+
+
+class Names:
+    """A recipe, as far as its names of modules go."""
+
+    def __init__(self, adamw_names=Muon.adamw_names, tp_plan=None):
+        self.optimizer = Muon(lr=0.01, adamw_names=adamw_names)
+        self.parallelizer = FSDP2Config(tp_plan=tp_plan)
+        self.model = ModelConfig(config=tiny.tiny_fields("llama"))
+
+
+CORRECTED = {
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+}
+PLAN = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("names", "fix"),
+    [
+        (Names(), None),  # the defaults are names of many families
+        (Names(("lm_head", "mlp.down", "lora_A", "value_head")), None),
+        (Names(("lm_head", "q_porj")), "optimizer.adamw_names=[lm_head,q_proj]"),
+        (Names(tp_plan=PLAN | {"model.layers.0.self_attn.q_proj": "colwise"}), None),
+        (
+            Names(tp_plan=PLAN | {"model.layers.*.mlp.gate_porj": "colwise"}),
+            "parallelizer.tp_plan={" + ",".join(f"{name}:{style}" for name, style in CORRECTED.items()) + "}",
+        ),
+    ],
+)
+def test_names_of_modules_are_the_models(names, fix):
+    config = tiny.tiny_config("llama")
+    if fix is None:
+        return check_names(names, config)
+    with pytest.raises(ConfigError) as refusal:
+        check_names(names, config)
+    assert refusal.value.fix.strip("'") == fix

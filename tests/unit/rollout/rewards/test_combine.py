@@ -251,6 +251,14 @@ def test_a_misspelt_column_is_told_the_one_that_was_meant():
         assert error.value.fix == f"rewards.exact.column={fix}"
 
 
+def test_every_value_of_only_is_that_of_a_row():
+    exact = ExactAnswer(only={"kind": ["add", "coed"]})
+    with pytest.raises(ConfigError) as error:
+        check_rows({"exact": exact}, ROWS, all_judged=False)
+    assert error.value.keys == ("rewards.exact.only.kind",) and "'coed'" in error.value.message
+    assert error.value.fix == "'rewards.exact.only.kind=[add,code]'"
+
+
 def test_a_row_needs_the_columns_of_the_rewards_that_judge_it_alone():
     check_rows({"exact": ExactAnswer(only={"kind": "add"})}, ROWS, all_judged=False)
     exact, code = ExactAnswer(only={"kind": "add"}), ExactAnswer(column="tests", only={"kind": "code"})
