@@ -178,13 +178,13 @@ def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path
     problems: list[Problem] = []
     for file, package in merged.files:
         _record_file(file, package, origins, problems)
-    named = OmegaConf.select(merged.config, "data.path")
+    data_before = OmegaConf.select(merged.config, "data.path")
     for override in values:
         if override in groups and override.key_or_group not in merged.config:
             continue  # the file of the group was all there was
         _apply(merged.config, override, origins)
     replace_alternatives(merged.config, origins, [bundled.display(file) for file, _ in merged.files])
-    data_paths.forget_described(merged.config, origins, named, _is_bundled)
+    data_paths.forget_described(merged.config, origins, data_before, _is_bundled)
     _check_interpolations(merged.config, origins, path)
     problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
     tree = _resolve(merged.config, origins, problems)
