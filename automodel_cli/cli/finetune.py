@@ -98,7 +98,8 @@ def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> i
         if num_ranks > 1 or recipe.max_restarts:
             return local.run(arguments, num_ranks=num_ranks, max_restarts=recipe.max_restarts)
     startup.share_cores()
-    startup.grow_segments()
+    if recipe.grows_segments:
+        startup.grow_segments()
     startup.hold_garbage()
     if not worker.is_ours():  # else `worker.begin` has done both
         worker.redirect_output()

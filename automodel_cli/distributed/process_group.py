@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d
+
+from automodel_cli.launch import environment
 
 T = TypeVar("T")
 _timeout: timedelta | None = None
@@ -31,7 +34,7 @@ def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.devi
     global _timeout
     assert not dist.is_initialized(), "the process group was started twice"
     _timeout = timeout = timedelta(minutes=timeout_minutes)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+    environment.set_default("TORCH_FR_BUFFER_SIZE", _RECORDED)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device, backends = _device_and_backends(backend)
     bound_device = device if device.type == "cuda" else None  # lets nccl connect now, with the right GPU
@@ -47,6 +50,24 @@ def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.devi
             backends, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound_device
         )
     return device
+
+
+@contextmanager
+def joined(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> Iterator[torch.device]:
+    """Join the default group, and leave it after success; see `start`.
+
+    NCCL's shutdown is collective. A rank that fails alone would wait in it for the others, which wait for that rank,
+    and the reason would never be printed. So a rank of several that fails keeps its group: it prints the reason and
+    ends by `os._exit` (`launch.worker.leave`).
+    """
+    device = start(backend, timeout_minutes=timeout_minutes)
+    try:
+        yield device
+    except BaseException:
+        if dist.is_initialized() and dist.get_world_size() == 1:
+            stop()
+        raise
+    stop()
 
 
 def hold_timeout() -> None:

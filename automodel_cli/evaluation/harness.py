@@ -16,6 +16,7 @@ from typing import Any
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.evaluation.outcome import Outcome
+from automodel_cli.launch.environment import of_user
 
 _INSTALL = "pip install 'lm-eval[hf]'"
 
@@ -44,7 +45,7 @@ class Harness:
         """Every task on the model in a folder, or of a hub id. Raises RunError with the end of what it printed."""
         with tempfile.TemporaryDirectory() as folder:
             command = self._command(model, Path(folder))
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=of_user())
             if done.returncode:
                 last = "\n  ".join(done.stdout.strip().splitlines()[-5:])
                 raise RunError(f"lm-eval ended with exit code {done.returncode}:\n  {last}", fix=" ".join(command))

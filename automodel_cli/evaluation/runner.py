@@ -66,9 +66,8 @@ def evaluate(config: EvalConfig, targets: Sequence[Target], run_dir: Path, out: 
     recipe = targets[0].recipe
     if recipe.train.cpu_threads is not None:
         torch.set_num_threads(recipe.train.cpu_threads)
-    process_group_device = process_group.start(recipe.parallelizer.backend)
-    try:
-        mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), process_group_device.type)
+    with process_group.joined(recipe.parallelizer.backend) as device:
+        mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
         is_main = dist.get_rank() == 0
         found: dict[str, dict[str, Outcome]] = {}
         for target in targets:
@@ -80,6 +79,4 @@ def evaluate(config: EvalConfig, targets: Sequence[Target], run_dir: Path, out: 
             gc.collect()
         if is_main:
             results.tell(found, run_dir, out, config_yaml, config.num_resamples)
-    finally:
-        process_group.stop()
     return 0

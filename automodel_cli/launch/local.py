@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.launch import output, stop, worker
+from automodel_cli.launch import environment, output, stop, worker
 from automodel_cli.launch.killed import MemoryWatch
 
 if TYPE_CHECKING:
@@ -45,11 +45,10 @@ def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_
     they find the run that they were in (`worker.restarted_run`). Errors of config, data and memory are not tried again.
     """
     base = Path(tempfile.mkdtemp(prefix="automodel-"))
-    os.environ[worker.LOG_DIR] = str(log_dir or os.environ.get(worker.LOG_DIR, base / "logs"))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores; elastic itself would leave it unset
-    os.environ.setdefault(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3"
-    )  # peers of a crashed rank cannot go on: s until SIGKILL
+    environment.set_own(worker.LOG_DIR, str(log_dir or os.environ.get(worker.LOG_DIR, base / "logs")))
+    environment.set_default("OMP_NUM_THREADS", "1")  # several ranks share the cores; elastic would leave it unset
+    # Peers of a crashed rank cannot go on: seconds until SIGKILL.
+    environment.set_default("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank's own text says more
     with _Relay(num_ranks) as relay:
         attempt = _start(arguments, num_ranks, relay, worker.make_status(base / "attempt-0", None))

@@ -21,6 +21,7 @@ _SERVERS = """\
 # The generation servers: a task each, on the nodes of the second component. One that ends is started again; it gets
 # the current weights with the next step.
 serve() {{
+    unset MASTER_ADDR MASTER_PORT OMP_NUM_THREADS        # those of the ranks
     PORT=$(({port} + SLURM_LOCALID))
 {devices}    while :; do
         CODE=0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 
+from automodel_cli.launch import environment
+
 ALLOCATOR = "expandable_segments:True"
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads either
 
@@ -15,7 +17,7 @@ def share_cores() -> None:
     A spinning thread takes the core that the other one waits for: 100 steps of a small model on 2 threads of a busy
     2-core machine took 195 s of CPU spinning and 10 s sleeping. On a quiet machine the two are alike.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.set_default("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def grow_segments() -> None:
@@ -25,7 +27,7 @@ def grow_segments() -> None:
     nothing fits into, and a run stops for want of memory that it has.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
-        os.environ[_ALLOCATOR_VARIABLES[0]] = ALLOCATOR
+        environment.set_own(_ALLOCATOR_VARIABLES[0], ALLOCATOR)
 
 
 def allocator() -> str:

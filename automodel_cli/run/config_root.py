@@ -35,6 +35,11 @@ class ConfigRoot(ABC):
         """How often the ranks of one host are started again where one fails."""
         return 0
 
+    @property
+    def grows_segments(self) -> bool:
+        """Whether CUDA's allocator may grow its segments. NCCL registers no memory of such segments."""
+        return True
+
     def generation_servers(self) -> GenerationServers | None:
         """Servers that a run starts besides its ranks; None for none."""
         return None

@@ -184,6 +184,10 @@ class Recipe(ConfigRoot):
     def max_restarts(self) -> int:
         return self.train.max_restarts
 
+    @property
+    def grows_segments(self) -> bool:
+        return not getattr(self.parallelizer, "nccl_ub", False)  # a Megatron-FSDP's; it refuses grown segments
+
     def num_ranks(self, num_gpus: int) -> int:
         return self.mesh.num_ranks(self.gpus_to_train_on(num_gpus) if num_gpus else 0)
 

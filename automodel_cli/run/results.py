@@ -73,15 +73,12 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path, choice: str | None =
     whole, _ = decided(dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None), Layout(), None)
     tokenizer = load_tokenizer(recipe.model)
     data = recipe.prepared(tokenizer)
-    device = process_group.start("gloo")
-    try:
+    with process_group.joined("gloo") as device:
         model = Model.build(whole, build_mesh(Layout(), device.type))
         checkpointer = Checkpointer(run_dir, recipe.checkpoint)
         path = chosen_checkpoint(run_dir, choice, prefers_best=recipe.validation.patience is not None)
         resumed = checkpointer.load(path, model.parts)
         gap = export_and_verify(whole, model, tokenizer, data.train, output, f"Exported after step {resumed.step}.")
-    finally:
-        process_group.stop()
     print(f"{path.name} -> {output}\nreloaded with transformers, max |{_compared(recipe)} difference| {gap:.1e}")
     return 0
 

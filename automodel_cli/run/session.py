@@ -24,7 +24,7 @@ from automodel_cli.data.loader import StepLoader
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.launch import startup, stop, worker
+from automodel_cli.launch import clean_up, startup, stop, worker
 from automodel_cli.models import carried
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
@@ -37,7 +37,7 @@ from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.recomputation import decided_together
 from automodel_cli.run.rules import check_profile
 from automodel_cli.run.run_folder import config_before, copy_of, put_back, restored, run_folder, take_away
-from automodel_cli.run.storage import is_url
+from automodel_cli.run.shared_folder import require_shared
 from automodel_cli.run_folders.record import RunRecord, summary_of
 from automodel_cli.training import rng
 from automodel_cli.training.callback import Callbacks
@@ -362,7 +362,19 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
         torch.set_num_threads(recipe.train.cpu_threads)
     tokenizer = load_tokenizer(recipe.model)
     data = recipe.prepared(tokenizer)
-    device = process_group.start(recipe.parallelizer.backend)
+    with clean_up.bounded() as failed, process_group.joined(recipe.parallelizer.backend) as device:
+        yield from _opened(recipe, source, data, tokenizer, device, failed)
+
+
+def _opened(
+    recipe: Recipe,
+    source: Composed,
+    data: Any,
+    tokenizer: Any,
+    device: torch.device,
+    failed: Callable[[BaseException], None],
+) -> Iterator[Session]:
+    """Yield the one session of a run whose process group exists. `failed` is called before a failure is cleaned up."""
     run_dir: Path | None = None
     session: Session | None = None
     earlier = config_before(source)
@@ -370,8 +382,10 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
         with ExitStack() as held:
             check_profile(recipe.logging.profile, dist.get_world_size())
             mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
-            run_dir = _shared_run_folder(recipe, source, held, mesh.device)
+            run_dir = _agreed_run_folder(recipe, source, held)
             url = copy_of(recipe, run_dir)
+            require_shared(run_dir, url)
+            worker.redirect_output(run_dir / "logs")
             copied = mirrored(run_dir, url if dist.get_rank() == 0 else None, recipe.checkpoint.keep)
             with copied as notify, _recorded(run_dir, source) as record:
                 session = Session(recipe, source, data, tokenizer, mesh, run_dir, record)
@@ -381,6 +395,10 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
                     session.callbacks.start(recipe.callbacks)
                     yield session
                     succeeded = True
+                except BaseException as error:
+                    failed(error)
+                    _record_failure(record, error)  # what follows may wait for ranks that are gone
+                    raise
                 finally:
                     session.close(succeeded=succeeded)
                 if session.stopped_by:
@@ -395,8 +413,6 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
         if (cause := out_of_memory.ran_out(error)) is None:
             raise
         raise out_of_memory.explain(cause, recipe, source, run_dir, dist.get_world_size()) from error
-    finally:
-        process_group.stop()
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -410,15 +426,19 @@ def _recorded(run_dir: Path, source: Composed) -> Iterator[RunRecord]:
     record = RunRecord(run_dir if dist.get_rank() == 0 else None, source)
     try:
         yield record
-    except KeyboardInterrupt:
-        record.end("interrupted")
-        raise
     except BaseException as error:
-        record.end("failed", error)
+        _record_failure(record, error)
         raise
 
 
-def _shared_run_folder(recipe: Recipe, source: Composed, held: ExitStack, device: torch.device) -> Path:
+def _record_failure(record: RunRecord, error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        record.end("interrupted")
+    else:
+        record.end("failed", error)
+
+
+def _agreed_run_folder(recipe: Recipe, source: Composed, held: ExitStack) -> Path:
     """The folder of this run, the same on all ranks; no other run gets in until `held` is closed. Collective."""
     chosen: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -431,13 +451,7 @@ def _shared_run_folder(recipe: Recipe, source: Composed, held: ExitStack, device
     folder, failure = chosen
     if failure is not None:
         raise failure
-    if is_url(recipe.output_dir) and max_over_ranks(int(not (folder / "config.yaml").is_file()), device):
-        raise RunError(
-            f"not every host sees {folder}, where the ranks write before rank 0 copies it to {recipe.output_dir}",
-            keys=("output_dir",),
-            fix="start the command on all hosts in a folder that they share",
-        )
-    worker.redirect_output(folder / "logs")
+    assert isinstance(folder, Path)
     return folder
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.cli.main import run
-from automodel_cli.run import nodes
+from automodel_cli.run import nodes, shared_folder
 from tests.dist.harness import launch_all
 
 
 def _examine(rank, world, folders, versions):
     os.environ["SLURMD_NODENAME"] = f"node{rank}"
     nodes.platform.python_version = lambda: versions[rank]
-    nodes._SECONDS_TO_SEE = 0.5
+    shared_folder.SECONDS_TO_SEE = 0.5
     return list(nodes.examine_nodes(Path(folders[rank])))
 
 

@@ -21,11 +21,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.launch import clean_up, worker
 from automodel_cli.models.export import discard_staged, publish, staging
 from automodel_cli.run_folders.lock import hold
+from automodel_cli.run_folders.record import read_record
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.sessions import session
@@ -211,6 +214,54 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"Connection (closed|reset) by peer"):
         launch_all(_raise_on_rank_1, 2, tmp_path, process_group=False)
     assert "ValueError: a bug on one rank" in (tmp_path / "runs/config/logs/rank-1.log").read_text()
+
+
+def _raise_where_destroying_is_collective(rank, world, folder):
+    """As under NCCL, whose shutdown waits for every rank."""
+    destroy, store = (
+        dist.destroy_process_group,
+        dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False),
+    )
+
+    def destroy_with_all(group=None):
+        store.add("destroying", 1)
+        while store.add("destroying", 0) < world:
+            time.sleep(0.1)
+        destroy(group)
+
+    dist.destroy_process_group = destroy_with_all
+
+    def then(step, opened):
+        if step == 4 and rank == 1:
+            raise ValueError("a bug on one rank")
+
+    return _train(rank, world, folder, "mesh.dp_size=2", "validation.every=null", then=then)
+
+
+def test_a_rank_that_raises_does_not_wait_for_the_others_to_leave(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"Connection (closed|reset) by peer"):
+        launch_all(_raise_where_destroying_is_collective, 2, tmp_path, process_group=False, timeout=40)
+    assert "ValueError: a bug on one rank" in (tmp_path / "runs/config/logs/rank-1.log").read_text()
+
+
+def _hang_in_the_clean_up(rank, world, folder):
+    clean_up.TELL_SECONDS = clean_up.LEAVE_SECONDS = 0.5
+    worker._status = worker.make_status(folder / f"status-{rank}", None)
+
+    def then(step, opened):
+        opened.at_exit.callback(time.sleep, 60)
+        raise ValueError(f"a bug on rank {rank}")
+
+    return _train(rank, world, folder, then=then)
+
+
+def test_a_clean_up_that_hangs_hides_no_reason_and_ends(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match="ValueError: a bug on rank 0"):
+        launch_all(_hang_in_the_clean_up, 1, tmp_path, process_group=False)
+    assert time.monotonic() - began < 30 and (tmp_path / "status-0/rank-0.exit").read_text() == "1"
+    (attempt,) = read_record(tmp_path / "runs/config")["attempts"]
+    assert attempt["state"] == "failed" and "a bug on rank 0" in attempt["error"]
 
 
 def _sleep_on_rank_1(rank, world, folder):

@@ -18,6 +18,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from automodel_cli.launch.environment import of_user
 from automodel_cli.rollout.rewards.base import Judged, RewardNode
 from automodel_cli.rollout.rewards.inside import kernel
 
@@ -64,7 +65,10 @@ class Helper:
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(int(self._confined))]
-        env = {name: os.environ[name] for name in _VARIABLES if name in os.environ} if self._confined else os.environ
+        # It shares the cores with the ranks, and keeps the limit of their threads.
+        threads = {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
+        everything = of_user() | threads
+        env = {n: everything[n] for n in _VARIABLES if n in everything} if self._confined else everything
         env = {**env, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)
         theirs.close()

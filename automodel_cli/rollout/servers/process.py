@@ -14,16 +14,15 @@ from types import MappingProxyType
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.files import open_own
+from automodel_cli.launch.environment import of_user
 from automodel_cli.rollout.servers.http import Server
 
 _POLL, _GRACE = 0.5, 20.0  # seconds
 _TAIL = 2000
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher tells a rank, and a server that has ranks of its own must not hear."""
 
 
 class ServerProcess:
-    """`command`, run (without a shell, `environment` beside this process's) in a process group of its own, that answers
+    """`command`, run (without a shell, `environment` beside the user's) in a process group of its own, that answers
     `/health` at `server`. `key` of the config asks for it, and `elsewhere` lets it be where nothing answers yet.
 
     Raises RunError where something answers there already, or `command` ends or does not answer within `timeout`
@@ -50,11 +49,11 @@ class ServerProcess:
                 fix=f"end the other server, or {elsewhere}",
             )
         log.parent.mkdir(parents=True, exist_ok=True)
-        variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        variables = {**of_user(), **environment}
         with open_own(log, "a", binary=True) as file:
             try:
                 self._process = subprocess.Popen(
-                    list(command), stdout=file, stderr=file, env={**variables, **environment}, start_new_session=True
+                    list(command), stdout=file, stderr=file, env=variables, start_new_session=True
                 )
             except OSError as error:
                 raise RunError(f"{key}: `{self._command}` cannot be started: {error.strerror}", keys=(key,)) from error

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from automodel_cli.launch import startup
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
+from automodel_cli.config.errors import RunError
+from automodel_cli.launch import environment, startup
 from automodel_cli.models import attention, attention_choice, attention_kernels
 from automodel_cli.models.attention_ring import Setting
 from automodel_cli.models.attention_segments import Documents
+from automodel_cli.rollout.servers.http import Server
+from automodel_cli.rollout.servers.process import ServerProcess
+from tests.e2e.command import write_config
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.OWN, "")
 
 
 def test_the_allocator_grows_segments_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # what the test sets is taken back
+        monkeypatch.delenv(name)
     assert startup.allocator() == "torch's own"
     startup.grow_segments()
     assert startup.allocator() == "expandable_segments:True   (PYTORCH_CUDA_ALLOC_CONF)"
@@ -23,6 +37,70 @@ def test_the_allocator_grows_segments_unless_the_user_has_chosen(monkeypatch: py
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     startup.grow_segments()
     assert startup.allocator() == "max_split_size_mb:64   (PYTORCH_ALLOC_CONF)"
+
+
+def test_buffers_registered_with_nccl_lie_in_segments_that_do_not_grow(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    without, _, after = path.read_text().partition("parallelizer:")
+    path.write_text(without + after.partition("\n")[2].partition("\n")[2])
+    for nccl_ub in (False, True):
+        options = ("parallelizer=megatron_fsdp", f"parallelizer.nccl_ub={nccl_ub}", "parallelizer.backend=nccl")
+        assert check(compose(path, options)).grows_segments is not nccl_ub
+
+
+LAUNCHED = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_RANK": "1",
+    "ROLE_NAME": "default",
+    "ROLE_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "none",
+    "OMP_NUM_THREADS": "1",
+    "AUTOMODEL_STATUS_DIR": "/status",
+}
+
+
+def test_a_program_that_a_rank_starts_gets_the_environment_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is a real process, started as a run starts it."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY", *LAUNCHED):
+        monkeypatch.setenv(name, "")  # what the test sets is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MY_OWN", "kept")
+    before = environment.of_user()
+    assert {"MY_OWN": "kept", "HOME": os.environ["HOME"]}.items() <= before.items()
+    with monkeypatch.context() as patch:
+        for name, value in LAUNCHED.items():
+            patch.setenv(name, value)
+        startup.share_cores()
+        startup.grow_segments()
+        with pytest.raises(RunError, match="ended with code 3"):
+            ServerProcess(
+                ["sh", "-c", f"env -0 >{tmp_path}/env; exit 3"],
+                Server("http://127.0.0.1:9"),
+                tmp_path / "log",
+                timeout=60,
+            )
+    found = dict(entry.split("=", 1) for entry in (tmp_path / "env").read_text().split("\0") if entry)
+    assert {name: found.get(name) for name in before} == before
+    assert found.keys() - before.keys() <= {"PWD", "OLDPWD", "SHLVL", "_"}
+
+
+def test_a_choice_of_the_user_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    startup.grow_segments()
+    assert environment.of_user()["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert environment.of_user()["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize(

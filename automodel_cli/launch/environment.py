@@ -1,0 +1,58 @@
+"""Environment variables that this program or a launcher sets for its ranks, and the environment without them.
+
+A rank sees more than its user has set: where the ranks meet, how many threads each may start, how CUDA's allocator
+works. A program that a rank starts, such as a generation server, must not inherit any of it. vLLM's sleep mode and
+SGLang's memory saver refuse `expandable_segments`, and torch's rendezvous in a child waits for the agent of its parent.
+"""
+
+from __future__ import annotations
+
+import os
+
+OWN = "AUTOMODEL_OWN_VARIABLES"
+"""Names of the variables that a process of ours has set, separated by commas; ranks inherit it from their launcher."""
+_OF_RANKS = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+    }
+)
+_OF_LAUNCHERS = ("TORCHELASTIC_", "AUTOMODEL_STATUS_")
+_BESIDE_RANKS = frozenset({"OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"})
+"""torchrun and our batch script set these beside the variables of a rank."""
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable that the user has not set, for this process and its ranks, but not for programs they start."""
+    if name not in os.environ:
+        set_own(name, value)
+
+
+def set_own(name: str, value: str) -> None:
+    """Set a variable for this process and its ranks, but not for programs they start."""
+    os.environ[name] = value
+    if name not in (names := _ours()):
+        os.environ[OWN] = ",".join([*names, name])
+
+
+def of_user() -> dict[str, str]:
+    """Return this process's environment without what we and the launcher of its ranks have set."""
+    removed = _OF_RANKS | {*_ours(), OWN}
+    if "RANK" in os.environ:
+        removed |= _BESIDE_RANKS
+    return {
+        name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_OF_LAUNCHERS)
+    }
+
+
+def _ours() -> list[str]:
+    return [name for name in os.environ.get(OWN, "").split(",") if name]

@@ -1,0 +1,88 @@
+"""Whether all ranks see one folder: rank 0 writes a random word there, and the others read it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from automodel_cli.config.errors import ConfigError
+
+SECONDS_TO_SEE = 10.0
+"""A network file system may show a new file late."""
+
+
+def host() -> str:
+    """Return the name of this host, as Slurm calls it where Slurm runs."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the value of every rank. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def problems(folder: Path) -> list[str]:
+    """Return what is wrong with `folder` as a folder of all ranks, an entry a host; [] where it is one. Collective."""
+    if dist.get_world_size() == 1:
+        return []
+    word: list[Any] = [secrets.token_hex(8)]
+    wrong = _write(folder, word[0]) if dist.get_rank() == 0 else ""
+    dist.broadcast_object_list(word, src=0, device=torch.device("cpu"))
+    if dist.get_rank() > 0 and not _is_seen(_file(folder, word[0]), word[0]):
+        wrong = f"not seen on {host()}"
+    found = [text for text in gathered(wrong) if text]
+    if dist.get_rank() == 0:
+        with suppress(OSError):
+            _file(folder, word[0]).unlink()
+    return list(dict.fromkeys(found))
+
+
+def require_shared(folder: Path, copied_to: str | None = None) -> None:
+    """Raise ConfigError where not every rank sees the run folder. `copied_to` is a URL it is copied to. Collective."""
+    found = problems(folder)
+    if not found:
+        return
+    first = gathered(host())[0]
+    copied = f", from where rank 0 copies it to {copied_to}" if copied_to else ""
+    raise ConfigError(
+        f"the run folder {folder.absolute()} on {first} is not the same folder on every host: {'; '.join(found)}. Each "
+        f"rank writes its part of a checkpoint there{copied}",
+        keys=("output_dir",),
+        fix="start the command on all hosts in a folder that they share"
+        if copied_to
+        else "output_dir=/a/shared/file/system/runs",
+    )
+
+
+def _file(folder: Path, word: str) -> Path:
+    return folder / f".automodel-nodes-{word}"
+
+
+def _write(folder: Path, word: str) -> str:
+    """Return why the file could not be written, or an empty string."""
+    try:
+        _file(folder, word).write_text(word)
+    except OSError as error:
+        return f"rank 0 cannot write there: {error.strerror}"
+    return ""
+
+
+def _is_seen(path: Path, word: str) -> bool:
+    deadline = time.monotonic() + SECONDS_TO_SEE
+    while True:
+        with suppress(OSError):
+            if path.read_text() == word:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
