@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch.distributed import distributed_c10d
 
 from automodel_cli.launch import environment
 
-T = TypeVar("T")
 _timeout: timedelta | None = None
 _STORE_TIMEOUT = timedelta(seconds=10)
 _RECORDED = "2000"
@@ -101,14 +100,6 @@ def group_beside(store: dist.Store, name: str, size: int, backend: str, limit: t
     group, _ = distributed_c10d._new_process_group_helper(size, 0, [], kind, keys, group_name=named, timeout=limit)
     distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
-
-
-def try_store(ask: Callable[[dist.Store], T], store: dist.Store) -> T | None:
-    """What the store answers; None where it does not, because the process that holds it is gone or stopped."""
-    try:
-        return ask(store)
-    except (RuntimeError, ValueError):  # torch's DistError is a RuntimeError
-        return None
 
 
 def recorded_collectives() -> bytes | None:

@@ -1,8 +1,9 @@
 """A run that stands still ends with a sentence: which rank, where it is, and what the others wait in.
 
-Every rank has one thread besides. It tells the others through the store of the process group how far its rank is, and
-looks whether its own has come further. A rank that is stopped, or that holds the interpreter in C, tells nothing any
-more; one that sleeps or waits for a disk tells that it is not in a collective, where all others are.
+Every rank has one thread besides, which looks whether its own has come further; it never waits for the store. Another
+one (`StoreTalk`) tells the others through the store of the process group how far its rank is. A rank that is stopped,
+that holds the interpreter in C, or whose host cannot be reached, tells nothing any more; one that sleeps or waits for a
+disk tells that it is not in a collective, where all others are.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.files import open_own, replace
 from automodel_cli.distributed import process_group
-from automodel_cli.launch import worker
+from automodel_cli.distributed.store_talk import StoreTalk
+from automodel_cli.launch import output, worker
 
+T = TypeVar("T")
 FIRST_SECONDS = 1500.0
 """For the first step (compilation), validations, checkpoints: less than the 30 minutes of the collectives."""
 _AUTO_SECONDS, _AUTO_STEPS = 300.0, 10.0
 _MAX_BEAT, _SAMPLE = 5.0, 0.02
+_ANSWER_SECONDS = 5.0
+"""For the store to answer; on a network of a cluster it takes a millisecond."""
 _EXPIRED, _SPEAKER = "hang/expired", "hang/speaker"
 _TORCH = f"{os.sep}torch{os.sep}"
 _DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
@@ -62,6 +66,8 @@ class HangWatch:
         self._samples, self._busy, self._asked = 0, 0, time.monotonic()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
+        self._talk: StoreTalk | None = None
+        self._others_expired = False
 
     def __enter__(self) -> None:
         self.start()
@@ -76,7 +82,8 @@ class HangWatch:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._file = open_own(self._logs / f"rank-{self._rank}.stacks", "w")  # for the signal handler too
         faulthandler.register(_STACKS_SIGNAL, file=self._file, all_threads=True)
-        self._store = process_group.own_store()
+        store = process_group.own_store()
+        self._talk = None if store is None else StoreTalk(store)
         self._since = self._step_began = time.monotonic()
         self._tell()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
@@ -120,7 +127,7 @@ class HangWatch:
 
     def host_of(self, rank: int) -> str:
         """As rank `rank` told it."""
-        told = process_group.try_store(partial(_get, key=_key(rank)), self._store) if self._store is not None else None
+        told = self._ask(lambda store: store.get(_key(rank)))
         return json.loads(told)["host"] if told is not None else socket.gethostname()
 
     def stop(self) -> None:
@@ -153,13 +160,23 @@ class HangWatch:
                 continue
             due = time.monotonic() + beat
             self._tell()
-            if time.monotonic() - self._since > self.limit() or self._others_expired():
+            if time.monotonic() - self._since > self.limit() or self._others_expired:
                 self._expire(beat)
 
     def _tell(self) -> None:
-        if self._store is not None:
-            self._beats += 1
-            process_group.try_store(lambda store: store.set(_key(self._rank), json.dumps(self._state())), self._store)
+        if self._talk is None:
+            return
+        self._beats += 1
+        state = json.dumps(self._state())
+
+        def beat(store: dist.Store) -> None:
+            store.set(_key(self._rank), state)
+            self._others_expired = store.check([_EXPIRED])
+
+        self._talk.post(beat)
+
+    def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
+        return None if self._talk is None else self._talk.ask(question, _ANSWER_SECONDS)
 
     def _state(self) -> dict[str, Any]:
         frame = sys._current_frames().get(self._main)
@@ -175,16 +192,9 @@ class HangWatch:
             "pid": os.getpid(),
         }
 
-    def _others_expired(self) -> bool:
-        if self._store is None:
-            return False
-        return bool(process_group.try_store(lambda store: store.check([_EXPIRED]), self._store))
-
     def _expire(self, beat: float) -> NoReturn:
         """Stacks and collectives of this rank into files; one rank says what it means; all end."""
-        store = self._store
-        if store is not None:
-            process_group.try_store(lambda s: s.set(_EXPIRED, "1"), store)
+        self._ask(lambda store: store.set(_EXPIRED, "1"))
         faulthandler.dump_traceback(self._file, all_threads=True)
         recorded = process_group.recorded_collectives()
         if recorded is not None:
@@ -194,28 +204,28 @@ class HangWatch:
         while time.monotonic() < until:
             time.sleep(beat)
             self._tell()
-        if store is None or process_group.try_store(lambda s: s.add(_SPEAKER, 1), store) in (None, 1):
+        if self._ask(lambda store: store.add(_SPEAKER, 1)) in (None, 1):
             after = self._states()
             _ask_for_stacks(before, after, self._rank)
-            error = RunError(sentence(before, after, recorded, self._logs), fix=self._how_to_go_on())
-            os.write(2, f"\nRunError: {error}\n".encode())
+            reached = len(after) == self._world_size
+            text = sentence(before, after, recorded, self._logs, reached=reached)
+            error = RunError(text, fix=self._how_to_go_on())
+            output.urgent(f"\nRunError: {error}\n")
         else:
             time.sleep(1.0)  # the speaker ends first
-        sys.stdout.flush()
+        output.flush()
         worker.finish(1)
         os._exit(1)
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """What every rank told last; this one alone where the store does not answer."""
-        states = {self._rank: self._state()}
-        for rank in range(self._world_size) if self._store is not None else ():
-            assert self._store is not None
-            is_there = process_group.try_store(partial(_has, key=_key(rank)), self._store)
-            if is_there is None:
-                return states
-            told = process_group.try_store(partial(_get, key=_key(rank)), self._store) if is_there else None
-            states[rank] = json.loads(told) if told is not None else _UNHEARD | {"rank": rank}
-        return states
+
+        def of_all(store: dist.Store) -> dict[int, dict[str, Any]]:
+            keys = {rank: _key(rank) for rank in range(self._world_size)}
+            told = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+            return {rank: json.loads(told[rank]) if rank in told else _UNHEARD | {"rank": rank} for rank in keys}
+
+        return self._ask(of_all) or {self._rank: self._state()}
 
 
 def sentence(
@@ -223,18 +233,25 @@ def sentence(
     after: Mapping[int, Mapping[str, Any]],
     recorded: bytes | None,
     logs: Path,
+    *,
+    reached: bool = True,
 ) -> str:
     """Which rank stands still, and what the others wait in. `before` and `after`: what the ranks told, some beats
-    apart."""
-    if len(after) == 1 and 0 not in after:
+    apart; this one alone in `after` where the store was not `reached`."""
+    if not reached:
         (mine,) = after.values()
-        return f"rank 0 does not answer any more; rank {mine['rank']} waits in {mine['at']} (step {mine['step']})"
+        return (
+            f"the store of the ranks on {os.environ.get('MASTER_ADDR', 'the first host')} does not answer rank "
+            f"{mine['rank']} on {mine['host']}: the process that holds it is stopped or has ended, or its host cannot "
+            f"be reached from here; rank {mine['rank']} is in {mine['at']} (step {mine['step']})"
+        )
     silent = [rank for rank in after if after[rank]["beats"] == before.get(rank, {"beats": -1})["beats"]]
     silent = silent if len(silent) < len(after) else []
     away = [rank for rank, state in after.items() if not state["waits"]]
     rank = min(silent or away or after, key=lambda r: (after[r]["step"], -after[r]["seconds"]))
     state, others = after[rank], [other for r, other in after.items() if r != rank]
-    how = "tells nothing any more (stopped, or in C code)" if rank in silent else f"is in {state['at']}"
+    quiet = "tells nothing any more (stopped, in C code, or its host cannot be reached)"
+    how = quiet if rank in silent else f"is in {state['at']}"
     text = (
         f"rank {rank} (process {state['pid']} on {state['host']}) stands still: {how}, last heard of in step "
         f"{state['step']}, {state['where']}, {max(s['seconds'] for s in after.values()):.0f} s ago"
@@ -275,14 +292,6 @@ def _ask_for_stacks(
                 os.kill(state["pid"], _STACKS_SIGNAL)
             except (ProcessLookupError, PermissionError):
                 continue
-
-
-def _has(store: dist.Store, key: str) -> bool:
-    return store.check([key])
-
-
-def _get(store: dist.Store, key: str) -> bytes:
-    return store.get(key)
 
 
 def _key(rank: int) -> str:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from automodel_cli.distributed import process_group
+from automodel_cli.training import hang_watch
 from automodel_cli.training.hang_watch import FIRST_SECONDS, HangWatch, _waits, last_collective, sentence
 from automodel_cli.training.step import wait_for_device
+from tests.dist.harness import RankFailure, launch
 
 
 def told(rank: int, *, beats: int = 9, step: int = 7, waits: bool = True, at: str = "all_reduce (c10d.py:1)") -> Any:
@@ -43,9 +50,56 @@ def test_where_all_wait_it_is_the_one_that_is_behind() -> None:
 
 
 def test_a_store_that_is_gone_with_its_rank_is_told() -> None:
-    assert sentence({1: told(1)}, {1: told(1)}, None, Path("logs")).startswith(
-        "rank 0 does not answer any more; rank 1"
-    )
+    said = sentence({1: told(1)}, {1: told(1)}, None, Path("logs"), reached=False)
+    assert "does not answer rank 1 on node0" in said and "rank 1 is in all_reduce (c10d.py:1) (step 7)" in said
+
+
+class Link:
+    """Forwards a TCP connection, until it is cut: then nothing passes, and nothing is closed."""
+
+    def __init__(self, port: int) -> None:
+        self._there, self._cut = port, threading.Event()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    def _accept(self) -> None:
+        while True:
+            ours, _ = self._server.accept()
+            theirs = socket.create_connection(("127.0.0.1", self._there))
+            for pair in ((ours, theirs), (theirs, ours)):
+                threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        while (data := source.recv(1 << 16)) and not self._cut.is_set():
+            target.sendall(data)
+        time.sleep(600)
+
+
+def _hang_behind_a_cut_link(rank: int, world: int, logs: Path) -> None:
+    hang_watch._ANSWER_SECONDS = 0.5
+    link = Link(int(os.environ["MASTER_PORT"]))
+    store = dist.TCPStore("127.0.0.1", link.port, is_master=False)
+    process_group.own_store = lambda: store
+    watch = HangWatch(1, logs, lambda: "automodel resume RUN")
+    watch._world_size = 2
+    watch.start()
+    watch.step(1)
+    watch.step(2)
+    time.sleep(0.3)
+    link.cut()
+    time.sleep(60)
+
+
+def test_a_rank_that_is_cut_off_from_the_store_ends_by_its_own_limit(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match=r"RunError: the store of the ranks on 127.0.0.1 does not answer rank 0 on "):
+        launch(_hang_behind_a_cut_link, 1, tmp_path, timeout=50)
+    assert time.monotonic() - began < 40
+    assert "_hang_behind_a_cut_link" in (tmp_path / "rank-0.stacks").read_text()
 
 
 def test_the_collective_is_the_newest_that_has_not_ended() -> None:
