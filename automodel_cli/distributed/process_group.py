@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d
 
+from automodel_cli.distributed import rendezvous
 from automodel_cli.launch import environment
 
 _timeout: timedelta | None = None
@@ -41,13 +42,16 @@ def start(backend: str = "nccl", *, timeout_minutes: float = 30.0) -> torch.devi
         alone = dist.HashStore()
         dist.init_process_group(backends, store=alone, rank=0, world_size=1, timeout=timeout, device_id=bound_device)
     else:
-        found, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        found.set_timeout(timeout)
-        # The agent of torch's launcher keeps its store when it starts the ranks again, with the addresses of dead ones.
-        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
-        dist.init_process_group(
-            backends, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound_device
-        )
+        rank = int(os.environ["RANK"])
+        store = rendezvous.meet(rank, world_size, timeout)
+        try:
+            dist.init_process_group(
+                backends, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound_device
+            )
+        except RuntimeError as error:
+            if "gloo" not in str(error).lower():
+                raise
+            raise rendezvous.unconnected(error) from None
     return device
 
 

@@ -39,7 +39,8 @@ class StoreTalk:
         return answer
 
     def _put(self, question: Callable[[dist.Store], Any]) -> Future[Any]:
-        self._last = answer = Future()
+        answer: Future[Any] = Future()
+        self._last = answer
         self._questions.put((question, answer))
         return answer
 

@@ -85,6 +85,7 @@ def _start(arguments: Sequence[str], num_ranks: int, relay: _Relay, status: Path
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # port 0: the store binds a free one
+        local_addr="localhost",  # the name of this host may not resolve
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(status / "elastic")),
         signals_to_handle="SIGQUIT",  # not the three that `_Relay` handles

@@ -1,0 +1,190 @@
+"""How the ranks meet: a connection to the store at MASTER_ADDR, who is there, and the interface that gloo uses.
+
+torch's own rendezvous blocks in C++ until its timeout: no signal is handled, and nothing is printed of a name that does
+not resolve or of a rank that is missing. This one waits in Python. A rank that cannot go on leaves the reason in the
+store, and every rank ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.launch import environment, interfaces, stop
+
+TELL_SECONDS = 30.0
+"""After so long a rank prints what it waits for."""
+RESOLVE_SECONDS = 60.0
+"""A name may become known late (a pod whose service is new)."""
+_IFNAME = "GLOO_SOCKET_IFNAME"
+_POLL, _CONNECT_SECONDS = 0.1, 3.0
+
+
+def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return the store of this attempt once all ranks are there. Raises RunError."""
+    # The agent of torch's launcher keeps its store when it starts the ranks again, with the addresses of dead ones.
+    attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = dist.PrefixStore(attempt, _store(rank, timeout))
+    everyone = _presence(store, rank, world_size, timeout)
+    for other, about in everyone.items():
+        if about["problem"]:
+            raise RunError(f"rank {other} on {about['host']} cannot go on: {about['problem']}", fix=about["fix"])
+    _choose_interface(rank, everyone)
+    return store
+
+
+def unconnected(error: BaseException) -> RunError:
+    """Return the user's error for ranks that have met at the store, and whose groups cannot connect."""
+    reason = (str(error).splitlines() or ["no reason given"])[0]
+    name = os.environ.get(_IFNAME, "not set")
+    return RunError(
+        f"the ranks have met at {_master()[0]}, but rank {os.environ.get('RANK', '0')} on {_host()} cannot connect to "
+        f"the others ({_IFNAME} is {name}): {reason}",
+        fix=f"export {_IFNAME}=eth0 on every host: the interface that reaches the other hosts (`ip -br address`)",
+    )
+
+
+def _store(rank: int, timeout: timedelta) -> dist.Store:
+    host, port = _master()
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            return dist.TCPStore(
+                "127.0.0.1", port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            )
+        except RuntimeError as error:  # DistNetworkError
+            raise RunError(
+                f"rank 0 on {_host()} cannot listen at port {port}: {str(error).splitlines()[0]}",
+                fix=f"export MASTER_PORT={port + 1}",
+            ) from None
+    _wait_for_server(rank, host, port, timeout)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _wait_for_server(rank: int, host: str, port: int, timeout: timedelta) -> None:
+    """Return once something accepts connections at `host`."""
+    wait = _Wait(f"rank {rank} on {_host()} waits for rank 0 at MASTER_ADDR={host}, port {port}", timeout)
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+            return
+        except socket.gaierror as error:
+            if wait.seconds() > RESOLVE_SECONDS:
+                raise RunError(
+                    f"MASTER_ADDR={host}, where the ranks meet, is no host that {_host()} knows: {error.strerror}",
+                    fix="MASTER_ADDR=an address of the first host that every host reaches   "
+                    "(torchrun: --master-addr or --local-addr)",
+                ) from None
+            wait.on(f"{host} does not resolve: {error.strerror}")
+        except OSError as error:
+            wait.on(error.strerror or "no answer")
+
+
+def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dict[int, dict[str, Any]]:
+    """Return what each rank has written about itself; rank 0 waits for all of them, the others for rank 0."""
+    problem, fix = _wrong_interface()
+    mine = {"host": _host(), "address": interfaces.source_address(_master()[0]), "problem": problem, "fix": fix}
+    store.set(f"rank-{rank}", json.dumps(mine))
+    if rank == 0:
+        wait = _Wait("rank 0 waits for the other ranks", timeout)
+        missing = list(range(1, world_size))
+        while missing := [other for other in missing if not store.check([f"rank-{other}"])]:
+            wait.on(_missing(missing, world_size))
+        everyone = {other: json.loads(store.get(f"rank-{other}")) for other in range(world_size)}
+        store.set("everyone", json.dumps(everyone))
+        if any(about["problem"] for about in everyone.values()):
+            _until_all_have_heard(store, world_size)
+        return everyone
+    wait = _Wait(f"rank {rank} on {_host()} waits until rank 0 has heard of all ranks", timeout)
+    while not store.check(["everyone"]):
+        wait.on("some have not started; rank 0 prints which")
+    everyone = {int(other): about for other, about in json.loads(store.get("everyone")).items()}
+    store.add("heard", 1)
+    return everyone
+
+
+def _until_all_have_heard(store: dist.Store, world_size: int) -> None:
+    """Keep the store of this process for the others, which end with the same error."""
+    deadline = time.monotonic() + 5.0
+    while store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline:
+        time.sleep(_POLL)
+
+
+def _missing(ranks: Sequence[int], world_size: int) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    where = f" (nodes of the job: {nodes})" if nodes else ""
+    return f"{len(ranks)} of {world_size} ranks have not come: {shown}{where}"
+
+
+def _wrong_interface() -> tuple[str, str]:
+    """Return why GLOO_SOCKET_IFNAME cannot be used here, and a fix; empty texts where it can."""
+    asked = [name for name in os.environ.get(_IFNAME, "").split(",") if name]
+    known = interfaces.names()
+    wrong = [name for name in asked if name not in known]
+    if not wrong:
+        return "", ""
+    return (
+        f"{_IFNAME}={wrong[0]} is no interface of {_host()}, which has {', '.join(known)}",
+        f"unset {_IFNAME}   (the interface that reaches MASTER_ADDR is used), or export {_IFNAME}={known[-1]}",
+    )
+
+
+def _choose_interface(rank: int, everyone: Mapping[int, Mapping[str, Any]]) -> None:
+    """Let gloo use the interface that reaches the other hosts, unless the user has chosen.
+
+    gloo takes the address of the host's name, which is 127.0.1.1 on many clusters. On the host of MASTER_ADDR that name
+    may be a loopback address too; there the address of another host shows the way.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == len(everyone):
+        return
+    mine = everyone[rank]["address"]
+    if mine is None or interfaces.is_loopback(mine):
+        others = [about["address"] for about in everyone.values() if about["address"] not in (None, mine)]
+        other = next((address for address in others if not interfaces.is_loopback(address)), None)
+        mine = interfaces.source_address(other) if other is not None else None
+    if mine is not None and not interfaces.is_loopback(mine) and (name := interfaces.addresses().get(mine)):
+        environment.set_default(_IFNAME, name)
+
+
+class _Wait:
+    """A wait of this rank: it is printed after a while, ends with the timeout, and a signal ends it at once."""
+
+    def __init__(self, what: str, timeout: timedelta):
+        self._what, self._timeout = what, timeout.total_seconds()
+        self._began, self._tell_at = time.monotonic(), TELL_SECONDS
+
+    def seconds(self) -> float:
+        """Return how long it has lasted."""
+        return time.monotonic() - self._began
+
+    def on(self, reason: str) -> None:
+        """Go on waiting for a moment. Raises RunError."""
+        text = f"{self._what} since {self.seconds():.0f} s: {reason}"
+        if (signum := stop.requested()) is not None:
+            error = RunError(f"{signum.name} while {text}; nothing was trained", fix="the same command again")
+            error.exit_code = stop.exit_code()
+            raise error
+        if self.seconds() > self._timeout:
+            raise RunError(text, fix="find out why they do not start: logs/rank-N.log, or the output of their host")
+        if self.seconds() > self._tell_at:
+            self._tell_at *= 4
+            if int(os.environ.get("LOCAL_RANK", "0")) == 0 or os.environ.get("RANK") == "0":
+                print(text, file=sys.stderr, flush=True)
+        time.sleep(_POLL)
+
+
+def _master() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def _host() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
