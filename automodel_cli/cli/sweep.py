@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from automodel_cli.cli import common, tables
-from automodel_cli.cli.submit import cluster_options, fitted, job_of
+from automodel_cli.cli.submit import cluster_options, fitted, job_of, warn_of_a_job_that_waits_forever
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import slurm, stop
@@ -321,4 +321,5 @@ def _submit(
         raise
     click.echo(f"submitted  job array {number}: {len(jobs)} runs of {jobs[0].size}")
     click.echo(f"state      squeue -j {number}; automodel runs ls {folder}")
+    warn_of_a_job_that_waits_forever(number)
     return 0

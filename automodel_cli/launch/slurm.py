@@ -30,20 +30,22 @@ SCRIPT = "job.sbatch"
 _NOT_IN_A_LINE = ("Cc", "Zl", "Zp")
 """Unicode's categories of control characters and of separators of lines and paragraphs."""
 
+_SIGNAL_SECONDS = 60
+"""How much earlier than asked Slurm may send a signal (sbatch(1), --signal)."""
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 _BODY = """\
-set -uo pipefail
-
 RUN={run}
 LOG=$RUN/logs/rank-0.log        # this script and rank 0; the others write rank-N.log
 MAX_REQUEUES={max_requeues}
 ATTEMPT=${{SLURM_RESTART_COUNT:-0}}
 STATUS=$RUN/logs/job-$SLURM_JOB_ID-$ATTEMPT        # each rank leaves its pid and its exit code here
-{setup}
 mkdir -p "$STATUS" && rm -f "$STATUS"/*
+exec >>"$LOG" 2>&1
 BEGIN=$(($(wc -c <"$LOG") + 1))
 say() {{ echo "$(date +%FT%T) job $SLURM_JOB_ID: $*"; }}
+{setup}
+set +e -uo pipefail
 say "attempt $((ATTEMPT + 1)) (requeued $ATTEMPT of at most $MAX_REQUEUES times) on $SLURM_JOB_NODELIST"
 
 # A run keeps the config it began with, and this script, whatever is edited later.
@@ -55,7 +57,9 @@ fi
 
 # Where the ranks meet: the first node of the job, on a port that no other job and no earlier attempt uses.
 export MASTER_ADDR MASTER_PORT
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+MASTER_ADDR=$(scontrol show node "$NODE" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')        # as Slurm reaches it
+MASTER_ADDR=${{MASTER_ADDR:-$NODE}}
 MASTER_PORT=$((20000 + (SLURM_JOB_ID * 31 + ATTEMPT) % 12000))
 export AUTOMODEL_LOG_DIR=$RUN/logs OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}
 {export}
@@ -71,23 +75,27 @@ NOTICE=0
 trap 'NOTICE=1' USR1
 trap 'say "Slurm ends this job: the ranks save"' TERM
 
-{servers}AUTOMODEL_STATUS_DIR=$STATUS srun{component} --kill-on-bad-exit=1{container} \\
-    {python} -u -m automodel_cli resume "$RUN"{trust} &
+{servers}srun{component} --export=ALL --kill-on-bad-exit=1{container} \\
+    env AUTOMODEL_STATUS_DIR="$STATUS" {python} -u -m automodel_cli resume "$RUN"{trust} &
 STEP=$!
 trap notice USR1{listen}
 [ "$NOTICE" -eq 1 ] && notice
 while kill -0 "$STEP" 2>/dev/null; do wait "$STEP"; done        # a trap ends `wait` early
 wait "$STEP"
 CODE=$?
-{end_servers}[ "$CODE" -eq 0 ] && CODE=$(cat "$STATUS/rank-0.exit")          # 75 and 130: stopped on request, and saved
+{end_servers}[ "$CODE" -eq 0 ] && CODE=$(cat "$STATUS/rank-0.exit" || echo 1)        # 75, 130: stopped, and saved
+# Slurm itself requeues a job that is preempted or whose node fails.
+RESTARTS=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*Restarts=\\([0-9]*\\).*/\\1/p' | head -n 1)
+HOW="go on with: sbatch $RUN/job.sbatch"
+[ "${{RESTARTS:-0}}" -gt "$ATTEMPT" ] && HOW="Slurm has requeued this job, which goes on by itself"
 
 case $CODE in
 0) say "done" ;;
 75 | 130)
     if [ "$NOTICE" -eq 0 ]; then
-        say "stopped, and saved; go on with: sbatch $RUN/job.sbatch"
+        say "stopped, and saved; $HOW"
     elif [ "$ATTEMPT" -ge "$MAX_REQUEUES" ]; then
-        say "stopped, and saved; requeued $ATTEMPT times already; go on with: sbatch $RUN/job.sbatch"
+        say "stopped, and saved; requeued $ATTEMPT times already; $HOW"
     else
         say "saved; requeued"
         trap - TERM
@@ -100,7 +108,7 @@ case $CODE in
     [[ $FIRST =~ "exit code "([0-9]+)$ ]] && CODE=${{BASH_REMATCH[1]}}
     SAVED=$(find "$RUN/checkpoints" -maxdepth 1 -regex '.*/step-[0-9]+' 2>/dev/null | sort | tail -n 1)
     say "failed with exit code $CODE${{FIRST:+; the first rank (task) to end: ${{FIRST#srun: error: }}}}"
-    say "nothing is lost but the steps since ${{SAVED:-the start}}; go on with: sbatch $RUN/job.sbatch"
+    say "nothing is lost but the steps since ${{SAVED:-the start}}; $HOW"
     ;;
 esac
 exit "$CODE"
@@ -131,12 +139,12 @@ class Job:
     chdir: Path | None = None
     python: tuple[str, ...] = ("python", "-P")
     rollout: RolloutNodes | None = None
+    has_folder: bool = True
+    """Whether the folder of the logs exists when Slurm opens the job's output."""
 
     def __post_init__(self) -> None:
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            raise ConfigError(
-                f"--time {self.time} is no time limit of Slurm: minutes, H:MM:SS or D-HH:MM:SS", fix="--time 24:00:00"
-            )
+        if self.time is not None:
+            _check_time(self.time, self.notice)
         for option in self.options:
             if not option.startswith("-"):
                 raise ConfigError(f"--sbatch {option}: a whole option is expected", fix=f"--sbatch=--{option}")
@@ -206,8 +214,8 @@ class Job:
         body = _BODY.format(
             run=shlex.quote(str(self.run_dir)),
             max_requeues=self.max_requeues,
-            setup="".join(f"{line}\n" for line in self.setup),
-            check=f"srun --nodes=1 --ntasks=1{container} {check}" if container else check,
+            setup=setup_block(self.setup),
+            check=f"srun --export=ALL --nodes=1 --ntasks=1{container} {check}" if container else check,
             threads=cpus or 1,
             export=f"export SRUN_CPUS_PER_TASK={cpus}        # srun does not ask sbatch for it\n" if cpus else "",
             container=container,
@@ -234,7 +242,7 @@ class Job:
         yield "#!/usr/bin/env bash"
         yield f"# {self.name}: {self.size}. On notice (before the time limit, or a preemption) the ranks"
         yield "# save at the end of a step, the job is requeued, and the run goes on exactly where it stopped."
-        yield f"#   submit  mkdir -p {logs} && sbatch THIS_FILE"
+        yield "#   submit  sbatch THIS_FILE"
         yield f"#   follow  tail -f {logs}/rank-0.log"
         yield f"#   cancel  {self.cancel('JOB')}   (the ranks save first)"
 
@@ -248,7 +256,8 @@ class Job:
         yield from self._shared_directives()
         yield "#SBATCH --requeue --open-mode=append"
         yield f"#SBATCH --signal=B:USR1@{self.notice}"
-        yield _directive("output", str(self.run_dir / "logs" / "rank-0.log").replace("%", "%%"))
+        log = str(self.run_dir / "logs" / "rank-0.log").replace("%", "%%")
+        yield _directive("output", log if self.has_folder else "/dev/null")
         if (rollout := self.rollout) is not None:
             yield "#SBATCH hetjob"
             yield _directive("nodes", rollout.nodes)
@@ -262,6 +271,64 @@ class Job:
         names = {"partition": self.partition, "account": self.account, "time": self.time, "chdir": self.chdir}
         yield from _given(names)
         yield from (f"#SBATCH {option}" for option in self.options)
+
+
+def setup_block(lines: Sequence[str]) -> str:
+    """Return the setup lines of a job, each followed by a check of its exit code; the error names the line.
+
+    A command that goes on in the next line is checked at its end.
+    """
+    if not lines:
+        return ""
+    block, begun = [_CHECK_SETUP], ""
+    for number, line in enumerate(lines):
+        begun += f"{line}\n"
+        if number == len(lines) - 1 or _is_complete(begun):
+            block.append(f"{begun}setup_ok {shlex.quote(begun.strip())}\n")
+            begun = ""
+    return "".join(block)
+
+
+_CHECK_SETUP = """\
+setup_ok() {
+    local code=$?
+    [ "$code" -eq 0 ] && return
+    say "the setup failed with exit code $code at: --setup '$1'"
+    exit 2
+}
+"""
+
+
+def _is_complete(text: str) -> bool:
+    bash = shutil.which("bash")
+    if text.rstrip("\n").endswith("\\"):
+        return False
+    return bash is None or subprocess.run([bash, "-n"], input=text, capture_output=True, text=True).returncode == 0
+
+
+def _check_time(limit: str, notice: int) -> None:
+    """Raise ConfigError for a limit that Slurm does not know, or that the notice leaves no time of."""
+    if not _TIME.fullmatch(limit):
+        raise ConfigError(
+            f"--time {limit} is no time limit of Slurm: minutes, H:MM:SS or D-HH:MM:SS", fix="--time 24:00:00"
+        )
+    seconds = _seconds(limit)
+    if seconds and notice + _SIGNAL_SECONDS >= seconds:
+        raise ConfigError(
+            f"--notice {notice} with --time {limit}: the ranks are told to save {notice} s before the limit of "
+            f"{seconds} s, and Slurm may tell them up to {_SIGNAL_SECONDS} s earlier: each attempt would end at once",
+            fix=f"--notice {seconds // 4}" if seconds > 2 * _SIGNAL_SECONDS else "--time 1:00:00",
+        )
+
+
+def _seconds(limit: str) -> int:
+    """Return a time limit in seconds; 0 is none. Its forms are `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` and `D-H:M:S`."""
+    days, dash, rest = limit.rpartition("-")
+    numbers = [int(part) for part in rest.split(":")]
+    if not dash:
+        numbers = [0] * (len(numbers) < 3) + numbers + [0] * (len(numbers) < 2)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def array_script(name: str, jobs: Sequence[Job], *, at_once: int | None) -> str:

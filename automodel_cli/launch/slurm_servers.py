@@ -38,7 +38,7 @@ for NODE in $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1"); do
     done
 done
 say "generation servers: ${addresses}"
-srun --het-group=1 --open-mode=append --output="$RUN/logs/rollout_server-%t.log"{container} \\
+srun --het-group=1 --export=ALL --open-mode=append --output="$RUN/logs/rollout_server-%t.log"{container} \\
     bash -c serve 2>>"$RUN/logs/rollout_servers.log" &
 SERVERS=$!
 

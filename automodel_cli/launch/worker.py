@@ -12,9 +12,11 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
+from automodel_cli.config.errors import RunError
 from automodel_cli.config.files import open_own, replace
 from automodel_cli.launch import output, placement, stop
 
@@ -28,6 +30,7 @@ _PR_SET_PDEATHSIG = 1
 _RUN, _EARLIER_RUN = "run-folder", "earlier-run-folder"
 _FINAL = frozenset({2, 3, 4})
 """Usage or config, data, memory: what the same command would meet again."""
+_SECONDS_TO_SEE = 10.0
 _status: Path | None = None
 
 
@@ -43,6 +46,8 @@ def begin() -> None:
     _status = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
     if placement.detect().kind != "srun":  # Slurm ends what belongs to a step by itself
         _die_with_parent()
+    elif not _appears(_status):
+        _refuse_unshared(_status.absolute())
     redirect_output()
     stop.install(launched=True)
     _write(_status / f"rank-{_rank()}.pid", str(os.getpid()))
@@ -146,6 +151,28 @@ def _die_with_parent() -> None:
     """A launcher that is killed (-9) must not leave ranks behind that go on writing into the run. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _appears(folder: Path) -> bool:
+    """Whether this host sees what the batch script has made. A network file system may show it late."""
+    deadline = time.monotonic() + _SECONDS_TO_SEE
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _refuse_unshared(status: Path) -> NoReturn:
+    """End before this rank's output goes to a log that nobody would find; srun hands stderr to the log of the job."""
+    error = RunError(
+        f"{os.environ.get('SLURMD_NODENAME')} does not see {status}, which the first node of the job has made: the "
+        "run folder is not on a file system that all nodes share",
+        keys=("output_dir",),
+        fix="output_dir=/a/shared/file/system/runs",
+    )
+    output.urgent(f"RunError: {error}\n")
+    os._exit(2)
 
 
 def _noted(path: Path) -> Path | None:

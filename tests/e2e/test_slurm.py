@@ -102,7 +102,9 @@ def assert_same_bits(run: Path, whole: Path) -> None:
 
 def test_a_preempted_job_is_requeued_and_goes_on_bitwise(folder: Path, whole: Path) -> None:
     run = folder / "runs" / "preempted"
-    job = submit(folder, "preempted", *_RUN)
+    site = ("--sbatch=--export=NONE", "--setup", 'SITE="$NOT_SET" && export SITE OMP_NUM_THREADS=1')
+    site += ("--setup", f"export AUTOMODEL_CACHE={folder}/cache HF_HUB_OFFLINE=1")
+    job = submit(folder, "preempted", *site, *_RUN)
     wait(run, "step 3", lambda: step(run) >= 3)
     slurm("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1 does before the time limit
     wait(run, "requeue", lambda: field(job, "Restarts") == "1" and field(job, "Reason") == "BeginTime")
@@ -127,7 +129,6 @@ def test_a_lost_rank_and_a_cancelled_job_cost_no_more_than_they_must(folder: Pat
     shown = automodel(folder, "submit", "-c", "tiny.yaml", *_SIZE, "--dry-run", "run_name=lost", *_RUN)
     (folder / "copy.sbatch").write_text(shown.stdout)
     assert not run.exists(), "a dry run writes nothing"
-    (run / "logs").mkdir(parents=True)
     job = slurm("sbatch", "--parsable", f"--chdir={folder}", str(folder / "copy.sbatch")).strip()
     wait(run, "step 8", lambda: step(run) >= 8)
     os.kill(int((run / "logs" / f"job-{job}-0" / "rank-1.pid").read_text()), signal.SIGKILL)
@@ -141,12 +142,18 @@ def test_a_lost_rank_and_a_cancelled_job_cost_no_more_than_they_must(folder: Pat
 
     job = slurm("sbatch", "--parsable", str(run / "job.sbatch")).strip()
     wait(run, "a further step", lambda: f"job {job}" in log(run) and "from step 6" in log(run) and step(run) >= 8)
+    slurm("scontrol", "requeue", job)  # as Slurm does after a preemption
+    wait(run, "the requeued job", lambda: field(job, "Restarts") == "1" and "Slurm has requeued this job" in log(run))
+    assert "go on with" not in log(run).rpartition("Slurm ends this job")[2]
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+    again = "attempt 2 (requeued 1 of at most 20 times)"
+    wait(run, "a further step", lambda: again in log(run) and "\nstep " in log(run).rpartition(again)[2])
     slurm("scancel", job)
     assert wait_for_end(run, job) == "CANCELLED", log(run)
     wait(run, "the batch script", lambda: slurm_cluster.idle_nodes() == 2)
     saved = step(run)
     assert (run / "checkpoints" / f"step-{saved:06d}").is_dir() and saved < _STEPS, log(run)
-    assert field(job, "Restarts") == "0" and "stopped, and saved; go on with" in log(run)
+    assert "stopped, and saved; go on with" in log(run)
 
     job = slurm("sbatch", "--parsable", str(run / "job.sbatch")).strip()
     assert wait_for_end(run, job) == "COMPLETED", log(run)
@@ -157,6 +164,19 @@ def test_what_slurm_refuses_leaves_nothing_behind(folder: Path) -> None:
     done = automodel(folder, "submit", "-c", "tiny.yaml", *_SIZE, "--partition", "nowhere", "run_name=refused")
     assert done.returncode == 1 and "Slurm refused the job: " in done.stderr and "partition" in done.stderr
     assert not (folder / "runs" / "refused").exists()
+
+
+def test_a_job_that_can_never_start_is_reported(folder: Path) -> None:
+    slurm("scontrol", "update", "PartitionName=debug", "MaxTime=0:30:00")
+    try:
+        done = automodel(folder, "submit", "-c", "tiny.yaml", *_SIZE, "--time", "1:00:00", "run_name=never")
+    finally:
+        slurm("scontrol", "update", "PartitionName=debug", "MaxTime=INFINITE")
+    job = re.search(r"job (\d+): ", done.stdout)[1]  # type: ignore[index]
+    slurm("scancel", job)
+    found = re.search(r"cannot start: Partition(TimeLimit|Config) \(partition debug: MaxTime=00:30:00", done.stderr)
+    assert done.returncode == 0 and found, done.stderr
+    assert f"scancel {job}" in done.stderr
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import peers
-from automodel_cli.launch.slurm import Job
+from automodel_cli.launch.slurm import Job, setup_block
 from tests.unit.cli.test_main import TRUST, automodel, check_quick
 
 ROOT = Path(__file__).parents[3]
@@ -69,6 +69,30 @@ def test_site_options() -> None:
     assert "gpus" not in cpus and "cpus-per-task" not in cpus
 
 
+def test_a_notice_that_fits_is_what_the_error_offers() -> None:
+    with pytest.raises(ConfigError) as refused:
+        replace(EXAMPLE, time="5")
+    assert refused.value.fix == "--notice 75" and replace(EXAMPLE, time="5", notice=75)
+    assert replace(EXAMPLE, time="0"), "no limit"
+
+
+def run_setup(folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """The block of a script, in a shell with the script's own functions; `after` follows where it succeeds."""
+    text = f'say() {{ echo "$*"; }}\n{setup_block(lines)}echo after\n'
+    return subprocess.run(["bash", "-c", text], cwd=folder, capture_output=True, text=True)
+
+
+def test_a_setup_line_that_fails_ends_the_job_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "activate").write_text('[ -n "$NOT_SET" ] && echo never\nexport FOUND="$NOT_SET-1"\n')
+    good = ("source ./activate", "if true; then", "  A=\"it's \\", '  fine"', "fi", "# a remark", 'test "$FOUND" = -1')
+    done = run_setup(tmp_path, *good)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "after\n", "")
+    done = run_setup(tmp_path, "true", "(exit 7)", "true")
+    assert done.returncode == 2 and "exit code 7" in done.stdout and "--setup '(exit 7)'" in done.stdout
+    assert "after" not in done.stdout
+    assert "after" not in run_setup(tmp_path, "if true; then", "false", "fi").stdout
+
+
 @pytest.mark.parametrize("time", ["30", "30:00", "1:30:00", "2-12", "2-12:30", "2-12:30:00"])
 def test_time_limits(time: str) -> None:
     assert f"#SBATCH --time={time}\n" in replace(EXAMPLE, time=time).script()
@@ -78,6 +102,8 @@ def test_time_limits(time: str) -> None:
     ("change", "text"),
     [
         ({"time": "soon"}, "no time limit of Slurm"),
+        ({"time": "2"}, "--notice 300 with --time 2"),
+        ({"time": "0:05:30"}, "--notice 300 with --time 0:05:30"),
         ({"options": ("qos=high",)}, "a whole option"),
         ({"setup": ("a\nb",)}, "--setup .* holds the control character"),
         ({"name": "a\nb"}, "--job-name .* holds the control character"),
