@@ -18,6 +18,7 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import manifests, slurm
 from automodel_cli.launch.local import safe_path
+from automodel_cli.launch.slurm_queue import why_never
 from automodel_cli.launch.slurm_servers import RolloutNodes
 
 if TYPE_CHECKING:
@@ -92,6 +93,19 @@ def cluster_options(*, required: bool) -> Callable[[F], F]:
 )
 @click.option("--volume", metavar="NAME:/PATH", help="k8s, skypilot: storage that all nodes see.")
 @click.option("--gpu-type", metavar="TYPE", help="skypilot: H100, A100-80GB, ...")
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="k8s, skypilot: a variable of the ranks; repeatable.",
+)
+@click.option(
+    "--secret",
+    multiple=True,
+    metavar="NAME[=SECRET:KEY]",
+    help="k8s, skypilot: a variable whose value is not in the file (HF_TOKEN=hub:token); repeatable.",
+)
+@click.option("--rdma", metavar="RESOURCE=N", help="k8s: network devices of a pod (rdma/ib=8), with IPC_LOCK.")
 @cluster_options(required=True)
 @click.option(
     "--rollout-nodes",
@@ -112,6 +126,9 @@ def submit(
     to: str,
     volume: str | None,
     gpu_type: str | None,
+    env: tuple[str, ...],
+    secret: tuple[str, ...],
+    rdma: str | None,
     rollout_nodes: int | None,
     rollout_gpus_per_node: int | None,
     rollout_image: str | None,
@@ -133,7 +150,8 @@ def submit(
     if to == "slurm":  # a queue is a long way to a refusal; files of other clusters lie elsewhere
         common.refuse(composed, recipe.data_problems())
     options = fitted(composed, recipe, options)
-    _refuse_foreign(to, dry_run, options, {"--volume": volume, "--gpu-type": gpu_type})
+    asked = {"--volume": volume, "--gpu-type": gpu_type, "--env": env, "--secret": secret, "--rdma": rdma}
+    _refuse_foreign(to, dry_run, options, asked)
     given = {"--rollout-gpus-per-node": rollout_gpus_per_node, "--rollout-image": rollout_image}
     rollout = _rollout_nodes(recipe, options, to, rollout_nodes, given)
     if to != "slurm":
@@ -143,6 +161,9 @@ def submit(
             config=composed.to_yaml(),
             volume=volume,
             gpu_type=gpu_type,
+            env=env,
+            secrets=secret,
+            rdma=rdma,
             trust=tuple(trust.arguments()),
             **shared,
         )
@@ -151,7 +172,7 @@ def submit(
     folder = run_folder(recipe, composed, make=False)
     job = replace(job_of(composed, conf, overrides, folder, options), name=job_name or folder.name, rollout=rollout)
     if dry_run:
-        click.echo(job.script(), nl=False)
+        click.echo(replace(job, has_folder=folder.exists()).script(), nl=False)
         return
     sbatch = slurm.find_sbatch()
     is_new = not folder.exists()
@@ -222,10 +243,10 @@ def _rollout_nodes(
     return RolloutNodes(servers, nodes, gpus, cpus, given["--rollout-image"] or options["image"])
 
 
-def _refuse_foreign(to: str, dry_run: bool, options: dict[str, Any], cloud: dict[str, str | None]) -> None:
+def _refuse_foreign(to: str, dry_run: bool, options: Mapping[str, Any], cloud: Mapping[str, Any]) -> None:
     """An option that the chosen scheduler knows nothing of."""
     if to == "slurm":
-        if (given := next((name for name, value in cloud.items() if value is not None), None)) is not None:
+        if (given := next((name for name, value in cloud.items() if value), None)) is not None:
             raise ConfigError(f"{given} is for --to k8s or skypilot", fix=f"--to k8s --dry-run, or remove {given}")
         return
     for name in ("partition", "account", "time", "options"):
@@ -256,6 +277,15 @@ def _send(sbatch: str, job: slurm.Job, *, remove: bool) -> None:
         ("cancel", f"{job.cancel(number)}   (saves first)"),
     ):
         click.echo(f"{click.style(label.ljust(9), bold=True)}  {text}")
+    warn_of_a_job_that_waits_forever(number)
+
+
+def warn_of_a_job_that_waits_forever(number: str) -> None:
+    """Print why Slurm will not start the job that it has accepted, if so."""
+    if (reason := why_never(number)) is not None:
+        label = click.style("warning".ljust(9), fg="yellow", bold=True)
+        click.echo(f"{label}  the job cannot start: {reason}", err=True)
+        click.echo(f"{' ' * 9}  scancel {number}, then other --time, --nodes or --partition", err=True)
 
 
 def _ranks_per_node(num_gpus: int, num_ranks: int | None) -> int:

@@ -19,6 +19,12 @@ from automodel_cli.config.errors import ConfigError
 
 _PORT = 29500
 _CONFIG = "/etc/automodel"
+_CONTAINER = "automodel"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CAUSES_THAT_STAY = (2, 3)
+"""Exit codes of `automodel check`, usage or config and data: another attempt would meet them again."""
+_SECONDS_TO_END = 10
+"""Of the notice, what torchrun keeps to end after its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,23 +45,34 @@ class CloudJob:
     max_requeues: int
     setup: tuple[str, ...]
     trust: tuple[str, ...]
+    env: tuple[str, ...] = ()
+    """`NAME=VALUE` each."""
+    secrets: tuple[str, ...] = ()
+    """`NAME` or, for Kubernetes, `NAME=SECRET:KEY` each."""
+    rdma: str | None = None
+    """`RESOURCE=N`: devices of a fast network that a pod asks for."""
 
     def k8s(self) -> str:
         """A ConfigMap and a JobSet, for `kubectl apply -f -`. Raises ConfigError for what is missing."""
         if self.image is None:
             raise ConfigError("--to k8s needs an image that holds automodel", fix="--image registry/automodel:0.1.0")
+        if self.rdma is not None:
+            self._rdma()
         claim, path = self._volume()
         name = self._dns_name()
         spec = {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
-            "failurePolicy": {"maxRestarts": self.max_requeues},
+            "failurePolicy": {
+                "maxRestarts": self.max_requeues,
+                "rules": [{"name": "config", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            },
             "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": self._job(name, claim, path)}}],
         }
         config = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": f"{name}-config"},
-            "data": {f"{self.name}.yaml": self.config},
+            "data": {self._file(): self.config},
         }
         jobset = {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -77,31 +94,41 @@ class CloudJob:
             resources["cpus"] = f"{cpus}+"
         if self.image is not None:
             resources["image_id"] = f"docker:{self.image}"
-        config = f"$HOME/{self.name}.yaml"
-        here = f"cat > {config} <<'AUTOMODEL'\n{self.config}AUTOMODEL\n"
+        if self.rdma is not None:
+            raise ConfigError("--rdma is for --to k8s; SkyPilot has no such thing", fix="remove --rdma")
+        config = f'"$HOME/{self._file()}"'
+        end = self._end_of_text()
+        here = f"cat > {config} <<'{end}'\n{self.config.rstrip()}\n{end}\ncd {shlex.quote(path)}\n"
+        setup = "\n".join(self.setup or ("python -m pip install automodel-cli",))
         address = '"$(echo "$SKYPILOT_NODE_IPS" | head -n1)"'
         task = {
             "name": self._dns_name(),
             "num_nodes": self.nodes,
             "resources": resources,
             "volumes": {path: name},
-            "setup": "\n".join(self.setup or ("python -m pip install automodel-cli",)) + "\n",
-            "run": f"set -e\n{here}cd {shlex.quote(path)}\n{self._torchrun('$SKYPILOT_NODE_RANK', address, config)}\n",
+            "envs": self._variables(path),
+            **({"secrets": dict.fromkeys(secret for secret, _, _ in self._secrets())} if self.secrets else {}),
+            # SkyPilot tries a failed setup no second time, as it does the run: what stays wrong is found here.
+            "setup": f"set -e\n{setup}\n{here}{self._check(config)}\n",
+            "run": f"set -e\n{here}{self._torchrun('$SKYPILOT_NODE_RANK', address, config)}\n",
         }
         return _dump(task)
 
     def _job(self, name: str, claim: str, path: str) -> Mapping[str, Any]:
         """The spec of the one Job: a pod a node."""
         address = f"{name}-node-0-0.{name}"  # jobset-job-index-pod.subdomain
-        command = self._torchrun("$JOB_COMPLETION_INDEX", address, f"{_CONFIG}/{self.name}.yaml")
+        config = f"{_CONFIG}/{self._file()}"
+        command = self._torchrun("$JOB_COMPLETION_INDEX", address, config)
         limits: dict[str, Any] = {"nvidia.com/gpu": self.gpus_per_node} if self.gpus_per_node else {}
+        limits |= self._rdma()
         if (cpus := self._cpus()) is not None:
             limits["cpu"] = cpus
         container = {
-            "name": "automodel",
+            "name": _CONTAINER,
             "image": self.image,
+            "env": self._container_env(path),
             "workingDir": path,
-            "command": ["bash", "-c", "\n".join([*self.setup, f"exec {command}"])],
+            "command": ["bash", "-c", "\n".join([*self.setup, f"{self._check(config)} || exit", f"exec {command}"])],
             "resources": {"limits": limits},
             "volumeMounts": [
                 {"name": "run", "mountPath": path},
@@ -109,6 +136,8 @@ class CloudJob:
                 {"name": "shm", "mountPath": "/dev/shm"},
             ],
         }
+        if self.rdma is not None:  # to register memory with the network card
+            container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
         volumes = [
             {"name": "run", "persistentVolumeClaim": {"claimName": claim}},
             {"name": "config", "configMap": {"name": f"{name}-config"}},
@@ -121,15 +150,82 @@ class CloudJob:
             "volumes": volumes,
         }
         sizes = {"parallelism": self.nodes, "completions": self.nodes, "completionMode": "Indexed", "backoffLimit": 0}
-        return {**sizes, "template": {"spec": pod}}
+        codes = {"containerName": _CONTAINER, "operator": "In", "values": list(_CAUSES_THAT_STAY)}
+        policy = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
+        return {**sizes, "podFailurePolicy": policy, "template": {"spec": pod}}
 
     def _torchrun(self, node: str, address: str, config: str) -> str:
-        trust = shlex.join(self.trust)
         return (
             f"python -m torch.distributed.run --nnodes {self.nodes} --nproc-per-node {self.ranks_per_node} "
             f"--node-rank {node} --master-addr {address} --master-port {_PORT} -m automodel_cli "
-            f"finetune llm -c {config} checkpoint.resume=auto{' ' + trust if trust else ''}"
+            f"finetune llm -c {config} {shlex.join(('checkpoint.resume=auto', *self._words()))}"
         )
+
+    def _check(self, config: str) -> str:
+        """The command that finds what another attempt would meet again."""
+        words = shlex.join(self._words())
+        return f"python -m automodel_cli check -c {config}{' ' if words else ''}{words}"
+
+    def _words(self) -> tuple[str, ...]:
+        """The run's own name where its file cannot have it, and what the command line trusts."""
+        name = "'" + self.name.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return (*(() if self._file() == f"{self.name}.yaml" else (f"run_name={name}",)), *self.trust)
+
+    def _file(self) -> str:
+        """The name of the config's file: a key of a ConfigMap, and a word of a shell."""
+        return re.sub(r"[^-._a-zA-Z0-9]+", "-", self.name) + ".yaml"
+
+    def _end_of_text(self) -> str:
+        lines, end = self.config.splitlines(), "AUTOMODEL"
+        while end in lines:
+            end += "_"
+        return end
+
+    def _variables(self, path: str) -> dict[str, str]:
+        """The environment of the ranks: caches on the volume, which stays, and torchrun's --shutdown-timeout (by its
+        variable: torch 2.11 does not know the option), which would kill the ranks 30 s after TERM."""
+        found = {
+            "HF_HOME": f"{path}/.cache/huggingface",
+            "AUTOMODEL_CACHE": f"{path}/.cache/automodel",
+            "PET_SHUTDOWN_TIMEOUT": str(max(1, self.notice - _SECONDS_TO_END)),
+        }
+        for given in self.env:
+            name, equals, value = given.partition("=")
+            if not equals or not _NAME.fullmatch(name):
+                raise ConfigError(f"--env {given}: NAME=VALUE is expected", fix="--env NCCL_DEBUG=INFO")
+            found[name] = value
+        return found
+
+    def _container_env(self, path: str) -> list[dict[str, Any]]:
+        values: list[dict[str, Any]] = [{"name": n, "value": value} for n, value in self._variables(path).items()]
+        references = [(n, {"secretKeyRef": {"name": secret, "key": key}}) for n, secret, key in self._secrets()]
+        return [*values, *({"name": n, "valueFrom": reference} for n, reference in references)]
+
+    def _secrets(self) -> list[tuple[str, str, str]]:
+        """Variable, Secret and its key; without more a Secret is called as the variable in lower case."""
+        found = []
+        for given in self.secrets:
+            name, equals, where = given.partition("=")
+            secret, colon, key = where.partition(":")
+            if not _NAME.fullmatch(name) or (equals and not (secret and colon and key)):
+                raise ConfigError(
+                    f"--secret {name or given}: NAME or NAME=SECRET:KEY is expected; a value does not belong into "
+                    "the file",
+                    fix="--secret HF_TOKEN=hub:token",
+                )
+            found.append((name, secret or name.lower().replace("_", "-"), key or name))
+        return found
+
+    def _rdma(self) -> dict[str, int]:
+        if self.rdma is None:
+            return {}
+        name, _, number = self.rdma.partition("=")
+        if "/" not in name or not number.isdecimal() or not int(number):
+            raise ConfigError(
+                f"--rdma {self.rdma}: RESOURCE=N is expected, as the cluster's device plugin calls it",
+                fix="--rdma rdma/ib=8",
+            )
+        return {name: int(number)}
 
     def _volume(self) -> tuple[str, str]:
         name, _, path = (self.volume or "").partition(":")

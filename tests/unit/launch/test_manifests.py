@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,21 +13,15 @@ import pytest
 import yaml
 
 from automodel_cli.cli.main import run
+from automodel_cli.config.compose import compose
 from tests.e2e.command import environment, metrics, write_config
 
 SIZE = ("--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--cpus-per-task", "2", "--dry-run")
 
-# From the CRD of JobSet v1alpha2 and the API of batch/v1 and v1 (kubernetes-sigs/jobset, config/components/crd).
-JOBSET = {
-    "spec": {"network", "failurePolicy", "replicatedJobs", "successPolicy", "startupPolicy", "suspend"},
-    "network": {"enableDNSHostnames", "publishNotReadyAddresses", "subdomain"},
-    "failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
-    "replicatedJob": {"name", "groupName", "replicas", "template", "dependsOn"},
-    "job": {"parallelism", "completions", "completionMode", "backoffLimit", "template"},
-}
-# From SkyPilot's YAML spec (docs.skypilot.co/en/latest/reference/yaml-spec.html).
-SKYPILOT = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "volumes", "file_mounts", "setup", "run"}
-RESOURCES = {"infra", "accelerators", "cpus", "memory", "image_id", "job_recovery", "use_spot", "disk_size"}
+SCHEMAS = json.loads((Path(__file__).parents[2] / "vectors/manifests.json").read_bytes())
+K8S = ("--to", "k8s", "--image", "me/automodel:1", "--volume", "runs:/work")
+SKYPILOT = ("--to", "skypilot", "--volume", "runs:/work")
+ODD = "it's 100% $odd"
 
 
 @pytest.fixture
@@ -36,35 +31,122 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = run(["submit", "-c", "My_Run.yaml", *SIZE, *arguments, "mesh.dp_size=2"])
+def submit(capsys: pytest.CaptureFixture[str], *arguments: str, conf: str = "My_Run.yaml") -> str:
+    code = run(["submit", "-c", conf, *SIZE, *arguments, "mesh.dp_size=2"])
     captured = capsys.readouterr()
     assert code == 0, captured.err
     return captured.out
 
 
+def validate(value: Any, schema: str) -> None:
+    pytest.importorskip("jsonschema").validate(value, SCHEMAS[schema])
+
+
+def jobset_of(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The ConfigMap, the spec of the one Job and its pod, each valid."""
+    config, jobset = yaml.safe_load_all(text)
+    validate(config, "config_map")
+    validate(jobset, "jobset")
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and jobset["kind"] == "JobSet"
+    (job,) = jobset["spec"]["replicatedJobs"]
+    inner = job["template"]["spec"]
+    rule = {"name": "config", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 20, "rules": [rule]}
+    return config, inner, inner["template"]["spec"]
+
+
 def test_a_jobset_has_the_fields_of_its_schema_and_pods_that_find_each_other(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = submit(capsys, "--to", "k8s", "--image", "me/automodel:1", "--volume", "runs:/work", "--notice", "120")
-    config, jobset = yaml.safe_load_all(text)
-    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and jobset["kind"] == "JobSet"
-    spec: dict[str, Any] = jobset["spec"]
-    (job,) = spec["replicatedJobs"]
-    inner = job["template"]["spec"]
-    parts = {"spec": spec, "network": spec["network"], "failurePolicy": spec["failurePolicy"]}
-    for name, part in {**parts, "replicatedJob": job, "job": inner}.items():
-        assert set(part) <= JOBSET[name], name
-    assert inner["parallelism"] == inner["completions"] == 2 and inner["backoffLimit"] == 0
-    pod = inner["template"]["spec"]
+    config, job, pod = jobset_of(submit(capsys, *K8S, "--notice", "120"))
+    assert job["parallelism"] == job["completions"] == 2 and job["backoffLimit"] == 0
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] == 120
     (container,) = pod["containers"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    codes = {"containerName": container["name"], "operator": "In", "values": [2, 3]}
+    assert rule == {"action": "FailJob", "onExitCodes": codes}
     assert container["resources"]["limits"] == {"cpu": 2} and container["workingDir"] == "/work"
+    assert "securityContext" not in container
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert "--master-addr my-run-node-0-0.my-run --master-port" in container["command"][2]
     assert config["metadata"]["name"] == pod["volumes"][1]["configMap"]["name"]
     assert yaml.safe_load(config["data"]["My_Run.yaml"])["train"]["global_batch_size"] == 4
     assert not (folder / "runs").exists(), "a dry run makes nothing"
+
+
+def test_variables_secrets_and_network_devices_of_a_pod(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ("--env", "NCCL_DEBUG=INFO", "--env", "X=a b=c", "--secret", "HF_TOKEN", "--secret", "W=keys:wandb")
+    _, _, pod = jobset_of(submit(capsys, *K8S, *more, "--rdma", "rdma/ib=8", "--notice", "100"))
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"cpu": 2, "rdma/ib": 8}
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    values = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    assert values["NCCL_DEBUG"] == "INFO" and values["X"] == "a b=c"
+    assert values["HF_HOME"].startswith("/work/") and values["AUTOMODEL_CACHE"].startswith("/work/")
+    secrets = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in container["env"] if "valueFrom" in e}
+    wanted = {"HF_TOKEN": {"name": "hf-token", "key": "HF_TOKEN"}, "W": {"name": "keys", "key": "wandb"}}
+    assert secrets == wanted
+    task = yaml.safe_load(submit(capsys, *SKYPILOT, *more))
+    validate(task, "skypilot_task")
+    assert task["secrets"] == {"HF_TOKEN": None, "W": None} and task["envs"]["X"] == "a b=c"
+
+    from torch.distributed.run import get_args_parser
+
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    found = getattr(get_args_parser().parse_args(["script"]), "shutdown_timeout", 90)  # torch 2.11 has none
+    assert found == 90, "the ranks have all of the notice but what torchrun needs itself"
+
+
+def recorded(folder: Path, script: str, code_of_check: int = 0) -> tuple[int, list[list[str]]]:
+    """The exit code of `script` in a shell whose python writes down what it is called with, and these calls."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(exist_ok=True)
+    calls = folder / "calls"
+    calls.unlink(missing_ok=True)
+    python.write_text(
+        f"#!{sys.executable}\nimport json, sys\nwith open({str(calls)!r}, 'a') as file:\n"
+        f"    print(json.dumps(sys.argv[1:]), file=file)\nsys.exit({code_of_check} if 'check' in sys.argv else 0)\n"
+    )
+    python.chmod(0o755)
+    env = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(folder), "JOB_COMPLETION_INDEX": "1"}
+    env |= {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
+    assert not done.stderr, done.stderr
+    return done.returncode, [json.loads(line) for line in calls.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["My_Run", ODD])
+def test_commands_keep_every_word_whole(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (folder / "My_Run.yaml").rename(folder / f"{name}.yaml")
+    config, _, pod = jobset_of(submit(capsys, *K8S, conf=f"{name}.yaml"))
+    (file,) = config["data"]
+    own = [] if name == "My_Run" else ["run_name='it\\'s 100% $odd'"]
+    code, (check, train) = recorded(folder, pod["containers"][0]["command"][2])
+    assert code == 0 and check == ["-m", "automodel_cli", "check", "-c", f"/etc/automodel/{file}", *own]
+    words = ["finetune", "llm", "-c", f"/etc/automodel/{file}", "checkpoint.resume=auto", *own]
+    assert train[train.index("finetune") :] == words
+    assert not own or compose(folder / f"{name}.yaml", own).tree["run_name"] == name
+    assert train[train.index("--node-rank") + 1] == "1"
+    (folder / "work space").mkdir()
+    task = yaml.safe_load(submit(capsys, "--to", "skypilot", "--volume", f"r:{folder}/work space", conf=f"{name}.yaml"))
+    code, (_, check) = recorded(folder, task["setup"])
+    assert code == 0 and check == ["-m", "automodel_cli", "check", "-c", f"{folder}/{file}", *own]
+    code, (train,) = recorded(folder, task["run"])
+    assert code == 0 and train[train.index("--master-addr") + 1] == "10.0.0.1"
+    written = yaml.safe_load(Path(train[train.index("-c") + 1]).read_text())
+    assert written["train"]["global_batch_size"] == 4
+
+
+def test_a_config_that_is_refused_ends_the_pod_with_its_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, job, pod = jobset_of(submit(capsys, *K8S))
+    for code in job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]:
+        found, calls = recorded(folder, pod["containers"][0]["command"][2], code_of_check=code)
+        assert found == code and len(calls) == 1, "no rank is started"
+    task = yaml.safe_load(submit(capsys, "--to", "skypilot", "--volume", f"r:{folder}", "--setup", "true"))
+    assert recorded(folder, task["setup"], code_of_check=2)[0] == 2
 
 
 def test_what_is_missing_or_belongs_to_slurm_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +155,11 @@ def test_what_is_missing_or_belongs_to_slurm_is_refused(folder: Path, capsys: py
         (("--to", "k8s", "--image", "x"), "NAME:/PATH is expected"),
         (("--to", "skypilot", "--volume", "a:/b", "--partition", "gpu"), "--partition is Slurm's"),
         (("--volume", "a:/b"), "--volume is for --to k8s or skypilot"),
+        (("--secret", "HF_TOKEN"), "--secret is for --to k8s or skypilot"),
+        ((*K8S, "--env", "NCCL_DEBUG"), "--env NCCL_DEBUG: NAME=VALUE is expected"),
+        ((*K8S, "--secret", "HF_TOKEN=hf_abc"), "--secret HF_TOKEN: NAME or NAME=SECRET:KEY is expected"),
+        ((*K8S, "--rdma", "8"), "--rdma 8: RESOURCE=N is expected"),
+        ((*SKYPILOT, "--rdma", "rdma/ib=8"), "--rdma is for --to k8s"),
     ):
         assert run(["submit", "-c", "My_Run.yaml", *SIZE, *more, "mesh.dp_size=2"]) == 2
         assert said in capsys.readouterr().err
@@ -82,8 +169,9 @@ def test_what_is_missing_or_belongs_to_slurm_is_refused(folder: Path, capsys: py
 
 
 def test_a_skypilot_task_has_the_fields_of_its_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task = yaml.safe_load(submit(capsys, "--to", "skypilot", "--volume", "runs:/work", "--image", "me/automodel:1"))
-    assert set(task) <= SKYPILOT and set(task["resources"]) <= RESOURCES
+    task = yaml.safe_load(submit(capsys, *SKYPILOT, "--image", "me/automodel:1"))
+    validate(task, "skypilot_task")
+    validate(task["resources"], "skypilot_resources")
     assert task["num_nodes"] == 2 and task["volumes"] == {"/work": "runs"} and task["name"] == "my-run"
     assert task["resources"]["image_id"] == "docker:me/automodel:1"
 
