@@ -52,10 +52,10 @@ def require_shared(folder: Path, copied_to: str | None = None) -> None:
     found = problems(folder)
     if not found:
         return
-    first = gathered(host())[0]
+    path, first = gathered((str(folder.absolute()), host()))[0]
     copied = f", from where rank 0 copies it to {copied_to}" if copied_to else ""
     raise ConfigError(
-        f"the run folder {folder.absolute()} on {first} is not the same folder on every host: {'; '.join(found)}. Each "
+        f"the run folder {path} on {first} is not the same folder on every host: {'; '.join(found)}. Each "
         f"rank writes its part of a checkpoint there{copied}",
         keys=("output_dir",),
         fix="start the command on all hosts in a folder that they share"

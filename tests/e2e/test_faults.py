@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from automodel_cli.config.errors import RunError
+from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.launch import clean_up, worker
 from automodel_cli.models.export import discard_staged, publish, staging
+from automodel_cli.run import shared_folder
 from automodel_cli.run_folders.lock import hold
 from automodel_cli.run_folders.record import read_record
 from tests import tiny
@@ -199,6 +200,27 @@ def test_a_rank_whose_numbers_are_not_finite(tmp_path: Path) -> None:
     for said in launch_all(_nan_on_rank_1, 2, tmp_path, process_group=False):
         assert said.startswith("step 3: the loss is nan; stopped before the optimizer step: ChatTasks/train:"), said
     assert [row["step"] for row in metrics(tmp_path / "runs/config")] == [1, 2]
+
+
+def _train_in_a_folder_of_its_own(rank, world, folder):
+    shared_folder.SECONDS_TO_SEE = 0.5
+    os.environ["SLURMD_NODENAME"] = f"node{rank}"
+    mine = folder / f"host-{rank}"
+    mine.mkdir()
+    try:
+        return _train(rank, world, mine, "mesh.dp_size=2")
+    except ConfigError as error:
+        return str(error)
+
+
+def test_hosts_that_do_not_see_one_run_folder_train_nothing(tmp_path: Path) -> None:
+    """Both have a `config.yaml` at the same path, which proves nothing."""
+    said = launch_all(_train_in_a_folder_of_its_own, 2, tmp_path, process_group=False)
+    assert (
+        said[0] == said[1] and f"{tmp_path}/host-0/runs/config on node0 is not the same folder on every host" in said[0]
+    )
+    assert "not seen on node1" in said[0] and "output_dir=" in said[0]
+    assert not list(tmp_path.glob("host-*/runs/*")), "no folder of a run that never began"
 
 
 def _raise_on_rank_1(rank, world, folder):
