@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from automodel_cli.distributed import rendezvous
 from automodel_cli.launch import environment
 
+T = TypeVar("T")
 _timeout: timedelta | None = None
 _STORE_TIMEOUT = timedelta(seconds=10)
 _RECORDED = "2000"
@@ -104,6 +105,34 @@ def group_beside(store: dist.Store, name: str, size: int, backend: str, limit: t
     group, _ = distributed_c10d._new_process_group_helper(size, 0, [], kind, keys, group_name=named, timeout=limit)
     distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
+
+
+def from_first_rank(work: Callable[[], T], limit: timedelta) -> T:
+    """What `work` returns or raises on rank 0, on every rank. The others wait in a gloo group of their own, at most
+    `limit`: no collective of the run is open meanwhile. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    group = dist.new_group(backend="gloo", timeout=limit)
+    outcome: list[tuple[T | None, Exception | None] | None] = [None]
+    try:
+        if dist.get_rank() == 0:
+            try:
+                outcome = [(work(), None)]
+            except Exception as error:  # every rank must learn of it, and leave in the same way
+                outcome = [(None, error)]
+        dist.broadcast_object_list(outcome, 0, group=group, device=torch.device("cpu"))
+    finally:
+        dist.destroy_process_group(group)
+    assert outcome[0] is not None
+    result, failure = outcome[0]
+    if failure is not None:
+        raise failure
+    return cast(T, result)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def recorded_collectives() -> bytes | None:

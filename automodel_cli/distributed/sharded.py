@@ -38,6 +38,12 @@ class Sharded:
     def reshard(self) -> None:
         """Free what a forward without backward has gathered, and show the optimizer's parameters again."""
 
+    @contextmanager
+    def in_float32(self) -> Iterator[bool]:
+        """Inside, forwards compute in float32 where the strategy has another compute dtype that it can change. Gives
+        whether it did. No backward may run inside."""
+        yield False
+
     def weights_changed(self) -> None:
         """Somebody wrote to the parameters: the next forward must compute with them. Collective."""
 

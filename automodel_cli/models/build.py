@@ -16,6 +16,7 @@ from automodel_cli.models import (
     compat,
     fp8,
     length_rope,
+    lora,
     multi_token,
     multi_token_names,
     source,
@@ -60,15 +61,30 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
     way = ways.way_of(original, attention=config.attention, trust_remote_code=config.trust_remote_code)
     model = _prepared_model(hf_config, config, way, device)
     if config.lora is not None:
-        from automodel_cli.models import lora
-
         lora.inject(model, config.lora)
     part = ModelPart(model, kind, chunk_size=config.head_chunk_size, source_config=original)
+    if config.lora is not None and lora.sharing(model):
+        part.unties_head = True
+        _check_untied(part, config)
     if config.mtp is not None:
         names = multi_token_names.of_config(config, original, model)
         depths = [_prepared_model(original, config, way, device, as_depth=True) for _ in names.depths]
         part.add_multi_token(depths, names)
     return part.train()
+
+
+def _check_untied(part: ModelPart, config: ModelConfig) -> None:
+    """Raise ConfigError where the family ties its head whatever its config says: its adapter could not be exported."""
+    untied = part.untied(part.source_config)
+    whole = compat.meta_model(untied, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+    head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
+    if head is None or head.weight is table.weight:
+        raise ConfigError(
+            f"lora.target_modules reaches the head of {type(part.model).__name__}, which is tied to the embedding in "
+            "any case: no export could hold its adapter",
+            keys=("lora.target_modules",),
+            fix="model.lora.target_modules=all-linear",
+        )
 
 
 def _prepared_model(

@@ -7,12 +7,11 @@ Its `score` is the value head, read at a row's last token; the language model's 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models import compat
@@ -69,18 +68,6 @@ def config_of(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     return config
 
 
-def difference(folder: Path, dtype: torch.dtype, rows: Sequence[Sequence[int]], ours: Sequence[Tensor]) -> float:
-    """The largest |score of the folder under stock transformers - ours|. Raises RunError when it does not load."""
-    model = load_classifier(folder, dtype)
-    worst = 0.0
-    for row, score in zip(rows, ours, strict=True):
-        with torch.no_grad():
-            theirs = model(input_ids=torch.tensor([list(row)]), use_cache=False).logits[0, 0].float()
-        gap = (theirs - score).abs().item()
-        worst = max(worst, gap if gap == gap else float("inf"))
-    return worst
-
-
 def check_classifier(folder: str) -> None:
     """Raise ConfigError where a folder or repository is no classifier of one label by its config. Reads no weights."""
     from transformers import AutoConfig
@@ -102,8 +89,8 @@ def check_classifier(folder: str) -> None:
         )
 
 
-def load_classifier(folder: Path | str, dtype: torch.dtype) -> PreTrainedModel:
-    """The reward model in a folder, in evaluation mode on the CPU. Raises RunError."""
+def load_classifier(folder: Path | str, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
+    """The reward model in a folder, in evaluation mode on the CPU; "auto": as it is stored. Raises RunError."""
     from transformers import AutoModelForSequenceClassification
 
     try:

@@ -1,4 +1,4 @@
-"""A trained part -> a folder that `transformers.from_pretrained` loads, and the proof that it does.
+"""A trained part -> a folder that `transformers.from_pretrained` loads.
 
 Written: safetensors shards with an index, config (older readers' `torch_dtype`, `rope_theta` and `rope_scaling` too),
 generation config, tokenizer with its chat template, and a model card.
@@ -6,13 +6,13 @@ generation config, tokenizer with its chat template, and a model card.
 
 from __future__ import annotations
 
-import copy
 import glob
 import json
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import one_document
+from automodel_cli.distributed import process_group
 from automodel_cli.distributed.fp8_linear import paused
-from automodel_cli.models import carried, classifier, compat, generation_settings, lora, nf4, value_head
+from automodel_cli.models import carried, classifier, export_check, generation_settings, lora, value_head
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.export_check import Precision
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.weights import bucketed, iter_hf_weights, over_stages
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _SHARD_BYTES = 4 * 2**30
+_WAIT = timedelta(minutes=60)
+MARK = "unverified.json"
+"""The file in an export that was not compared with the trained model, or does not compute what it does."""
 _LAST = "config.json"
 """Without it no reader takes the folder for a model."""
 Score = Callable[[list[list[int]]], list[Tensor]]
@@ -128,8 +132,8 @@ def publish(written: Path, folder: Path) -> None:
         written.rename(folder)
         return
     (folder / _LAST).unlink(missing_ok=True)
-    for stale in folder.glob("model*.safetensors*"):
-        stale.unlink()
+    for stale in (*folder.glob("model*.safetensors*"), folder / MARK):
+        stale.unlink(missing_ok=True)
     for path in sorted(written.iterdir(), key=lambda path: path.name == _LAST):
         if path.is_dir():
             shutil.rmtree(folder / path.name, ignore_errors=True)
@@ -167,7 +171,7 @@ def _write_index(folder: Path, shards: list[tuple[list[str], int]]) -> None:
 
 
 def _write_config(folder: Path, part: ModelPart, classifier_config: PretrainedConfig | None = None) -> None:
-    hf_config = copy.deepcopy(part.source_config) if classifier_config is None else classifier_config
+    hf_config = part.untied(part.source_config) if classifier_config is None else classifier_config
     if classifier_config is None:
         hf_config.architectures = [type(part.model).__name__]
     hf_config.dtype = part.hub_dtype
@@ -238,26 +242,31 @@ def verify_export(
 ) -> float:
     """Reload the folder with stock `transformers` and compare log-probs on `prompts` (token ids): max |difference|.
 
-    Both sides compute in the part's own dtype, the part with its weights rounded to the exported dtype and without
-    products of 8-bit floats, so what remains is the noise of another attention implementation (about 1e-5 in fp32); the
-    caller decides what it tolerates.
-    `score` runs the trained side; None calls the one part, which then is the whole model. `as_classifier`: scores are
-    compared instead, which `score` must give.
+    The trained side is the forward of `parts` as they are, adapters on, without products of 8-bit floats. `score` runs
+    it; None calls the one part, which then is the whole model. `as_classifier`: scores are compared instead, which
+    `score` must give. How far the two sides may differ depends on their precision: `export_check.measure` has bounds.
     Collective; every rank gets the number. Raises RunError when the folder does not load.
     """
     token_ids = [list(prompt) for prompt in prompts]
-    with torch.no_grad(), _rounded(parts), paused(parts):
-        ours = (score or _whole(parts))(token_ids)
-    difference = torch.zeros((), device=next(parts[0].parameters()).device)
-    if is_first_rank():
-        folder, dtype = Path(directory), parts[0].model.dtype
-        if as_classifier:
-            difference += classifier.difference(folder, dtype, token_ids, ours)
-        else:
-            difference += _difference(folder, dtype, token_ids, ours, trust_remote_code)
-    if dist.is_initialized():
-        dist.broadcast(difference, 0)
-    return difference.item()
+    ours = trained_values(parts, token_ids, score)
+    precision = Precision(parts[0].model.dtype, rounds_weights=rounds_weights(parts))
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "as_classifier": as_classifier}
+    work = partial(export_check.measure, Path(directory), token_ids, ours, precision, **options)
+    return process_group.from_first_rank(work, _WAIT).worst
+
+
+def trained_values(parts: Sequence[ModelPart], prompts: list[list[int]], score: Score | None = None) -> list[Tensor]:
+    """What `score` makes of the prompts, or the one part, without products of 8-bit floats. Collective."""
+    with torch.no_grad(), paused(parts):
+        return (score or _whole(parts))(prompts)
+
+
+def rounds_weights(parts: Sequence[ModelPart]) -> bool:
+    """Whether the export stores fewer bits than what was trained: its dtype is narrower, or a merge is rounded."""
+    part = parts[0]
+    stored = torch.finfo(part.hub_dtype).bits
+    trained = max((torch.finfo(p.dtype).bits for p in part.parameters() if p.is_floating_point()), default=stored)
+    return stored < trained or (stored < torch.finfo(torch.float32).bits and bool(lora.wrappers(part.model)))
 
 
 def _whole(parts: Sequence[ModelPart]) -> Score:
@@ -272,29 +281,6 @@ def _whole(parts: Sequence[ModelPart]) -> Score:
     return score
 
 
-def _difference(
-    folder: Path, dtype: torch.dtype, prompts: Sequence[Sequence[int]], ours: list[Tensor], trust: bool
-) -> float:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    try:
-        with compat.quiet():
-            of_text = trust or type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
-            auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
-            model = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust).eval()
-    except Exception as error:  # whatever it is, the export is not what we promise
-        raise RunError(f"the export in {folder} does not load with transformers: {error}") from error
-    worst = 0.0
-    for prompt, logprobs_T in zip(prompts, ours, strict=True):
-        ids_BT = torch.tensor([list(prompt)])
-        with torch.no_grad():
-            logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
-        theirs_T = logits.log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[0, :, 0]
-        gap = (theirs_T - logprobs_T).abs().max().item()
-        worst = max(worst, gap if gap == gap else float("inf"))  # NaN compares as a mismatch, never as agreement
-    return worst
-
-
 @contextmanager
 def _in_eval(part: ModelPart) -> Iterator[None]:
     before = part.training
@@ -303,45 +289,3 @@ def _in_eval(part: ModelPart) -> Iterator[None]:
         yield
     finally:
         part.train(before)
-
-
-@contextmanager
-def _rounded(parts: Sequence[ModelPart]) -> Iterator[None]:
-    """Inside, parameters hold what the export stores: adapters merged (and silent), all in the hub's dtype."""
-    kept: list[tuple[Tensor, Tensor]] = []
-    scalings: list[tuple[dict[str, float], dict[str, float]]] = []
-    packed: list[nf4.NF4Linear] = []
-    for part in parts:
-        keep_fp32 = compat.fp32_names(part.model, part.hub_dtype)
-        adapters = {f"{name}.base_layer.weight": layer for name, layer in lora.wrappers(part.model)}
-        for name, param in part.model.named_parameters():
-            local = compat.local(param)
-            stored = local
-            if name in adapters:
-                stored = compat.local_part(param, lora.merged(compat.gathered(param), adapters[name]))
-            if "lora_" not in name and not keep_fp32(name):
-                stored = stored.to(part.hub_dtype)
-            if stored is not local:
-                kept.append((local, local.clone()))
-                local.copy_(stored)
-        for wrapper in adapters.values():
-            if isinstance(base := wrapper.get_base_layer(), nf4.NF4Linear):
-                base.instead = partial(_merged, base, wrapper, lora.scale(wrapper), part.hub_dtype)
-                packed.append(base)
-        scalings += [(layer.scaling, dict(layer.scaling)) for layer in adapters.values()]
-    for scaling, _ in scalings:
-        scaling.update(dict.fromkeys(scaling, 0.0))
-    try:
-        yield
-    finally:
-        for local, original in kept:
-            local.copy_(original)
-        for base in packed:
-            base.instead = None
-        for scaling, before in scalings:
-            scaling.update(before)
-
-
-def _merged(base: nf4.NF4Linear, wrapper: Any, scale: float, dtype: torch.dtype) -> Tensor:
-    """The exported weight of a 4-bit layer, made anew in each forward: all of them at once may not fit."""
-    return lora.merged(base.dequantised(), wrapper, scale).to(dtype)

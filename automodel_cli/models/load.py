@@ -75,6 +75,13 @@ def load_weights(
                 _init_buffers(whole, target)
                 report = _load_depths(part, config, checkpoint, report, target.packed_device)
     part.unclaimed, part.within = report.unclaimed, report.within
+    if part.unties_head and report.within is not None:
+        raise ConfigError(
+            "lora.target_modules reaches the head, which is tied to the embedding: the export of a model with other "
+            "parts than text keeps its config, tie included",
+            keys=("lora.target_modules",),
+            fix="model.lora.target_modules=all-linear",
+        )
     lora.init_adapters(part.model, seed)
     if part.value_head is not None:
         value_head.fill(part.value_head, source.folder(config))

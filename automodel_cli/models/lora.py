@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,9 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
         lora_targets.check_targets(model, config.target_modules)
     dead, shared = lora_targets.bypassed(model, always=True), lora_targets.shared(model)
     try:
-        peft.inject_adapter_in_model(_peft_config(model, config), model, adapter_name=_ADAPTER)
+        with warnings.catch_warnings():  # a tied head gets a weight of its own on export (`sharing`)
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+            peft.inject_adapter_in_model(_peft_config(model, config), model, adapter_name=_ADAPTER)
     except ValueError as error:
         raise _fits_no_layer(model, config, str(error)) from error
     for name, wrapper in wrappers(model):
@@ -51,7 +54,25 @@ def inject(model: nn.Module, config: LoRAConfig) -> None:
         if name in shared:
             raise _fits_no_layer(model, config, f"it reaches {name}, whose weight is another layer's too")
     if config.base_quantization == "nf4":
+        _check_4bit_heads(model, config)
         _pack_bases(model)
+
+
+def sharing(model: nn.Module) -> list[str]:
+    """Names of wrapped layers whose weight has another name first: the head, where it is tied to the embedding."""
+    first = {id(param): name for name, param in model.named_parameters()}
+    found = []
+    for name, layer in wrappers(model):
+        weight = getattr(layer.get_base_layer(), "weight", None)  # layers in 4 bits have no parameter
+        if weight is not None and first.get(id(weight)) != f"{name}.base_layer.weight":
+            found.append(name)
+    return found
+
+
+def _check_4bit_heads(model: nn.Module, config: LoRAConfig) -> None:
+    if heads := sharing(model):
+        reason = f"it reaches {heads[0]}, which is tied to the embedding, and in 4 bits would be another weight"
+        raise _fits_no_layer(model, config, reason)
 
 
 def _pack_bases(model: nn.Module) -> None:

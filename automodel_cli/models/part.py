@@ -80,6 +80,8 @@ class ModelPart(nn.Module):
     config as it was read, before attention, dtype or caching were set on the model's own copy. `unclaimed`: keys of the
     checkpoint for which the whole model has no place, once loaded; `within`: where the model is in the composite
     that the checkpoint is of. `routing`: set where the experts of a token may be given (`Batch.model_inputs`).
+    `unties_head`: an adapter changes the head of a whole model whose table is the embedding's too, so that exports and
+    replicas need a config without the tie (`untied`).
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class ModelPart(nn.Module):
         self.unclaimed: tuple[str, ...] = ()
         self.within: TextOfWhole | None = None
         self.routing: Routing | None = None
+        self.unties_head = False
         self._context_group: ContextGroup | None = None
 
     def forward(
@@ -190,6 +193,13 @@ class ModelPart(nn.Module):
         if experts_BTC is None or self.routing is None:
             return nullcontext()
         return choosing(self.routing.replay(experts_BTC, counts=torch.is_grad_enabled()))
+
+    def untied(self, hf_config: PretrainedConfig) -> PretrainedConfig:
+        """A config for the merged weights: a copy, without the tie where an adapter has changed the head."""
+        changed = copy.deepcopy(hf_config)
+        if self.unties_head:
+            changed.tie_word_embeddings = changed.get_text_config().tie_word_embeddings = False
+        return changed
 
     def share_context(self, group: ContextGroup) -> None:
         """Work on this rank's tokens of every row from now on. `forward` stays the same from outside, and becomes

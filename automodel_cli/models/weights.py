@@ -29,7 +29,8 @@ def iter_hf_weights(
     pp_group: dist.ProcessGroup | None = None,
     multi_token: bool = False,
 ) -> Iterator[Bucket]:
-    """Buckets of `(hub name, full tensor)`: persistent buffers included, tied weights once, adapters merged in.
+    """Buckets of `(hub name, full tensor)`: persistent buffers included, tied weights once, adapters merged in. A tied
+    head with an adapter comes besides, under its own name: merged it is another matrix (`ModelPart.unties_head`).
 
     Fused parameters are split back to the hub's keys (one per expert, where the hub has them so). `dtype` None is the
     checkpoint's own; what the family keeps in fp32 stays fp32. Tensors are detached, and copies unless dtype and device
@@ -115,10 +116,11 @@ def _named_full_weights(
     model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str | None, hub_names: bool
 ) -> Iterator[tuple[str, Tensor]]:
     updates = {f"{name}.weight": layer for name, layer in lora.wrappers(model)}
+    of_its_own = {f"{name}.weight": updates[f"{name}.weight"].get_base_layer().weight for name in lora.sharing(model)}
     keep_fp32 = compat.fp32_names(model, dtype)
     with lora.bare(model):
         units: dict[str, dict[str, Tensor | nf4.NF4Linear]] = {}
-        for name, tensor in _persistent(model):
+        for name, tensor in (*_persistent(model), *of_its_own.items()):
             units.setdefault(unit_of(name), {})[name] = tensor
         for name, packed in nf4.packed_layers(model):
             units.setdefault(unit_of(name), {})[f"{name}.weight"] = packed

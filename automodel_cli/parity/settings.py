@@ -74,7 +74,7 @@ def _precision(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
         missing.append(f"model.dtype={recipe.model.dtype}: how parameters are stored; those of the copy are float32")
     if dtype not in _LOW:
         return [], missing
-    chosen = dict.fromkeys([rows[0], max(rows, key=lambda row: row.world_size)])
+    chosen = _first_and_widest(rows)
     return [
         replace(row, parallelizer=parallelizer.exact(_axes(row.mesh), precision=True), compute_dtype=dtype)
         for row in chosen
@@ -85,8 +85,14 @@ def _in_fp8(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Emulated, on one rank and on the most ranks."""
     if recipe.model.fp8 is None:
         return [], []
-    chosen = dict.fromkeys([rows[0], max(rows, key=lambda row: row.world_size)])
+    chosen = _first_and_widest(rows)
     return [replace(row, fp8=replace(recipe.model.fp8, emulate=True)) for row in chosen], []
+
+
+def _first_and_widest(rows: Sequence[Row]) -> list[Row]:
+    """Compared, not hashed: the target modules of adapters may be a list."""
+    widest = max(rows, key=lambda row: row.world_size)
+    return [rows[0]] if widest == rows[0] else [rows[0], widest]
 
 
 def _compiled(recipe: Any, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
+from automodel_cli.distributed.sharded import handle_of
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.anatomy import tied_embedding
@@ -253,6 +254,25 @@ class PipelineStages:
         with self._evaluation_mode():
             results = self._run(self._runtime(len(batches), train=False), batches, reduce, request)
         return self._share([results[i] for i in sorted(results)])
+
+    @contextmanager
+    def in_float32(self) -> Iterator[bool]:
+        """See `Stages.in_float32`. Hidden states travel in float32 too; the eager runtime has fixed their dtype."""
+        stages = self._built().stages or []
+        if self._eager is not None or not all(isinstance(part, FSDPModule) for part in self.parts):
+            yield False
+            return
+        before = [(stage, stage.boundary_dtype, stage.compute_dtype) for stage in stages]
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(handle_of(part).in_float32())
+            try:
+                for stage in stages:
+                    stage.boundary_dtype = stage.compute_dtype = torch.float32
+                yield True
+            finally:
+                for stage, boundary_dtype, compute_dtype in before:
+                    stage.boundary_dtype, stage.compute_dtype = boundary_dtype, compute_dtype
 
     def _run(
         self, runtime: AnyRuntime, batches: Sequence[Batch], on_last: LossFn, request: HeadRequest

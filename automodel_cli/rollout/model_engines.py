@@ -52,9 +52,10 @@ def build_replica(session: Built, stops: list[int], **options: Any) -> HFEngine:
     """The library's own generation on a copy of the model, whose weights must come by `update_weights`. `stops` are the
     tokens that end a response, `options` the engine's own.
     """
-    tokenizer, model = session.tokenizer, session.model.parts[0].model
+    tokenizer, part = session.tokenizer, session.model.parts[0]
+    model = part.model
     return HFEngine.from_config(
-        model.config,
+        part.untied(model.config),
         device=session.mesh.device,
         dtype=model.dtype,
         trust_remote_code=session.recipe.model.trust_remote_code,

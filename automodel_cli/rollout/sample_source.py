@@ -249,4 +249,11 @@ class SampleSource:
                 keys=("rollout.engine",),
                 fix="rollout=sampler",
             )
+        if capabilities.hub_names and self.session.model.parts[0].unties_head:
+            raise ConfigError(
+                f"{type(self.config.engine).__name__}: the server has the base model, whose head is tied to the "
+                "embedding; the adapter of lora.target_modules makes it another matrix",
+                keys=("model.lora.target_modules", "rollout.engine"),
+                fix="model.lora.target_modules=all-linear",
+            )
         check_routing_engine(self.config, capabilities)

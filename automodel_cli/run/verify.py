@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,7 @@ class _Copies:
         num_layers = hf_config.get_text_config().num_hidden_layers if own_layers else LAYERS
         small = shrink(hf_config, num_layers=num_layers)
         small.__dict__.pop("quantization_config", None)  # how the hub stores the weights; the copy has its own, float32
+        small = _untied(small, recipe)
         try:
             model = build_small(
                 small, lambda c: compat.causal_lm(c, dtype=torch.float32, trust_remote_code=trust), seed=recipe.seed
@@ -121,6 +123,18 @@ class _Copies:
             attention=small_attention(recipe.model.attention),
             trust_remote_code=trust,
         )
+
+
+def _untied(small: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
+    """The copy's config, with a head of its own where an adapter reaches a tied one: the closed form of the adapter's
+    gradients has one use of each weight."""
+    if recipe.model.lora is None:
+        return small
+    from automodel_cli.models.build import part_of
+
+    exact = replace(recipe.model.lora, base_quantization="none")
+    part = part_of(copy.deepcopy(small), replace(recipe.model, lora=exact, mtp=None), device="meta")
+    return part.untied(small)
 
 
 def _packing_refusal(recipe: Recipe, hf_config: PretrainedConfig, packed: bool) -> str | None:

@@ -233,9 +233,17 @@ class CheckpointConfig:
     null: start at step 0."""
     save_final: bool = True
     """Save after the last step too."""
+    export_check_minutes: float = 30.0
+    """Longest time in which rank 0 compares the export with the trained model; 0 leaves it out."""
 
     def __post_init__(self) -> None:
         _positive("checkpoint", every=self.every, keep=self.keep)
+        if not 0 <= self.export_check_minutes < math.inf:
+            raise ConfigError(
+                f"export_check_minutes={self.export_check_minutes} must be 0 or more, and finite",
+                keys=("export_check_minutes",),
+                fix="checkpoint.export_check_minutes=30",
+            )
         if self.resume is not None and not self.resume.strip():
             raise ConfigError("resume is an empty string", keys=("resume",), fix="checkpoint.resume=auto")
 

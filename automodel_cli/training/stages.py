@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -40,6 +41,11 @@ class Stages(Protocol):
 
     def forward(self, batches: Sequence[Batch], reduce: LossFn, request: HeadRequest = LOGPROBS) -> list[Tensor]:
         """Forward only, no gradients: `reduce(output, batch)` per microbatch, on every rank of the batch."""
+        ...
+
+    def in_float32(self) -> AbstractContextManager[bool]:
+        """Inside, `forward` computes in float32 where the strategy can change its compute dtype; gives whether it
+        does."""
         ...
 
     @property
@@ -102,6 +108,9 @@ class SingleStage:
             for module, mode in training.items():
                 module.training = mode
             self._sharded.reshard()
+
+    def in_float32(self) -> AbstractContextManager[bool]:
+        return self._sharded.in_float32()
 
     @property
     def pp_group(self) -> None:

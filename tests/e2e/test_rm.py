@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_cli.models.classifier import difference, load_classifier
+from automodel_cli.models.classifier import load_classifier
+from automodel_cli.models.export_check import Precision, measure
 from automodel_cli.rollout.rewards.base import Judged
 from automodel_cli.rollout.rewards.model import RewardModel
 from tests.e2e.command import automodel, curve, metrics
@@ -55,10 +56,11 @@ def test_stages_train_and_export_the_same_scores(folder, losses):
     whole, _ = models = [load_classifier(path, torch.float32) for path in exports]
     scores = [[model(torch.tensor([row])).logits[0, 0] for row in rows] for model in models]
     assert scores[0][0].abs() > 1e-3 and torch.allclose(*(torch.stack(s) for s in scores), atol=1e-5)
-    assert difference(exports[1], torch.float32, rows, scores[0]) < 1e-5
+    exact = Precision(torch.float32, rounds_weights=False)
+    assert measure(exports[1], rows, scores[0], exact, as_classifier=True).worst < 1e-5
     whole.score.weight.data.mul_(1.1)
     wrong = [whole(torch.tensor([row])).logits[0, 0].detach() for row in rows]
-    assert difference(exports[1], torch.float32, rows, wrong) > 1e-4
+    assert measure(exports[1], rows, wrong, exact, as_classifier=True).worst > 1e-4
 
 
 def test_as_a_reward_it_scores_a_held_out_pair_as_its_training_did(folder, losses):

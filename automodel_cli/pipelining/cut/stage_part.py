@@ -275,6 +275,7 @@ def _table(model: PreTrainedModel) -> tuple[str, bool]:
 def _copy_table(model: PreTrainedModel, embedding: str) -> None:
     """Give the stage a table of its own: under a V placement the first stage, on the same rank, has the other."""
     table, head = model.get_submodule(embedding), model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)  # an adapter around it only shows its weight
     weight = table.weight
     assert isinstance(weight, nn.Parameter)
     table.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)

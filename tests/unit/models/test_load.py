@@ -16,7 +16,8 @@ from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models import load
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.export import export_hf, verify_export
+from automodel_cli.models.export import export_hf, rounds_weights, trained_values, verify_export
+from automodel_cli.models.export_check import Precision, measure
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.weights import iter_hf_weights
@@ -90,7 +91,9 @@ def test_export_keeps_the_hubs_dtype_and_serves_older_readers(tmp_path: Path):
             param.mul_(1.001)
     trained = {name: param.detach().clone() for name, param in part.named_parameters()}
     export_hf([part], config, None, tmp_path / "out")
-    assert verify_export(tmp_path / "out", [part], PROMPTS) < 1e-5
+    precision = Precision(torch.float32, rounds_weights([part]))
+    found = measure(tmp_path / "out", PROMPTS, trained_values([part], PROMPTS), precision)
+    assert found.passed and found.worst > 1e-5, "rounding to bfloat16 shows, and no more"
     assert all(torch.equal(param, trained[name]) for name, param in part.named_parameters())
     assert not torch.equal(before["model.lm_head.weight"], trained["model.lm_head.weight"])
     fields = json.loads((tmp_path / "out" / "config.json").read_text())

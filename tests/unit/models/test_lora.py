@@ -87,23 +87,6 @@ def test_the_update_is_scaled_by_alpha_over_the_rank_or_its_root(use_rslora: boo
     assert found[0].tolist() == pytest.approx([want] * base.out_features, rel=1e-4)
 
 
-def test_merged_export_in_bf16_is_compared_at_bf16_and_leaves_the_model_as_it_was(tmp_path: Path):
-    """The sum is what is rounded, so the comparison must round the sum: the base alone is off by 1e-3 and more."""
-    model = build_hf("llama").to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "base")
-    config = ModelConfig(pretrained=str(tmp_path / "base"), lora=LoRAConfig(rank=4, alpha=8.0))
-    part = build_part(config)
-    load_weights(part, config, device="cpu", seed=0)
-    _step(part)
-    before = {name: tensor.clone() for name, tensor in part.state_dict().items()}
-    batch = packed_batch(ROWS)
-    logprobs = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT
-    export_hf([part], config, None, tmp_path / "out")
-    assert verify_export(tmp_path / "out", [part], [token_row(12, 4).tolist()]) < 1e-5
-    assert all(torch.equal(tensor, before[name]) for name, tensor in part.state_dict().items())
-    assert torch.equal(part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT, logprobs)
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "falcon"])
 def test_peft_loads_what_we_save_and_the_merged_export_is_the_same(family: str, tmp_path: Path):
     part, config = _trained(tmp_path / "base", family)

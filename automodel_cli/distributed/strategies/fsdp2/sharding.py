@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -50,6 +51,13 @@ class FSDP2Sharded(Sharded):
         finally:
             module.set_requires_gradient_sync(True)
             module.set_is_last_backward(True)
+
+    @contextmanager
+    def in_float32(self) -> Iterator[bool]:
+        self.reshard()
+        with torch_compat.computing_in(fsdp_modules(self.part), torch.float32):
+            yield True
+            self.reshard()
 
     def reshard(self) -> None:
         """Until then the module shows gathered plain tensors where optimizer, checkpoint and export expect shards, and

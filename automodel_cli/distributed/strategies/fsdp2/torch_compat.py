@@ -3,13 +3,16 @@ for sums over microbatches that products add to.
 
 Relied on: that gathering on one rank copies `all_gather_inputs` into `all_gather_outputs`, which are made once, and
 that summing there copies one buffer of `ReduceScatter.allocate` into the next. Where a torch does otherwise, it copies
-more. tests/dist/test_alone.py counts the copies. And that `unsharded_accumulated_grad` is what a unit sums over
+more. tests/dist/test_alone.py counts the copies. That a gathered parameter and its buffers are made where they are
+missing, in `param_dtype` (tests/dist/test_precision.py). And that `unsharded_accumulated_grad` is what a unit sums over
 microbatches in, before ranks do, if `reduce_dtype` is not that of gradients (tests/dist/test_added.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +37,34 @@ def _groups(unit: FSDPModule) -> list[Any]:
     state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+@contextmanager
+def computing_in(units: Sequence[FSDPModule], dtype: torch.dtype) -> Iterator[None]:
+    """Inside, units that are sharded gather their parameters and take their inputs in `dtype`. Leave with all of them
+    sharded again."""
+    states: list[Any] = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
+    groups = [group for unit in units for group in _groups(unit)]
+    policies = [(owner, "_mp_policy", owner._mp_policy) for owner in states]
+    policies += [(owner, "mp_policy", owner.mp_policy) for owner in groups]
+    try:
+        for owner, name, policy in policies:
+            setattr(owner, name, dataclasses.replace(policy, param_dtype=dtype))
+        _forget_gathered(groups)
+        yield
+    finally:
+        for owner, name, policy in policies:
+            setattr(owner, name, policy)
+        _forget_gathered(groups)
+
+
+def _forget_gathered(groups: Sequence[Any]) -> None:
+    """Drop what holds gathered parameters, which the next gather makes again, in the dtype of the policy."""
+    for group in groups:
+        for param in group.fsdp_params:
+            param.all_gather_outputs = []
+            param.__dict__.pop("_unsharded_param", None)
+        group._init_mp_dtypes()
 
 
 def weight_sums(unit: FSDPModule) -> Iterator[tuple[nn.Module, str, UnreducedSum]]:

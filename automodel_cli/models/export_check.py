@@ -1,0 +1,204 @@
+"""Whether an export computes what was trained: its log-probs under stock `transformers` beside those of the model.
+
+The trained side is the model's own forward, adapters on. It shares no name lookup and no merge with the export. The
+library reloads the export, which computes in float32. What then remains is rounding: of weights to the dtype of the
+export, and of products where the trained side computes in 16 bits. The export itself measures how much that costs
+(`_yardstick`), so no bound depends on the machine, the model or its depth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.models import classifier, compat
+from automodel_cli.models.cast_layers import Cast, cast_layers, largest_forward, moved_within_ulp
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The trained side and the yardstick round independently. Their means agree within tens of percent, their tails within a
+# factor of 2. The floors are differences that nobody notices: float32 stays 100 times below them.
+_TIMES, _TIMES_IN_TAIL = 3.0, 4.0
+_FLOOR, _FLOOR_IN_TAIL = 1e-3, 1e-2
+_TAIL = 0.99
+_LOGITS_FACTOR = 3  # logits, their log-softmax, and a copy
+
+
+class Unfinished(Exception):
+    """The comparison does not fit the memory or the time. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the trained side computes: in which dtype, and whether the export rounded its weights to fewer bits."""
+
+    arithmetic: torch.dtype
+    rounds_weights: bool
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """|trained - export| over `num_values` log-probs (or scores): mean, 99% quantile and maximum, with the bounds of
+    the first two. `place` is the (prompt, token) of the maximum, `values` are both sides there."""
+
+    mean: float
+    tail: float
+    worst: float
+    mean_allowed: float
+    tail_allowed: float
+    num_values: int
+    place: tuple[int, int]
+    values: tuple[float, float]
+
+    @property
+    def passed(self) -> bool:
+        return self.mean <= self.mean_allowed and self.tail <= self.tail_allowed  # NaN never passes
+
+
+def measure(
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    ours: Sequence[Tensor],
+    precision: Precision,
+    *,
+    trust_remote_code: bool = False,
+    as_classifier: bool = False,
+    device: torch.device | str = "cpu",
+    available_bytes: float | None = None,
+    seconds: float | None = None,
+) -> Agreement:
+    """Compare `ours`, the trained side's log-probs of each prompt's tokens after the first, with those of `folder`.
+
+    `as_classifier`: one score per prompt instead. Host memory holds the export as stored and one layer in float32.
+    Runs on one rank. Raises RunError when the folder does not load as the whole model, and `Unfinished` when
+    `available_bytes` of host memory or `seconds` do not suffice.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    _check_memory(folder, available_bytes)
+    model = _loaded(folder, trust_remote_code, as_classifier)
+    where = torch.device(device)
+    if where.type == "cuda" and not _fits(where, largest_forward(model), prompts, model):
+        where = torch.device("cpu")
+    exact = _values(model, prompts, as_classifier, where, Cast(torch.float32), deadline)
+    yardstick = _yardstick(model, prompts, as_classifier, where, precision, deadline)
+    return _agreement(prompts, [value.detach().float().cpu().reshape(-1) for value in ours], exact, yardstick)
+
+
+def _yardstick(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    as_classifier: bool,
+    device: torch.device,
+    precision: Precision,
+    deadline: float | None,
+) -> list[Tensor]:
+    """The export once more, with the rounding that lies between it and the trained side: each weight moves at random
+    within its unit in the last place, and products run in the dtype of the trained side."""
+    stored = model.dtype if precision.rounds_weights else torch.float32
+    cast = Cast(precision.arithmetic, moved_within_ulp(stored), compat.fp32_names(model, precision.arithmetic))
+    return _values(model, prompts, as_classifier, device, cast, deadline)
+
+
+def _agreement(
+    prompts: Sequence[Sequence[int]], ours: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequence[Tensor]
+) -> Agreement:
+    num_values = sum(len(value) for value in exact)
+    if not num_values:
+        raise Unfinished("no prompt has two tokens")
+    gaps = [_gap(a, b) for a, b in zip(ours, exact, strict=True)]
+    gap, noise = torch.cat(gaps), torch.cat([_gap(a, b) for a, b in zip(rounded, exact, strict=True)])
+    noise = noise[noise.isfinite()]
+    mean, tail = (noise.mean().item(), noise.quantile(_TAIL).item()) if len(noise) else (0.0, 0.0)
+    prompt = max(range(len(gaps)), key=lambda i: gaps[i].max().item() if len(gaps[i]) else -1.0)
+    token = int(gaps[prompt].argmax())
+    return Agreement(
+        mean=gap.mean().item(),
+        tail=gap.quantile(_TAIL).item() if gap.isfinite().all() else float("inf"),
+        worst=gap.max().item(),
+        mean_allowed=max(_FLOOR, _TIMES * mean),
+        tail_allowed=max(_FLOOR_IN_TAIL, _TIMES_IN_TAIL * tail),
+        num_values=num_values,
+        place=(prompt, token),
+        values=(ours[prompt][token].item(), exact[prompt][token].item()),
+    )
+
+
+def _gap(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b|. NaN is a mismatch, never an agreement."""
+    return (a - b).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def _loaded(folder: Path, trust: bool, as_classifier: bool) -> PreTrainedModel:
+    """The library's model in the dtype that is stored. Raises RunError."""
+    if as_classifier:
+        return classifier.load_classifier(folder, "auto")
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        with compat.quiet():
+            of_text = trust or type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_CAUSAL_LM_MAPPING
+            auto: Any = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+            model, info = auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust, output_loading_info=True)
+    except Exception as error:  # whatever it is, the export is not what we promise
+        raise RunError(f"the export in {folder} does not load with transformers: {error}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise RunError(f"the export in {folder} lacks {len(missing)} tensors of its model: {', '.join(missing[:3])}")
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+@torch.no_grad()
+def _values(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    as_classifier: bool,
+    device: torch.device,
+    cast: Cast,
+    deadline: float | None,
+) -> list[Tensor]:
+    """Log-probs of each prompt's tokens after the first, or its score: float32 on the CPU."""
+
+    def tick() -> None:
+        if deadline is not None and time.monotonic() > deadline:
+            raise Unfinished("the comparison took longer than checkpoint.export_check_minutes")
+
+    with cast_layers(model, cast, device, tick):
+        if as_classifier:  # the library reads a score at a row's last token: padding would move it
+            rows = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
+            return [model(input_ids=row, use_cache=False).logits[0, :1].float().cpu() for row in rows]
+        ids_BT = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long, device=device)
+        for row, prompt in enumerate(prompts):
+            ids_BT[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
+        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits  # causal: what follows a prompt changes nothing
+        found = []
+        for row, prompt in enumerate(prompts):
+            logprobs_TV = logits_BTV[row, : len(prompt) - 1].float().log_softmax(-1)
+            next_T1 = ids_BT[row, 1 : len(prompt), None]
+            found.append(logprobs_TV.gather(-1, next_T1)[:, 0].cpu())
+        return found
+
+
+def _check_memory(folder: Path, available_bytes: float | None) -> None:
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if available_bytes is not None and stored * 1.2 > available_bytes:
+        raise Unfinished(
+            f"the reloaded export needs {stored * 1.2 / 2**30:.0f} GiB of host memory, {available_bytes / 2**30:.0f} "
+            "GiB are free"
+        )
+
+
+def _fits(device: torch.device, float32_bytes: float, prompts: Sequence[Sequence[int]], model: PreTrainedModel) -> bool:
+    """Whether the device has room for the largest layer and all outside of layers, with their logits."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    tokens = len(prompts) * max(map(len, prompts))
+    logits = 4 * tokens * model.config.get_text_config().vocab_size * _LOGITS_FACTOR
+    return 2 * float32_bytes + logits + 2**30 < free
