@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.models import compat
-from automodel_cli.models.seeds import generator_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_NOISE = 1_000_003  # a prime, so that a repeated pattern meets no two rows of a matrix in the same way
 
 
 @dataclass(frozen=True)
@@ -31,22 +28,6 @@ class Cast:
         changed = tensor.float() if self.change is None else self.change(name, tensor.float())
         kept = self.keeps_float32 is not None and self.keeps_float32(name)
         return changed if kept else changed.to(self.dtype)
-
-
-def moved_within_ulp(stored: torch.dtype) -> Callable[[str, Tensor], Tensor]:
-    """A change that adds to each value a uniform part of its unit in the last place in `stored`, from -1/2 to 1/2: the
-    error of rounding to `stored`. Zeros stay."""
-    eps = torch.finfo(stored).eps
-    pattern = torch.rand(_NOISE, generator=generator_for(0, "unit in the last place")) - 0.5
-
-    def change(name: str, tensor: Tensor) -> Tensor:
-        start = int(torch.randint(_NOISE, (), generator=generator_for(0, name)))
-        noise = pattern.roll(start).to(tensor.device).repeat(-(-tensor.numel() // _NOISE))[: tensor.numel()]
-        exponent = torch.frexp(tensor)[1] - 1
-        ulp = torch.ldexp(torch.full_like(tensor, eps), exponent)
-        return torch.where(tensor == 0, tensor, tensor + ulp * noise.view(tensor.shape))
-
-    return change
 
 
 @contextmanager

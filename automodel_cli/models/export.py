@@ -39,7 +39,7 @@ _SHARD_BYTES = 4 * 2**30
 _WAIT = timedelta(minutes=60)
 MARK = "unverified.json"
 """The file in an export that was not compared with the trained model, or does not compute what it does."""
-_LAST = "config.json"
+LAST = "config.json"
 """Without it no reader takes the folder for a model."""
 Score = Callable[[list[list[int]]], list[Tensor]]
 """Prompts (token ids) -> log-probs of each prompt's tokens after the first, on the CPU."""
@@ -131,10 +131,10 @@ def publish(written: Path, folder: Path) -> None:
     if not folder.exists():
         written.rename(folder)
         return
-    (folder / _LAST).unlink(missing_ok=True)
+    (folder / LAST).unlink(missing_ok=True)
     for stale in (*folder.glob("model*.safetensors*"), folder / MARK):
         stale.unlink(missing_ok=True)
-    for path in sorted(written.iterdir(), key=lambda path: path.name == _LAST):
+    for path in sorted(written.iterdir(), key=lambda path: path.name == LAST):
         if path.is_dir():
             shutil.rmtree(folder / path.name, ignore_errors=True)
         path.replace(folder / path.name)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models import classifier, compat
-from automodel_cli.models.cast_layers import Cast, cast_layers, largest_forward, moved_within_ulp
+from automodel_cli.models.cast_layers import Cast, cast_layers, largest_forward
+from automodel_cli.models.ulp import moved_within_ulp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 _TIMES, _TIMES_IN_TAIL = 3.0, 4.0
 _FLOOR, _FLOOR_IN_TAIL = 1e-3, 1e-2
 _TAIL = 0.99
+_MOST_SHARE = 1.5
+_CERTAIN = 8.0  # standard errors of independent tokens: those of a row are not
 _LOGITS_FACTOR = 3  # logits, their log-softmax, and a copy
 
 
@@ -47,7 +51,8 @@ class Precision:
 @dataclass(frozen=True)
 class Agreement:
     """|trained - export| over `num_values` log-probs (or scores): mean, 99% quantile and maximum, with the bounds of
-    the first two. `place` is the (prompt, token) of the maximum, `values` are both sides there."""
+    the first two. `place` is the (prompt, token) of the maximum, `values` are both sides there. `share`: how much of
+    what the adapters changed the export has, 1 where the merge is right; None where rounding hides it."""
 
     mean: float
     tail: float
@@ -57,10 +62,14 @@ class Agreement:
     num_values: int
     place: tuple[int, int]
     values: tuple[float, float]
+    share: float | None = None
 
     @property
     def passed(self) -> bool:
-        return self.mean <= self.mean_allowed and self.tail <= self.tail_allowed  # NaN never passes
+        """Whether both bounds hold, and the merge adds not more than was trained. NaN never passes. Too small a share
+        alone may be rounding: a merge loses what is below half a unit in the last place of its weight."""
+        within = self.mean <= self.mean_allowed and self.tail <= self.tail_allowed
+        return within and (self.share is None or self.share <= _MOST_SHARE)
 
 
 def measure(
@@ -69,6 +78,7 @@ def measure(
     ours: Sequence[Tensor],
     precision: Precision,
     *,
+    base: Sequence[Tensor] | None = None,
     trust_remote_code: bool = False,
     as_classifier: bool = False,
     device: torch.device | str = "cpu",
@@ -77,9 +87,9 @@ def measure(
 ) -> Agreement:
     """Compare `ours`, the trained side's log-probs of each prompt's tokens after the first, with those of `folder`.
 
-    `as_classifier`: one score per prompt instead. Host memory holds the export as stored and one layer in float32.
-    Runs on one rank. Raises RunError when the folder does not load as the whole model, and `Unfinished` when
-    `available_bytes` of host memory or `seconds` do not suffice.
+    `base`: the trained side's without its adapters. `as_classifier`: one score per prompt instead. Host memory holds
+    the export as stored and one layer in float32. Runs on one rank. Raises RunError when the folder does not load as
+    the whole model, and `Unfinished` when `available_bytes` of host memory or `seconds` do not suffice.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     _check_memory(folder, available_bytes)
@@ -89,7 +99,8 @@ def measure(
         where = torch.device("cpu")
     exact = _values(model, prompts, as_classifier, where, Cast(torch.float32), deadline)
     yardstick = _yardstick(model, prompts, as_classifier, where, precision, deadline)
-    return _agreement(prompts, [value.detach().float().cpu().reshape(-1) for value in ours], exact, yardstick)
+    found = _agreement(_flat(ours), exact, yardstick)
+    return found if base is None else replace(found, share=_share(_flat(ours), _flat(base), exact, yardstick))
 
 
 def _yardstick(
@@ -103,13 +114,33 @@ def _yardstick(
     """The export once more, with the rounding that lies between it and the trained side: each weight moves at random
     within its unit in the last place, and products run in the dtype of the trained side."""
     stored = model.dtype if precision.rounds_weights else torch.float32
-    cast = Cast(precision.arithmetic, moved_within_ulp(stored), compat.fp32_names(model, precision.arithmetic))
+    cast = Cast(
+        precision.arithmetic, partial(moved_within_ulp, stored=stored), compat.fp32_names(model, precision.arithmetic)
+    )
     return _values(model, prompts, as_classifier, device, cast, deadline)
 
 
-def _agreement(
-    prompts: Sequence[Sequence[int]], ours: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequence[Tensor]
-) -> Agreement:
+def _flat(values: Sequence[Tensor]) -> list[Tensor]:
+    return [value.detach().float().cpu().reshape(-1) for value in values]
+
+
+def _share(
+    ours: Sequence[Tensor], base: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequence[Tensor]
+) -> float | None:
+    """The slope of (export - base) over (ours - base), where its standard error by the yardstick is small enough to
+    tell 1 from 1.5. The slope of a merge of twice the update is 2, far below the noise of a single token."""
+    trained, held, noise = (
+        torch.cat([a - b for a, b in zip(*sides, strict=True)]).double()
+        for sides in ((ours, base), (exact, base), (rounded, exact))
+    )
+    square = trained.square().sum()
+    error = (trained * noise).square().sum().sqrt() / square
+    if not _CERTAIN * error < _MOST_SHARE - 1:  # NaN too
+        return None
+    return ((trained * held).sum() / square).item()
+
+
+def _agreement(ours: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequence[Tensor]) -> Agreement:
     num_values = sum(len(value) for value in exact)
     if not num_values:
         raise Unfinished("no prompt has two tokens")
@@ -188,11 +219,17 @@ def _values(
 
 def _check_memory(folder: Path, available_bytes: float | None) -> None:
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if available_bytes is not None and stored * 1.2 > available_bytes:
+    needed = host_bytes(stored)
+    if available_bytes is not None and needed > available_bytes:
         raise Unfinished(
-            f"the reloaded export needs {stored * 1.2 / 2**30:.0f} GiB of host memory, {available_bytes / 2**30:.0f} "
-            "GiB are free"
+            f"the reloaded export needs {needed / 2**30:.1f} GiB of host memory, {available_bytes / 2**30:.1f} GiB are "
+            "free"
         )
+
+
+def host_bytes(stored: float) -> float:
+    """What `measure` takes of the host for an export of so many bytes: itself, a layer and the tables in float32."""
+    return 1.5 * stored
 
 
 def _fits(device: torch.device, float32_bytes: float, prompts: Sequence[Sequence[int]], model: PreTrainedModel) -> bool:

@@ -22,6 +22,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import compat, lora_targets, nf4
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.models.seeds import generator_for
+from automodel_cli.models.ulp import rounded_at_random
 
 if TYPE_CHECKING:
     from automodel_cli.models.part import ModelPart
@@ -172,19 +173,30 @@ def scale(layer: Any) -> float:
     return factor
 
 
-def delta(layer: Any, factor: float | None = None) -> Tensor:
-    """The full fp32 update of a wrapped layer, by its own scale or `factor`. Collective where adapters are sharded."""
+def delta(layer: Any) -> Tensor:
+    """The full fp32 update of a wrapped layer. Collective where adapters are sharded."""
     a, b = (
         compat.gathered(layer.lora_A[_ADAPTER].weight).float(),
         compat.gathered(layer.lora_B[_ADAPTER].weight).float(),
     )
-    update = (b @ a) * (scale(layer) if factor is None else factor)
+    update = (b @ a) * scale(layer)
     return update.T if lora_targets.is_transposed(layer) else update
 
 
-def merged(weight: Tensor, layer: Any, factor: float | None = None) -> Tensor:
-    """A layer's full `weight` with its `delta` added in fp32, in the dtype of the weight."""
-    return (weight.float() + delta(layer, factor)).to(weight.dtype)
+def merged(weight: Tensor, layer: Any) -> Tensor:
+    """A layer's full `weight` with its `delta` added, in fp32. Collective where adapters are sharded."""
+    return weight.float() + delta(layer)
+
+
+def rounded(name: str, merge: Tensor, dtype: torch.dtype) -> Tensor:
+    """A merge in `dtype`, up or down at random in 16 bits, so that its mean stays.
+
+    An update is often below half a unit in the last place of its weight. Rounding to the nearest value drops it: of a
+    short run in bfloat16, half of what was trained. The draw depends on `name` only.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return merge.to(dtype)
+    return rounded_at_random(f"{name} merged", merge, dtype)
 
 
 def _in_whole(name: str, places: dict[str, str]) -> str:

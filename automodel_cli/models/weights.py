@@ -128,10 +128,11 @@ def _named_full_weights(
         state = {}
         for name, held in unit.items():
             full = held.dequantised() if isinstance(held, nf4.NF4Linear) else compat.gathered(held)
+            wanted = torch.float32 if keep_fp32(name) else dtype
             if name in updates:
-                full = lora.merged(full, updates[name])
-            if full.is_floating_point():
-                full = full.to(torch.float32 if keep_fp32(name) else dtype)
+                full = lora.rounded(name, lora.merged(full, updates[name]), wanted)
+            elif full.is_floating_point():
+                full = full.to(wanted)
             state[name] = full.to(device) if device is not None else full
         if hub_names:
             with lora.bare(model):

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed import process_group
 from automodel_cli.models.export import (
+    LAST,
     MARK,
     discard_staged,
     export_hf,
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe
 
 _NUM_PROMPTS, _PROMPT_TOKENS = 8, 128
+NUM_TOKENS = _NUM_PROMPTS * _PROMPT_TOKENS
+"""Most tokens that are compared."""
 _NUM_SCORES = 32  # a row has one score, but a log-prob for each token
+_LOW_SHARE = 0.8
 _LOAD_MINUTES = 60.0  # that the other ranks wait besides, while rank 0 reads the export
 
 
@@ -70,6 +74,7 @@ def export_and_verify(
     disk is full or read-only.
     """
     folder = folder.resolve()
+    written = folder
     try:
         written = staging(folder) if is_first_rank() else folder
         _write(recipe, model, tokenizer, written, _title(folder), summary, rows.taught_stops())
@@ -85,6 +90,10 @@ def export_and_verify(
             keys=("output_dir",),
             fix=f"automodel export {folder.parent} --out another-disk/export" if checkpoint else None,
         ) from error
+    except Exception:  # whatever it was, what is written whole is kept
+        if is_first_rank() and written != folder and (written / LAST).exists():
+            publish(written, _unverified(folder))
+        raise
     finally:
         if is_first_rank():
             discard_staged(folder)
@@ -163,14 +172,14 @@ def _compare(recipe: Recipe, model: Model, rows: PackedDataset, folder: Path) ->
 
 
 def _judged(
-    compare: Callable[[list[torch.Tensor]], Agreement],
+    compare: Callable[..., Agreement],
     ours: list[torch.Tensor],
     base: list[torch.Tensor] | None,
     compared: str,
     precision: Precision,
 ) -> Checked:
     try:
-        found = compare(ours)
+        found = compare(ours, base=base)
         if found.passed:
             return Checked(found)
         problem = _described(found, compared, precision)
@@ -181,6 +190,8 @@ def _judged(
         return Checked(reason=str(error))
     except RunError as error:
         return Checked(problem=error.message)
+    except Exception as error:  # a forward of the library may fail in any way; the export is whole all the same
+        return Checked(reason=f"its forward failed, {type(error).__name__}: {error}")
 
 
 def _without_adapters(recipe: Recipe, model: Model, prompts: list[list[int]], score: Any) -> list[torch.Tensor] | None:
@@ -193,7 +204,9 @@ def _without_adapters(recipe: Recipe, model: Model, prompts: list[list[int]], sc
 
 def _described(found: Agreement, compared: str, precision: Precision) -> str:
     (prompt, token), (ours, theirs) = found.place, found.values
+    share = "" if found.share is None else f"it has {found.share:.0%} of what the adapters changed; "
     return (
+        f"{share}"
         f"mean |{compared} difference| {found.mean:.1e} over {found.num_values} values, allowed "
         f"{found.mean_allowed:.1e}; 99% of them below {found.tail:.1e}, allowed {found.tail_allowed:.1e}; the largest "
         f"is in row {prompt} of the training data at token {token + 1}: trained {ours:.4f}, export {theirs:.4f} "
@@ -205,7 +218,12 @@ def _in_words(recipe: Recipe, checked: Checked) -> str:
     if checked.agreement is None:
         return f"not compared with the trained model: {checked.reason}"
     found = checked.agreement
-    return f"reloaded with transformers, max |{_compared(recipe)} difference| {found.worst:.1e}, mean {found.mean:.1e}"
+    words = f"reloaded with transformers, max |{_compared(recipe)} difference| {found.worst:.1e}, mean {found.mean:.1e}"
+    if found.share is not None and found.share < _LOW_SHARE:
+        words += (
+            f"; rounding took {1 - found.share:.0%} of what the adapters changed (the base with adapter/ has all of it)"
+        )
+    return words
 
 
 def _compared(recipe: Recipe) -> str:

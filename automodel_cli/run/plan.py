@@ -53,12 +53,13 @@ def print_plan(
     with shipped.preferred():
         recipe, recomputed = decided(recipe, layout, memory_gib * 2**30)
         plan = make_plan(plan_request(recipe, layout))
+        export_check = _export_check(recipe, plan)
     traced = trace() if trace is not None else ()
     width = shutil.get_terminal_size((120, 24)).columns
     if recomputed is not None:
         print(f"recompute: {recomputed}\n")
     print(render.render(plan, memory_gib=memory_gib, traced=traced, width=width))
-    for line in (_while_it_generates(recipe, plan, memory_gib), recipe.packs_fewer):
+    for line in (_while_it_generates(recipe, plan, memory_gib), recipe.packs_fewer, export_check):
         if line is not None:
             print(line)
     if svg is not None:
@@ -79,6 +80,27 @@ def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | 
     return (
         f"while it generates, {verdict}: {taken:.1f} GiB of a server (memory_share={servers.memory_share:g}) beside "
         f"{stays:.1f} GiB of parameters and optimizer and {RESERVE_GIB:g} set aside, of {memory_gib:g} GiB"
+    )
+
+
+def _export_check(recipe: Recipe, plan: Plan) -> str | None:
+    """What the comparison at the end of the run takes from rank 0's host."""
+    import torch
+
+    from automodel_cli.models.export_check import host_bytes
+    from automodel_cli.models.source import hf_config
+    from automodel_cli.run.exporting import NUM_TOKENS
+
+    minutes = recipe.checkpoint.export_check_minutes
+    if not minutes:
+        return None
+    stored = hf_config(recipe.model).dtype if recipe.model.config is None else None
+    dtype = stored if isinstance(stored, torch.dtype) else getattr(torch, recipe.model.dtype)
+    needed = host_bytes(plan.num_parameters * dtype.itemsize) / 2**30
+    flops = 2 * 2 * plan.num_parameters * NUM_TOKENS  # two passes, a product and a sum for each weight
+    return (
+        f"export check: rank 0 reloads the export into {needed:.1f} GiB of host memory and runs it twice on "
+        f"{NUM_TOKENS} tokens (at most {flops / 1e12:.2g} TFLOP) in at most {minutes:g} minutes; the other ranks wait"
     )
 
 

@@ -55,3 +55,14 @@ def test_a_run_goes_on_from_experts_and_stages_to_one_process_and_back(tmp_path:
         assert done.returncode == 0, done.stdout + done.stderr
     assert [row["step"] for row in metrics(run) if "loss" in row] == list(range(1, 7))
     assert curve(run) == pytest.approx(curve(straight), rel=1e-5)
+
+
+def test_a_cluster_recipe_in_the_shipped_precision_exports_what_it_trained(tmp_path: Path) -> None:
+    """bfloat16 under FSDP2, experts and stages: the size group alone sets float32."""
+    words = ("parallelizer.mp_policy=null", "train.max_steps=2")
+    run = _train(tmp_path, "gpt_oss_pp2ep4_tiny", "shipped", *words)
+    assert (run / "export/config.json").is_file() and not (run / "export/unverified.json").exists()
+    done = automodel(tmp_path, "export", str(run), "--out", "again", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = ((folder / "model.safetensors").read_bytes() for folder in (run / "export", tmp_path / "again"))
+    assert first == second

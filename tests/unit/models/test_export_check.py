@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from transformers import AutoModelForCausalLM
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models import lora
 from automodel_cli.models.build import build_part
-from automodel_cli.models.cast_layers import Cast, cast_layers, largest_forward, moved_within_ulp
+from automodel_cli.models.cast_layers import Cast, cast_layers, largest_forward
 from automodel_cli.models.config import LoRAConfig, ModelConfig
 from automodel_cli.models.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.export_check import Agreement, Precision, Unfinished, measure
 from automodel_cli.models.load import load_weights
 from automodel_cli.models.part import ModelPart
+from automodel_cli.models.ulp import moved_within_ulp
 from automodel_cli.pipelining.cut.probe import check_split
 from automodel_cli.pipelining.cut.stage_part import cut_stage
 from tests.tiny import build_hf, packed_batch, token_row
@@ -62,6 +64,29 @@ def test_a_right_merge_passes_and_wrong_ones_do_not(dtype: torch.dtype, tmp_path
         export_hf([part], config, None, tmp_path / f"times{factor}")
         found = compared(part, tmp_path / f"times{factor}")
         assert not found.passed and found.mean > 3 * found.mean_allowed
+
+
+def test_a_merge_of_twice_the_update_shows_below_the_noise_of_rounding(tmp_path: Path, monkeypatch):
+    """A short run: stored in bfloat16, the update costs each token less than rounding does."""
+    torch.manual_seed(0)
+    part, config = adapted(tmp_path / "base", torch.bfloat16, steps=0)
+    config = dataclasses.replace(config, dtype="float32")
+    part = build_part(config)
+    load_weights(part, config, device="cpu", seed=0)
+    for _, layer in lora.wrappers(part.model):
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.0012)
+    precision = Precision(torch.float32, rounds_weights([part]))
+    ours = trained_values([part], PROMPTS)
+    with lora.adapters_off([part.model]):
+        base = trained_values([part], PROMPTS)
+    true, shares = lora.delta, []
+    for factor in (1.0, 2.0):
+        monkeypatch.setattr(lora, "delta", lambda *args, by=factor: by * true(*args))
+        export_hf([part], config, None, tmp_path / f"times{factor}")
+        found = measure(tmp_path / f"times{factor}", PROMPTS, ours, precision, base=base)
+        assert found.passed == (factor == 1.0) and found.mean < found.mean_allowed, "single tokens show nothing"
+        shares.append(found.share)
+    assert shares == pytest.approx([1.0, 2.0], abs=0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,12 +173,24 @@ def test_layers_are_cast_one_at_a_time_and_give_what_the_whole_cast_model_gives(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rounded_merge_keeps_the_mean_of_an_update_below_half_a_unit(dtype: torch.dtype):
+    weight = torch.randn(300_000, generator=torch.Generator().manual_seed(0)).to(dtype).abs().clamp_min(0.1)
+    unit = (weight.view(torch.int16) + 1).view(dtype).double() - weight.double()
+    merge = (weight.double() + 0.1 * unit).float()
+    kept = (lora.rounded("w", merge, dtype).double() - weight.double()) / unit
+    assert set(kept.tolist()) == {0.0, 1.0} and kept.mean().item() == pytest.approx(0.1, abs=5e-3)
+    assert torch.equal(merge.to(dtype), weight), "to the nearest value, nothing is left of it"
+    assert torch.equal(lora.rounded("w", weight.float(), dtype), weight), "nothing is added where nothing was trained"
+    assert torch.equal(lora.rounded("w", merge, torch.float32), merge)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_yardstick_moves_weights_as_rounding_does(dtype: torch.dtype):
     """Within half a unit in the last place, which is the distance to the next number of the dtype, and evenly."""
     stored = torch.randn(200_000, generator=torch.Generator().manual_seed(0)).to(dtype).abs()
     stored[:100] = 0
     following = (stored.view(torch.int16) + 1).view(dtype).double()
-    moved = moved_within_ulp(dtype)("w", stored.float()).double() - stored.double()
+    moved = moved_within_ulp("w", stored.float(), dtype).double() - stored.double()
     share = moved[100:] / (following - stored.double())[100:]
     assert not moved[:100].any()
     assert share.abs().max() <= 0.5 + 1e-6

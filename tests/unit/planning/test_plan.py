@@ -300,6 +300,9 @@ def test_a_layout_with_layers_that_the_model_lacks_is_refused() -> None:
         make_plan(request(pipeline=PipelineConfig(schedule="interleaved_1f1b", layout="Et|t|tt|mL")))
 
 
+MINUTES = (("checkpoint.export_check_minutes=0",), ())
+
+
 def test_command_prints_a_plan_or_says_what_does_not_fit(tmp_path: Path) -> None:
     write_config(tmp_path)
     pipeline = ("mesh.pp_size=2", "pipeline=1f1b")
@@ -307,6 +310,11 @@ def test_command_prints_a_plan_or_says_what_does_not_fit(tmp_path: Path) -> None
     assert good.returncode == 0, good.stderr
     assert "4 GPUs, fsdp2: pp=2 x dp=2" in good.stdout and "fits" in good.stdout
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    of_8b = ("plan", "-c", "llama3_8b_tp2cp2", "--gpus", "8")
+    without, large = (automodel(tmp_path, *of_8b, *more).stdout for more in MINUTES)
+    assert large and "export check" not in without
+    (gib,) = re.findall(r"export check: rank 0 reloads the export into ([\d.]+) GiB", large)
+    assert 8.03e9 * 4 / 2**30 < float(gib) < 2 * 8.03e9 * 4 / 2**30  # its parameters, stored in float32
     bad = automodel(tmp_path, "plan", "-c", "tiny.yaml", "--gpus", "3", *pipeline)
     assert bad.returncode == 2 and not bad.stdout
     assert "3 ranks are not divisible by pp_size=2" in bad.stderr and "from  mesh.pp_size (command line)" in bad.stderr
