@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.run_folders.clean import EXPORTS
 from automodel_cli.training.checkpoint_dir import META, CheckpointDir, step_of
 
 if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe
 
 BEST, LAST = "best", "last"
-EXPORTS = "exports"
-"""Folder of a run that holds the exports of chosen checkpoints, by the checkpoint's name."""
 
 
 def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool = False) -> Path:

@@ -11,6 +11,8 @@ from pathlib import Path
 from automodel_cli.run_folders.catalogue import Run, folder_size
 from automodel_cli.run_folders.lock import hold
 
+EXPORTS = "exports"
+"""Folder of a run that holds the exports of chosen checkpoints, by the checkpoint's name."""
 _LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|old)-.*|best\.tmp-.*")
 
 
@@ -25,9 +27,9 @@ class Removal:
 
 
 def removable(run: Run, *, last_checkpoint: bool = False, empty: bool = False) -> list[Removal]:
-    """Of a run that does not go on: unfinished and damaged checkpoints, and whole ones that are neither the newest nor
-    the best; with `last_checkpoint` all of them, where the export exists that it would make; with `empty` the whole
-    folder of a run that never took a step.
+    """Of a run that does not go on: unfinished and damaged checkpoints, whole ones that are neither the newest nor the
+    best, and the exports of chosen ones; with `last_checkpoint` all of them, where the export exists that it would
+    make; with `empty` the whole folder of a run that never took a step.
     """
     if run.state in ("running", "queued"):
         return []
@@ -52,6 +54,8 @@ def _checkpoints(run: Run, last_checkpoint: bool) -> Iterator[tuple[Path, str]]:
             yield path, "the export is there"
         elif path != whole[-1] and (best is None or path.resolve() != best):
             yield path, "neither the newest nor the best"
+        elif (again := run.folder / EXPORTS / path.name).is_dir():
+            yield again, "the export of a checkpoint that stays: commands write it again"
 
 
 def remove(removals: list[Removal]) -> None:

@@ -89,11 +89,14 @@ def test_clean_says_first_and_removes_only_what_is_neither_newest_nor_best(home:
     run = home / "runs/clear"
     shutil.copytree(home / "runs/first", run, symlinks=True)
     (run / "checkpoints/step-000003.tmp-1-2").mkdir()
+    for name in ("step-000002", "step-000006"):
+        (run / "exports" / name).mkdir(parents=True)
     said = automodel(home, "runs", "clean", "clear").stdout
     assert "step-000002 " in said and "tmp-1-2" in said and "--yes removes it" in said
     assert len(list((run / "checkpoints").glob("step-*"))) == 4, "nothing is removed without --yes"
     assert automodel(home, "runs", "clean", "clear", "--yes").returncode == 0
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-000006"]
+    assert [path.name for path in (run / "exports").iterdir()] == ["step-000002"], "nothing could write it again"
     assert "nothing to remove" in automodel(home, "runs", "clean", "clear", "--yes").stdout
     automodel(home, "runs", "clean", "clear", "--yes", "--last-checkpoint")
     assert not list((run / "checkpoints").iterdir()) and (run / "export/model.safetensors").exists()
