@@ -122,6 +122,10 @@ FOREIGN: dict[str, Foreign] = {
     "template": Foreign("data.chat_template", "the tokenizer's own is the default", other_value=True),
     "val_set_size": Foreign("data.validation_rows"),
     "eval_steps": Foreign("validation.every"),
+    "early_stopping_patience": Foreign("validation.patience", "it counts validations, every `validation.every` steps"),
+    "metric_for_best_model": Foreign(
+        "validation.metric", "val_loss, or what else a validation measures", other_value=True
+    ),
     "dataset_num_proc": Foreign("data.num_workers"),
     "preprocessing_num_workers": Foreign("data.num_workers"),
     # model and adapters

@@ -190,7 +190,7 @@ TABLE = Table(
         "evals_per_epoch": none("validation.every counts steps"),
         "saves_per_epoch": none("checkpoint.every counts steps"),
         "eval_*": none("what validation measures is fixed: loss, and what callbacks add"),
-        "early_stopping_patience": none("a run ends at its last step; the best checkpoint is linked as `best`"),
+        "early_stopping_patience": none("validation.patience; it counts validations, so validation.every is needed"),
         "loss_watchdog_*": none("a step that is not finite stops the run; nothing stops one that is merely high"),
         "wandb_name": to("run_name"),
         "wandb_*": none("logging.trackers takes a WandB node with project, entity, group and mode"),

@@ -61,6 +61,11 @@ ROWS: dict[str, Row] = {
     "save_total_limit": to("checkpoint.keep"),
     "save_strategy": none("checkpoint.every says it: a number of steps, null: only at the end"),
     "save_only_model": none("checkpoints are always whole; the export holds the model alone"),
+    "load_best_model_at_end": none(
+        "validation.patience exports the best one; else `automodel export --checkpoint best`"
+    ),
+    "metric_for_best_model": none("validation.metric: val_loss, or what else a validation measures"),
+    "greater_is_better": none("validation.direction=max"),
     "eval_steps": to("validation.every"),
     "eval_strategy": none("validation.every says it: a number of steps, null: only at the end"),
     "eval_on_start": to("validation.at_start"),
