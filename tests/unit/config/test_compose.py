@@ -43,7 +43,7 @@ def test_values_and_origins_follow_the_merge_order(here: Path) -> None:
     write(here / "exp/run one.yaml", "defaults:\n  - /base\n  - _self_\nmesh:\n  dp_size: 4\n")
     write(here / "exp/base.yaml", BASE)
     composed = compose("exp/run one.yaml", ["optimizer.lr=2e-5", "model.config.layers.0=7", "scheduler.warmup=3"])
-    assert composed.name == "run one"
+    assert composed.name == "run one" and composed.path == here / "exp/run one.yaml"
     assert composed.tree["mesh"] == {"dp_size": 4, "tp_size": 1}
     assert composed.tree["optimizer"]["lr"] == 2e-5
     assert composed.tree["model"]["config"]["layers"] == [7, 2, {"a": "b"}]
