@@ -271,10 +271,8 @@ def _last_trained(item: Encoded) -> int:
 
 
 def _turn_ends(item: Encoded) -> list[int]:
-    """Return the last token of each trained stretch; two responses in one item are two stretches."""
+    """Return the last token of each trained stretch; no stretch reaches from one response of a pair into the other."""
     goes_on = np.append(item.trained[1:], 0)
-    if item.split:
-        goes_on[item.split - 1] = 0
     ends: list[int] = item.ids[(item.trained != 0) & (goes_on == 0)].tolist()
     return ends
 
