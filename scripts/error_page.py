@@ -84,11 +84,15 @@ def _text(node: ast.expr | None) -> str:
         return _text(node.left) + _text(node.right)
     if isinstance(node, ast.FormattedValue):
         inner = node.value
+        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "word":
+            inner = inner.args[0]  # quoted for a shell
         if isinstance(inner, ast.Name):
             return f"<{inner.id.strip('_')}>"
         if isinstance(inner, ast.Attribute):
             return f"<{inner.attr.strip('_')}>"
         return "…"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "override":
+        return f"{_text(node.args[0])}=…"
     return "" if node is None or isinstance(node, ast.Constant) else "…"
 
 

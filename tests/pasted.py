@@ -75,7 +75,8 @@ class Watch:
 
 def _pasted(composed: Composed, problem: Problem, text: str, trust: Any) -> set[tuple[str, str]]:
     """What is wrong with the config once the fix is typed; an unknown key is taken away for it."""
-    instead = [f"~{problem.key}"] if problem.message.startswith("unknown key") else []
+    removes = f"~{problem.key}" in fixes.words_of(text)
+    instead = [f"~{problem.key}"] if problem.message.startswith("unknown key") and not removes else []
     return {(p.key, p.message) for p in _problems(composed, [*instead, *fixes.words_of(text)], trust)}
 
 

@@ -8,6 +8,7 @@ from click import NoSuchOption
 
 from automodel_cli.cli import complete
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.suggest import suggest
 
 _TRAIN = "automodel finetune llm -c quickstart"
@@ -63,7 +64,7 @@ def unknown_option(error: NoSuchOption, arguments: Sequence[str]) -> ConfigError
         return ConfigError(f"no such option: {name}; several runs are a sweep", fix=_SWEEP)
     if name in ("--config-name", "--config-path", "-cn", "-cp", "--config", "--cfg"):
         given = _value(name, arguments)
-        return ConfigError(f"no such option: {name}; a config is named by -c", fix=f"-c {given or 'quickstart'}")
+        return ConfigError(f"no such option: {name}; a config is named by -c", fix=f"-c {word(given or 'quickstart')}")
     command = error.ctx
     if command is not None and not any(parameter.name == "overrides" for parameter in command.command.params):
         known = ", ".join(name for parameter in command.command.params for name in parameter.opts if name[0] == "-")

@@ -14,6 +14,7 @@ import click
 
 from automodel_cli.cli import complete
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.problems import Problem, show
 from automodel_cli.config.remembered import recall
 from automodel_cli.config.trust import NOTHING, WORDS, Need, Trust
@@ -189,7 +190,7 @@ def run_folder(name: str, *fetched: Literal["checkpoint", "export"]) -> Path:
     if of_checkpoint.name == "checkpoints" and (of_checkpoint.parent / "config.yaml").is_file():
         raise ConfigError(
             f"{name} is a checkpoint, and a run is expected",
-            fix=f"automodel export {of_checkpoint.parent} --checkpoint {Path(name).name}",
+            fix=f"automodel export {word(of_checkpoint.parent)} --checkpoint {Path(name).name}",
         )
     known = sorted((p.parent for p in Path("runs").glob("*/config.yaml")), key=lambda p: p.stat().st_mtime)
     raise ConfigError(f"no run at {name}: it has no config.yaml", fix=str(known[-1]) if known else None)
@@ -199,7 +200,7 @@ def export_that_talks(folder: Path, checkpoint: str | None = None) -> Path:
     """The export of a run, which must be a model that generates. Raises RunError or ConfigError."""
     export = exported_checkpoint(folder, checkpoint)
     if not (export / "config.json").is_file():
-        raise RunError(f"{folder} has no export", fix=f"automodel export {folder}")
+        raise RunError(f"{folder} has no export", fix=f"automodel export {word(folder)}")
     kinds = json.loads((export / "config.json").read_bytes()).get("architectures") or []
     if any("Classification" in kind for kind in kinds):
         raise ConfigError(f"{folder} trained a classifier ({', '.join(kinds)}): it gives scores, and says nothing")

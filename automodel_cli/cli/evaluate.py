@@ -10,6 +10,7 @@ import click
 
 from automodel_cli.cli import common, complete
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import local, placement, startup
 
@@ -135,7 +136,7 @@ def _exported(name: str, checkpoint: str | None = None) -> str:
         return name
     export = common.exported_checkpoint(folder, checkpoint)
     if not export.is_dir():
-        raise ConfigError(f"{name} has no export, which lm-eval would load", fix=f"automodel export {folder}")
+        raise ConfigError(f"{name} has no export, which lm-eval would load", fix=f"automodel export {word(folder)}")
     return str(export)
 
 
@@ -177,7 +178,7 @@ def _check_rows(target: str, config: EvalConfig, conf: str) -> None:
             raise ConfigError(
                 f"tasks.{name} names no data of its own and asks the held-out rows of a run, but {target} is a model",
                 keys=(f"tasks.{name}.data",),
-                fix=own if exported_by is None else f"automodel eval {exported_by} -c {conf}",
+                fix=own if exported_by is None else f"automodel eval {word(exported_by)} -c {word(conf)}",
             )
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config import bundled
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import local, memory, output, placement, startup, stop, worker
 
@@ -18,9 +20,22 @@ if TYPE_CHECKING:
     from automodel_cli.run.config_root import ConfigRoot
 
 
-@click.group()
+class ModelGroup(click.Group):
+    """A group whose only command so far is `llm`, which need not be typed: `finetune -c CONF` and `finetune CONF` are
+    `finetune llm -c CONF`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        first = args[0] if args else "--help"
+        if first.endswith((".yaml", ".yml")) or first in bundled.names():
+            args = ["llm", "-c", *args]
+        elif first not in ctx.help_option_names and (first.startswith("-") or "=" in first):
+            args = ["llm", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=ModelGroup)
 def finetune() -> None:
-    """Train the recipe that a config names."""
+    """Train the recipe that a config names: `finetune -c CONF` is `finetune llm -c CONF`."""
 
 
 @finetune.command()
@@ -38,7 +53,7 @@ def llm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trus
 def of_kind(kind: str, what: str) -> click.Group:
     """The group `automodel KIND` with its command `llm`, which insists on a recipe of that kind."""
 
-    @click.group(name=kind, help=what)
+    @click.group(name=kind, help=what, cls=ModelGroup)
     def group() -> None:
         pass
 
@@ -51,7 +66,9 @@ def of_kind(kind: str, what: str) -> click.Group:
             raise ConfigError(
                 f"{conf} is no {kind} recipe: it makes a {type(recipe).__name__}",
                 origin=f"_target_={composed.tree['_target_']} ({composed.origin('_target_')})",
-                fix=f"automodel finetune llm -c {conf}, or a config that begins with `defaults: [{kind}, _self_]`",
+                fix=(
+                    f"automodel finetune llm -c {word(conf)}, or a config that begins with `defaults: [{kind}, _self_]`"
+                ),
             )
         return _begin(arguments, conf, overrides, trust)
 

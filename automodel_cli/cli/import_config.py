@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.imports.tables import TABLES
 
 
@@ -38,4 +39,4 @@ def import_config(file: Path, slug: str | None, output: Path | None, gpus: int, 
     output.write_text(text, encoding="utf-8")
     num_left = len(re.findall(r"^#   \S", text, flags=re.M))
     left = f"   ({num_left} of its keys have no counterpart: the end of the file says why)" if num_left else ""
-    click.echo(f"wrote {output}{left}\nnext  automodel check -c {output}")
+    click.echo(f"wrote {output}{left}\nnext  automodel check -c {word(output)}")

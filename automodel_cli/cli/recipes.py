@@ -11,6 +11,7 @@ import click
 from automodel_cli.cli import complete
 from automodel_cli.config import bundled
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 
 
 @click.group()
@@ -50,10 +51,10 @@ def cp(name: str, target: Path | None) -> None:
     if destination.suffix != ".yaml":
         raise ConfigError(f"{destination}: only the suffix .yaml is read", fix=f"{destination.with_suffix('.yaml')}")
     if destination.exists():
-        fix = f"automodel recipes cp {name} {destination.with_stem(destination.stem + '_2')}"
+        fix = f"automodel recipes cp {word(name)} {word(destination.with_stem(destination.stem + '_2'))}"
         raise ConfigError(f"{destination} exists already", fix=fix)
     shutil.copyfile(source, destination)
-    click.echo(f"wrote {destination}\nnext  automodel finetune llm -c {destination}")
+    click.echo(f"wrote {destination}\nnext  automodel finetune llm -c {word(destination)}")
 
 
 def _path(name: str) -> Path:

@@ -9,6 +9,7 @@ import click
 
 from automodel_cli.cli import complete
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 
 
 @click.command(short_help="One offline page of curves, samples and configs, for one run or several.")
@@ -42,6 +43,6 @@ def _folders(name: str) -> Iterator[str | Path]:
         return
     found = runs_at(name)
     if not found:
-        raise ConfigError(f"no run at {name}", fix=f"automodel runs ls {name}")
+        raise ConfigError(f"no run at {name}", fix=f"automodel runs ls {word(name)}")
     for url in found:
         yield fetch(url)

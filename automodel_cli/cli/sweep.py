@@ -18,6 +18,7 @@ import click
 from automodel_cli.cli import common, tables
 from automodel_cli.cli.submit import cluster_options, fitted, job_of, warn_of_a_job_that_waits_forever
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import slurm, stop
 from automodel_cli.launch.local import safe_path
@@ -260,7 +261,7 @@ def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
         table.add_row(run.name, *values, tables.state(run), str(run.step), *numbers)
     tables.console().print(table)
     if measured:
-        click.echo(f"all on one page:  automodel report {points[0].folder.parent}")
+        click.echo(f"all on one page:  automodel report {word(points[0].folder.parent)}")
 
 
 def _check_cluster(on_slurm: bool, at_once: int | None, cluster: dict[str, Any]) -> None:
@@ -320,6 +321,6 @@ def _submit(
             shutil.rmtree(new)
         raise
     click.echo(f"submitted  job array {number}: {len(jobs)} runs of {jobs[0].size}")
-    click.echo(f"state      squeue -j {number}; automodel runs ls {folder}")
+    click.echo(f"state      squeue -j {number}; automodel runs ls {word(folder)}")
     warn_of_a_job_that_waits_forever(number)
     return 0

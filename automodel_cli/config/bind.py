@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_cli.config import schema, targets, values
+from automodel_cli.config import reference, schema, targets, values
 from automodel_cli.config import trust as trusting
 from automodel_cli.config.compose import MISSING, Composed
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.imports.tables import recognise
-from automodel_cli.config.problems import Problem, show
+from automodel_cli.config.problems import COMMAND_LINE, Problem, show
 from automodel_cli.config.suggest import section as nearest_section
 from automodel_cli.config.suggest import suggest
 from automodel_cli.config.trust import Need, Trust
@@ -72,7 +73,7 @@ class Binder:
         fixes = [found.fix for k, v in _leaves(tree, "") if (found := suggest(k, v, known)) and found.fix]
         text = (
             f"this is a {tool.tool} config, and this program reads its own (begin one with `defaults: [sft, _self_]`); "
-            f"automodel import-config {self.composed.path.name} translates it"
+            f"automodel import-config {word(self.composed.path.name)} translates it"
         )
         known_here = " ".join(dict.fromkeys(fixes))
         self.add("", text, fix=f"automodel check -c sft {known_here}   (what of it has a name here)")
@@ -151,7 +152,8 @@ class Binder:
             return self.converted(value, hint, key)
         except values.Mismatch as mismatch:
             at = key + mismatch.key
-            self.add(at, f"{at} {mismatch.message}", f"{at}={mismatch.fix}" if mismatch.fix is not None else None)
+            fix = f"{key}{mismatch.fix_key}={mismatch.fix}" if mismatch.fix is not None else None
+            self.add(at, f"{at} {mismatch.message}", fix)
             return WRONG
 
     def converted(self, value: object, hint: Any, key: str) -> Any:
@@ -164,7 +166,12 @@ class Binder:
         if isinstance(value, dict) and len(nodes) > 1:
             choices = " or ".join(f"{n.__module__}.{n.__qualname__}" for n in nodes)
             raise values.Mismatch(f"needs a _target_: {choices}")
-        chosen = values.choose(value, hint)
+        try:
+            chosen = values.choose(value, hint)
+        except values.Mismatch as mismatch:
+            if isinstance(value, dict) and (target := reference.node_for(key, value)):
+                raise values.Mismatch(mismatch.message, target, fix_key="._target_") from None
+            raise
         arguments = typing.get_args(chosen)
         if isinstance(value, dict):
             inner = arguments[1] if len(arguments) == 2 else Any
@@ -256,9 +263,26 @@ class Binder:
                 self.report_unknown(k, v)
             if inner:
                 return
+        if self.is_of_another_node(key):
+            return
         found = suggest(key, value, self.known)
         note = f" ({found.note})" if found and found.note else ""
         self.add(key, f"unknown key {key}{note}", found.fix if found else None)
+
+    def is_of_another_node(self, key: str) -> bool:
+        """Report a key that another node of ours at this place has: what is left of it when `_target_` was replaced."""
+        section, _, name = key.rpartition(".")
+        target = _at(self.composed.tree, join(section, "_target_"))
+        owner = reference.node_for(section, {name: None})
+        if not isinstance(target, str) or owner is None or owner == target:
+            return False
+        is_typed = self.composed.where(key).text == COMMAND_LINE
+        fix = f"remove {key} from the command line" if is_typed else f"~{key}"
+        if option := reference.option_of(section, owner):
+            fix += f", or {section}={option}"
+        leaf = target.rpartition(".")[2]
+        self.add(key, f"unknown key {key}: it is one of {owner}, and {section}._target_ is {leaf}", fix)
+        return True
 
 
 def _what_it_makes(node: Node) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from automodel_cli.config import bundled, data_paths, hydra_adapter, secrets
 from automodel_cli.config.alternatives import replace_alternatives
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.files import read_regular
+from automodel_cli.config.fixes import word
 from automodel_cli.config.limits import MAX_CHARACTERS, MAX_DEPTH, check_file, check_override, too_large
 from automodel_cli.config.problems import COMMAND_LINE, DEFAULT, Origin, Problem, as_error
 from automodel_cli.config.trust import NOTHING, Trust
@@ -164,9 +166,9 @@ def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path
         raise yaml_error(Path(error.problem_mark.name if error.problem_mark else path), error) from error
     except RecursionError:
         raise ConfigError(
-            f"the defaults of {bundled.display(path)} lead back to a file of the same name",
+            f"the defaults of {bundled.display(path)} lead back to a file that is being read",
             origin=f"defaults of {bundled.display(path)}",
-            fix=f"give the file another name: mv {path.name} my_{path.name}",
+            fix="remove the entry that leads back, or name a bundled recipe: automodel recipes ls",
         ) from None
     except hydra_adapter.ComposeErrors as error:
         raise ConfigError(
@@ -203,12 +205,13 @@ def locate(conf: str) -> Path:
     """The absolute path of `-c CONF`. Raises ConfigError with the nearest bundled name or file."""
     path = Path(conf)
     if path.suffix == ".yml":
-        raise ConfigError(f"{conf}: only the suffix .yaml is read", fix=f"mv {conf} {path.with_suffix('.yaml')}")
+        fix = f"mv {word(conf)} {word(path.with_suffix('.yaml'))}"
+        raise ConfigError(f"{conf}: only the suffix .yaml is read", fix=fix)
     if path.suffix == ".yaml" or "/" in conf:
         if path.is_file() and path.suffix == ".yaml":
             return path.resolve()
         if path.with_suffix(".yaml").is_file():
-            raise ConfigError(f"{conf} has no suffix", fix=f"-c {path.with_suffix('.yaml')}")
+            raise ConfigError(f"{conf} has no suffix", fix=f"-c {word(path.with_suffix('.yaml'))}")
         if path.parent == Path("conf") and path.suffix == ".yaml" and path.stem in bundled.names():
             return bundled.path_of(path.stem)  # as messages and the docs call it, from wherever it is typed
         known = f"-c {path.stem}   (bundled)" if path.stem in bundled.names() else None
@@ -216,17 +219,18 @@ def locate(conf: str) -> Path:
     if conf in bundled.names():
         return bundled.path_of(conf)
     if Path(f"{conf}.yaml").is_file():
-        raise ConfigError(f"no bundled recipe is called {conf}, but a file is", fix=f"-c {conf}.yaml")
+        raise ConfigError(f"no bundled recipe is called {conf}, but a file is", fix=f"-c {word(conf)}.yaml")
     near = difflib.get_close_matches(conf, bundled.names(), 1, 0.5)
     raise ConfigError(
-        f"no bundled recipe is called {conf}", fix=f"-c {near[0]}" if near else "automodel recipes ls   (lists them)"
+        f"no bundled recipe is called {conf}",
+        fix=f"-c {near[0]}" if near else "automodel recipes ls   (lists them)",
     )
 
 
 def _nearest_file(path: Path) -> str | None:
     siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(str(path), siblings, 1, 0.6)
-    return f"-c {near[0]}" if near else None
+    return f"-c {word(near[0])}" if near else None
 
 
 def _first_lines(error: Exception) -> str:
@@ -328,14 +332,42 @@ def _apply(config: DictConfig, override: hydra_adapter.Override, origins: dict[s
             return
         whole = value == {} or key in data_paths.WHOLE
         OmegaConf.update(config, key, value, merge=not whole, force_add=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key} cannot be set: {str(error).splitlines()[0]}", origin=origin) from error
+    except (OmegaConfBaseException, ValueError) as error:
+        raise _cannot_be_set(config, key, error, origin) from error
     if whole:
         for below in [other for other in origins if other.startswith(f"{key}.")]:
             del origins[below]
     _record_override(key, value, origins)
     while key := key.rpartition(".")[0]:  # a section that exists only because of this override
         origins.setdefault(key, Origin("", text=COMMAND_LINE))
+
+
+def _cannot_be_set(config: DictConfig, key: str, error: Exception, origin: str) -> ConfigError:
+    """The error of an override that leads into a list by a name, or past its end; or into what is no section."""
+    parts = key.split(".")
+    above = [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
+    listed = next((name for name in above if isinstance(_selected(config, name), ListConfig)), None)
+    if listed is None:
+        return ConfigError(f"{key} cannot be set: {str(error).splitlines()[0]}", origin=origin)
+    rest = key[len(listed) + 1 :]
+    number = len(_selected(config, listed))
+    if rest.partition(".")[0].isdigit():
+        held = "is empty" if number == 0 else f"has entries 0 to {number - 1}"
+        return ConfigError(f"{key} cannot be set: {listed} {held}", origin=origin)
+    from automodel_cli.config import reference
+
+    target = reference.node_for(listed, {rest: None})
+    value = origin.removesuffix(" (command line)").partition("=")[2]
+    fix = shlex.quote(f"{listed}=[{{_target_: {target}, {rest}: {value}}}]") if target else None
+    message = f"{key} cannot be set: {listed} is a list, and its entries have numbers, not names"
+    return ConfigError(message, origin=origin, fix=fix)
+
+
+def _selected(config: DictConfig, key: str) -> Any:
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException:
+        return None
 
 
 def _record_override(key: str, value: object, origins: dict[str, Origin]) -> None:

@@ -19,8 +19,22 @@ _COMMANDS = (
     *("ulimit", "unset", "wandb", "hf", "python", "iconv", "gunzip"),
 )
 _SHELL_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
-_KEY = re.compile(r"^('?~?)([A-Za-z_][\w.]*)(?==)")
-_OVERRIDE = re.compile(r"~?[A-Za-z_][\w.]*=\S.*", re.S)
+_KEY = re.compile(r"^('?~?)([A-Za-z_][\w.]*)(?==|$)")
+_OVERRIDE = re.compile(r"~[A-Za-z_][\w.]*|~?[A-Za-z_][\w.]*=\S.*", re.S)
+
+
+def word(value: object) -> str:
+    """Return `value` (a path, a run, an address) as one word of a shell."""
+    return shlex.quote(str(value))
+
+
+def override(key: str, value: str) -> str:
+    """Return `key=value` as a shell and the grammar of overrides take it."""
+    if all(character.isalnum() or character in "._/+-" for character in value):
+        return f"{key}={value}"
+    # Hydra reads a backslash as one unless a quote follows, perhaps behind further ones.
+    quoted = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), value)
+    return shlex.quote(f'{key}="{quoted}"')
 
 
 def alternatives(fix: str) -> list[str]:

@@ -18,6 +18,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.default_element import ConfigDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, ValueType
 from hydra.core.plugins import Plugins
@@ -122,20 +123,51 @@ def axes(overrides: Sequence[str]) -> tuple[list[Axis], list[str]]:
     return found, fixed
 
 
+_NEXT = " (next)"
+"""Ends the name of a file that a file of the same name has in its defaults: the one further along the search path."""
+
+
 class _Checked(CachingConfigRepository):
-    """Looks at a file before Hydra builds it: a few lines of YAML can stand for more than memory holds."""
+    """Checks a file before Hydra builds it: a few lines of YAML can stand for more than memory holds. A file whose
+    defaults name itself, as `sft.yaml` with `defaults: [sft, _self_]`, means the next one of that name."""
 
     def __init__(self, repository: Any, folders: Sequence[Path]):
         super().__init__(repository)
         self._folders, self._num_read = folders, 0
+        self._next: _Checked | None = None
+        if len(folders) > 1:
+            self._next = _Checked(ConfigLoaderImpl(_search_path(folders[1:])).repository, folders[1:])
 
     def load_config(self, config_path: str) -> Any:
-        name = f"{config_path.removesuffix('.yaml')}.yaml"
+        path = config_path.removesuffix(".yaml")
+        if path.endswith(_NEXT) and self._next is not None:
+            return self._next.load_config(path.removesuffix(_NEXT))
+        name = f"{path}.yaml"
         self._num_read += 1
         check_num_files(self._num_read, name)
-        if path := next((folder / name for folder in self._folders if (folder / name).is_file()), None):
-            check_file(path)
-        return super().load_config(config_path)
+        if file := next((folder / name for folder in self._folders if (folder / name).is_file()), None):
+            check_file(file)
+        loaded = super().load_config(config_path)
+        has_next = any((folder / name).is_file() for folder in self._folders[1:])
+        if loaded is not None and has_next and (self._folders[0] / name).is_file():
+            for default in loaded.defaults_list or ():
+                if isinstance(default, ConfigDefault) and default.path and _named(default.path, path) == path:
+                    default.path += _NEXT
+        return loaded
+
+
+def _named(default: str, within: str) -> str:
+    """Return the name that an entry of the defaults of `within` stands for."""
+    folder = within.rpartition("/")[0]
+    return default.lstrip("/") if default.startswith("/") or not folder else f"{folder}/{default}"
+
+
+def _search_path(folders: Sequence[Path]) -> ConfigSearchPathImpl:
+    search = ConfigSearchPathImpl()
+    for i, folder in enumerate(folders):
+        search.append("main" if i == 0 else "bundled", f"file://{folder}")
+    search.append("schema", "structured://")
+    return search
 
 
 class Loader:
@@ -144,11 +176,7 @@ class Loader:
     def __init__(self, folders: Sequence[Path]):
         version.setbase("1.3")
         Plugins.instance()  # registers the file:// source
-        search = ConfigSearchPathImpl()
-        for i, folder in enumerate(folders):
-            search.append("main" if i == 0 else "bundled", f"file://{folder}")
-        search.append("schema", "structured://")
-        self._loader = ConfigLoaderImpl(search)
+        self._loader = ConfigLoaderImpl(_search_path(folders))
         self._repository = _Checked(self._loader.repository, folders)
 
     def options(self, group: str) -> list[str]:
@@ -172,7 +200,8 @@ class Loader:
             assert loaded is not None, default.config_path  # it was merged a line above
             package = default.package if default.package is not None else loaded.header["package"]
             folder = loaded.path.removeprefix("file://")
-            files.append((Path(folder) / f"{default.config_path.removesuffix('.yaml')}.yaml", package or ""))
+            name = default.config_path.removesuffix(".yaml").removesuffix(_NEXT)
+            files.append((Path(folder) / f"{name}.yaml", package or ""))
         return Merged(config, files, frozenset(set(overrides.known_choices) - set(overrides.override_choices)))
 
     def _defaults(self, name: str, overrides: list[Override]) -> Any:

@@ -55,6 +55,11 @@ _CHECKPOINTING = {
     "true": "parallelizer.activation_checkpointing=full",
     "false": "parallelizer.activation_checkpointing=false",
 }
+_PRECISION = Foreign(
+    "model.dtype",
+    "parameters are stored in model.dtype; products run in parallelizer.mp_policy.param_dtype, bfloat16 by default",
+    other_value=True,
+)
 _DRAWN = "rollouts are drawn by rollout.temperature, rollout.top_p and rollout.top_k only"
 _STOPS = Foreign(
     "rollout.max_new_tokens",
@@ -82,6 +87,9 @@ FOREIGN: dict[str, Foreign] = {
     "gradient_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
     "enable_activation_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
     "enable_gradient_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
+    "precision": _PRECISION,
+    "mixed_precision": _PRECISION,
+    "bf16": _PRECISION,
     "torch_compile": Foreign("parallelizer.enable_compile"),
     # optimizer and schedule
     "learning_rate": Foreign("optimizer.lr"),
@@ -130,6 +138,7 @@ FOREIGN: dict[str, Foreign] = {
     "preprocessing_num_workers": Foreign("data.num_workers"),
     # model and adapters
     "base_model": Foreign("model.pretrained"),
+    "model.name": Foreign("model.pretrained"),
     "model_name_or_path": Foreign("model.pretrained"),
     "pretrained_model_name_or_path": Foreign("model.pretrained"),
     "torch_dtype": Foreign("model.dtype"),

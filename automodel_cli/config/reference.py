@@ -157,6 +157,21 @@ def _choices(path: str) -> list[tuple[type, tuple[str, ...]]]:
     return [(targets.resolve(name), tuple(options)) for name, options in named.items()]  # type: ignore[misc]
 
 
+def node_for(key: str, given: dict[str, Any]) -> str | None:
+    """Return the first node of ours at `key`, or at the list or named nodes above, that has all of `given`."""
+    for path in (key, key.rpartition(".")[0]):
+        for target, _ in _choices(path):
+            if given.keys() <= schema.signature(target).parameters.keys():
+                return f"{target.__module__}.{target.__qualname__}"
+    return None
+
+
+def option_of(section: str, target: str) -> str | None:
+    """Return the first option of the group `section` that names the node `target`."""
+    options = {f"{node.__module__}.{node.__qualname__}": names for node, names in _choices(section)}
+    return next(iter(options.get(target, ())), None)
+
+
 def _key(name: str, parameter: schema.Parameter, text: str) -> Key:
     default = parameter.default() if parameter.is_factory else parameter.default
     if default is schema.REQUIRED:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from automodel_cli.config import other_frameworks
+from automodel_cli.config.fixes import override
 from automodel_cli.config.problems import show
 
 
@@ -28,21 +29,36 @@ def suggest(key: str, value: object, known: Collection[str]) -> Suggestion | Non
     if same:
         return _set(_closest(key, same), value)
     values = [k for k in known if not any(other.startswith(k + ".") for other in known)]  # no sections
-    near = [k for k in difflib.get_close_matches(key, values, 3, 0.8) if _may_be_typo(leaf, k.rpartition(".")[2])]
-    if near:
-        return _set(near[0], value)
     leaves: dict[str, list[str]] = {}
     for k in values:
         leaves.setdefault(k.rpartition(".")[2], []).append(k)
-    near = [name for name in difflib.get_close_matches(leaf, leaves, 3, 0.7) if _may_be_typo(leaf, name)]
-    return _set(_closest(key, leaves[near[0]]), value) if near else None
+    section = key.rpartition(".")[0]
+    typos = {name: _edits(leaf, name) for name in leaves if _is_typo(leaf, name)}
+    here = {name: edits for name, edits in typos.items() if any(k.rpartition(".")[0] == section for k in leaves[name])}
+    best = here or typos
+    return _set(_closest(key, leaves[min(best, key=best.__getitem__)]), value) if best else None
 
 
-def _may_be_typo(given: str, known: str) -> bool:
-    """Not where a word stands for another one: `value_coef` is spelt like `kl_coef` and is something else."""
-    pairs = list(zip(given.split("_"), known.split("_"), strict=False))
-    same_count = given.count("_") == known.count("_") > 0
-    return not same_count or all(difflib.SequenceMatcher(None, *pair).ratio() >= 0.5 for pair in pairs)
+def _is_typo(given: str, known: str) -> bool:
+    """Whether a hand that meant `known` may have written `given`: one slip, two in a long name that begins alike. More
+    makes another word: `precision` is no `revision`, `use_dora` no `use_rslora`, `value_coef` no `kl_coef`."""
+    edits = _edits(given, known)
+    shorter = min(len(given), len(known))
+    return (edits == 1 and shorter > 2) or (edits == 2 and shorter > 6 and given[0] == known[0])
+
+
+def _edits(given: str, known: str) -> int:
+    """The least number of letters to insert, remove, replace or swap with a neighbor (optimal string alignment)."""
+    before: list[int] = []
+    last = list(range(len(known) + 1))
+    for i, a in enumerate(given, 1):
+        row = [i]
+        for j, b in enumerate(known, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b)))
+            if i > 1 and j > 1 and a == known[j - 2] and given[i - 2] == b:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]
 
 
 def _translated(row: other_frameworks.Foreign, value: object) -> Suggestion:
@@ -77,10 +93,6 @@ def _set(key: str, value: object) -> Suggestion:
     if isinstance(value, dict) or value is None:
         return Suggestion(None, f"{key} here")
     text = show(value, limit=1000)
-    plain = all(c.isalnum() or c in "._/+-" for c in text)
     if isinstance(value, list):
         return Suggestion(shlex.quote(f"{key}={text.replace(', ', ',')}"))
-    if isinstance(value, str) and not plain:
-        quoted = text.replace("\\", "\\\\").replace('"', '\\"')
-        return Suggestion(shlex.quote(f'{key}="{quoted}"'))
-    return Suggestion(f"{key}={text}")
+    return Suggestion(override(key, text) if isinstance(value, str) else f"{key}={text}")

@@ -19,11 +19,13 @@ _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "hal
 
 
 class Mismatch(Exception):
-    """`key` is relative to the value (".0" of a list); `fix` is the text after `key=`."""
+    """`key` is relative to the value (".0" of a list); `fix` is the text after `key=`, or after `fix_key=`, which is
+    relative too."""
 
-    def __init__(self, message: str, fix: str | None = None, key: str = ""):
+    def __init__(self, message: str, fix: str | None = None, key: str = "", fix_key: str | None = None):
         super().__init__(message)
         self.message, self.fix, self.key = message, fix, key
+        self.fix_key = key if fix_key is None else fix_key
 
 
 def is_dtype(hint: Any) -> bool:
@@ -125,8 +127,9 @@ def _correction(value: object, options: tuple[Any, ...]) -> str | None:
     """What was probably meant, as text after `key=`."""
     choices = [choice for o in options if typing.get_origin(o) is Literal for choice in typing.get_args(o)]
     if choices:
-        near = difflib.get_close_matches(str(value).lower(), [str(c) for c in choices], 1, 0.4)
-        return near[0] if near else show(choices[0])
+        return _choice(value, choices, nothing=types.NoneType in options)
+    if value is False and types.NoneType in options and bool not in options:
+        return "null"
     if isinstance(value, str) and bool in options and value.lower() in ("yes", "on", "no", "off", "true", "false"):
         return "true" if value.lower() in ("yes", "on", "true") else "false"
     if isinstance(value, str) and (float in options or int in options):
@@ -143,6 +146,22 @@ def _correction(value: object, options: tuple[Any, ...]) -> str | None:
     if lists and not isinstance(value, (dict, list)) and value is not None:
         return f"[{show(value)}]"
     return None
+
+
+_OFF = ("none", "off", "never", "false", "no")
+
+
+def _choice(value: object, choices: list[Any], nothing: bool) -> str | None:
+    """The choice that is spelled most alike. Of yes and no: the one that switches off, or the first that does not."""
+    off = [show(choice) for choice in choices if str(choice).lower() in _OFF] + ["null"] * nothing
+    if value is None or value is False or str(value).lower() in _OFF:
+        return off[0] if off else None
+    if value is True:
+        return next((show(choice) for choice in choices if show(choice) not in off), None)
+    if isinstance(value, (dict, list)):
+        return None
+    near = difflib.get_close_matches(str(value).lower(), [str(c) for c in choices], 1, 0.4)
+    return near[0] if near else show(choices[0])
 
 
 def _dtype(name: str) -> object:

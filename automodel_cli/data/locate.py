@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.config.fixes import override, word
 
 TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
 TEXTS = (".txt", ".txt.gz")
@@ -47,7 +48,7 @@ def local_files(path: str, split: str = "train", *, whole: bool = False) -> list
         )
     for file in found or ():
         if not os.access(file, os.R_OK):
-            raise DataError(f"{file} may not be read by this user", fix=f"chmod u+r {file}")
+            raise DataError(f"{file} may not be read by this user", fix=f"chmod u+r {word(file)}")
     return found
 
 
@@ -68,7 +69,9 @@ def _files(path: str, here: Path) -> list[Path] | None:
     names = [f.name for f in here.parent.iterdir()] if here.parent.is_dir() else []
     near = difflib.get_close_matches(here.name, names, 1, 0.6)
     where = f"its folder {here.parent} does not exist" if not here.parent.is_dir() else f"seen from {Path.cwd()}"
-    raise DataError(f"no such file: {path} ({where})", fix=f"data.path={here.parent / near[0]}" if near else None)
+    raise DataError(
+        f"no such file: {path} ({where})", fix=override("data.path", str(here.parent / near[0])) if near else None
+    )
 
 
 def _in_folder(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.distributed.layout import Layout
 from automodel_cli.dryrun import report
 from automodel_cli.dryrun.estimate import Estimate, estimate
@@ -78,7 +79,9 @@ def check_step(recipe: Any, request: Request) -> str:
     found = measure(request, distinct_ranks(_layout(recipe, request.num_gpus)))
     if found.fits:
         return f"the step of every stage runs, and fits: {report.memory(found)}; {report.rate(found)}"
-    command = f"automodel dryrun -c {request.conf} --gpus {request.num_gpus} --rank all-distinct --gpu {request.gpu}"
+    command = (
+        f"automodel dryrun -c {word(request.conf)} --gpus {request.num_gpus} --rank all-distinct --gpu {request.gpu}"
+    )
     raise ConfigError(
         f"the step of rank {found.heaviest.rank} does not fit: {report.memory(found)}",
         fix=" ".join((command, *map(shlex.quote, request.overrides))) + " tries what would make it fit",

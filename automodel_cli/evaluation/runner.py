@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.evaluation import results
@@ -42,7 +43,9 @@ def of_run(recipe: Recipe, run_dir: Path, choice: str | None = None) -> Target:
         return Target(f"{run_dir.name} (step {step_of(chosen)})", recipe, chosen)
     if (run_dir / "export").is_dir():
         return Target(f"{run_dir.name} (export)", of_model(recipe, str(run_dir / "export")).recipe)
-    raise RunError(f"{run_dir} has neither a checkpoint nor an export to judge", fix=f"automodel resume {run_dir}")
+    raise RunError(
+        f"{run_dir} has neither a checkpoint nor an export to judge", fix=f"automodel resume {word(run_dir)}"
+    )
 
 
 def before(recipe: Recipe) -> Target:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from automodel_cli.config.fixes import word
 from automodel_cli.launch import output
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
@@ -86,7 +87,7 @@ def how_to_go_on(run_folder: Path | None) -> str:
     """The command that continues a run that ended in the middle, and from where."""
     if run_folder is None:
         return "the same command again: nothing was trained yet"
-    return f"automodel resume {run_folder}   ({begins_at(run_folder)})"
+    return f"automodel resume {word(run_folder)}   ({begins_at(run_folder)})"
 
 
 def begins_at(run_folder: Path) -> str:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import override
+from automodel_cli.models.tokenizer import TokenizerNode
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -219,7 +221,7 @@ class ModelConfig:
     attention_kernel: Literal["auto", "flash", "fa3", "fa4", "flex", "dense"] = "auto"
     """Kernel of packed attention. `auto` selects FlashAttention where it is exact, else FlexAttention; `dense` is
     the definition. Other names insist on that kernel."""
-    tokenizer: Any = None
+    tokenizer: str | TokenizerNode | None = None
     """Hub id, folder or tokenizer node. null: the tokenizer beside the weights."""
     lora: LoRAConfig | None = None
     """Low-rank adapters; null trains all parameters."""
@@ -352,11 +354,11 @@ class ModelConfig:
     def _refuse_file_as_folder(path: str) -> None:
         folder, _, name = path.rpartition("/")
         on_hub = folder.count("/") == 1 and not folder.startswith((".", "/", "~"))
-        fix = f"model.pretrained={folder} model.gguf_file={name}" if on_hub else None
+        here = f"{override('model.pretrained', folder)} {override('model.gguf_file', name)}" if on_hub else None
         raise ConfigError(
             f"pretrained={path} is a file: a folder or a hub id is expected, and gguf_file names a file",
             keys=("pretrained",),
-            fix=fix or f"model.pretrained=null model.gguf_file={path}",
+            fix=here or f"model.pretrained=null {override('model.gguf_file', path)}",
         )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import override
 from automodel_cli.models.gguf_header import gguf_strings
 
 if TYPE_CHECKING:
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 class TokenizerNode(Protocol):
     """What `model.tokenizer` may be besides a hub id or a folder."""
 
+    @abstractmethod
     def build(self) -> PreTrainedTokenizerBase:
         """The tokenizer, with a chat template if it is meant for chats."""
+        ...
 
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -143,7 +147,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises ConfigError when there is none, when it cannot be read, or when a GGUF file splits text in a way that would
     be guessed.
     """
-    choice: str | TokenizerNode | None = config.tokenizer
+    choice = config.tokenizer
     if isinstance(choice, str):
         return _load(choice, None, None, config.trust_remote_code)
     if choice is not None:
@@ -186,11 +190,14 @@ def _refuse_adapter(folder: Path) -> None:
     """Raise ConfigError for the folder of an adapter (`export/adapter` of a run): no tokenizer, and no model."""
     if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
         return
-    whole = folder.parent if (folder.parent / "config.json").is_file() else "<the model with the adapter merged in>"
+    whole = folder.parent if (folder.parent / "config.json").is_file() else None
+    merged = (
+        override("model.pretrained", str(whole)) if whole else "merge the adapter into its model, and name that folder"
+    )
     raise ConfigError(
         f"model.pretrained={folder} holds an adapter alone, without the model that it belongs to",
         keys=("pretrained",),
-        fix=f"model.pretrained={whole}",
+        fix=merged,
     )
 
 

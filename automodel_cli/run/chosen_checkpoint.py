@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.run_folders.clean import EXPORTS
 from automodel_cli.training.checkpoint_dir import META, CheckpointDir, step_of
 
@@ -23,7 +24,7 @@ def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool =
     folder = CheckpointDir(run_dir / "checkpoints")
     whole, best = folder.whole(), folder.best()
     if not whole:
-        raise RunError(f"{run_dir} has no checkpoint", fix=f"automodel resume {run_dir}")
+        raise RunError(f"{run_dir} has no checkpoint", fix=f"automodel resume {word(run_dir)}")
     if choice is None:
         return best if prefers_best and best is not None else whole[-1]
     if choice == LAST:

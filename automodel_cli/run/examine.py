@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.problems import Finding
 from automodel_cli.training.checkpoint_dir import CheckpointDir, damage, read_meta
 from automodel_cli.training.metrics import read_metrics
@@ -24,9 +25,9 @@ def examine(run_dir: Path) -> Iterator[Finding]:
     for path in reversed(folder.whole()):
         yield _examine(path)
     for path in sorted(folder.path.glob("step-*.damaged")) if folder.path.is_dir() else ():
-        yield "warn", path.name, "was set aside as damaged", f"rm -r {path}"
+        yield "warn", path.name, "was set aside as damaged", f"rm -r {word(path)}"
     if not folder.whole():
-        yield "warn", "checkpoints", "none: a resume starts over", f"automodel resume {run_dir}"
+        yield "warn", "checkpoints", "none: a resume starts over", f"automodel resume {word(run_dir)}"
     if (run_dir / "export").is_dir():
         yield _export(run_dir / "export")
 
@@ -38,14 +39,14 @@ def _examine(path: Path) -> Finding:
         return "fail", path.name, error.message.partition("damaged: ")[2], error.fix or ""
     files = meta["files"]
     if problems := damage(path, files, sorted(files)):
-        return "fail", path.name, "; ".join(problems), f"mv {path} {path}.damaged"
+        return "fail", path.name, "; ".join(problems), f"mv {word(path)} {word(f'{path}.damaged')}"
     size = sum(note["bytes"] for note in files.values())
     return "ok", path.name, f"whole: {len(files)} files, {size / 2**20:,.1f} MiB, every byte as written", ""
 
 
 def _export(folder: Path) -> Finding:
     """Whether every weight file that the export names is there and as long as its header says."""
-    fix = f"automodel export {folder.parent}"
+    fix = f"automodel export {word(folder.parent)}"
     index = folder / "model.safetensors.index.json"
     try:
         names = {"model.safetensors"}

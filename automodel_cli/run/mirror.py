@@ -12,6 +12,7 @@ from pathlib import Path
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.files import replace
+from automodel_cli.config.fixes import word
 from automodel_cli.config.remembered import FILE as TRUST
 from automodel_cli.run.storage import BEST, CHECKPOINTS, MARK, Remote, checkpoints_in, newest_in, reason_of
 from automodel_cli.training.checkpoint_dir import META, CheckpointDir, step_of
@@ -37,14 +38,14 @@ def claim(folder: Path, url: str) -> None:
             raise RunError(
                 f"{url} holds a run that {folder} is no copy of",
                 keys=("output_dir",),
-                fix=f"automodel resume {url}",
+                fix=f"automodel resume {word(url)}",
             )
         newest, latest = newest_in(files), CheckpointDir(folder / CHECKPOINTS).latest()
         if newest is not None and (latest is None or (step_of(Path(newest)) or 0) > (step_of(latest) or 0)):
             raise RunError(
                 f"{url} has {newest}, which comes after what is in {folder}",
                 keys=("checkpoint.resume",),
-                fix=f"automodel resume {url}",
+                fix=f"automodel resume {word(url)}",
             )
         remote.write("config.yaml", (folder / "config.yaml").read_bytes())
     except RunError:
@@ -100,7 +101,7 @@ class Mirror:
         return RunError(
             f"{self._missing()} could not be copied to {self._remote.url}: {reason}; everything is in {self._folder}",
             keys=("output_dir",),
-            fix=f"automodel resume {self._folder}   (copies what is missing, too)",
+            fix=f"automodel resume {word(self._folder)}   (copies what is missing, too)",
         )
 
     def _missing(self) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.launch import stop
 from automodel_cli.run.changes import Planned, planned
 from automodel_cli.training.torch_compat import dump_cuda_memory
@@ -74,7 +75,7 @@ def explain(cause: BaseException, recipe: Recipe, source: Composed, run_dir: Pat
         chosen = _first_that_is_enough(plan, found, _asked(cause))
         fix = _resume(run_dir, source, chosen)
         if on_gpu and run_dir is not None:
-            traced = f"automodel dryrun -c {run_dir / 'config.yaml'} --gpus {world_size} {chosen.change}"
+            traced = f"automodel dryrun -c {word(run_dir / 'config.yaml')} --gpus {world_size} {chosen.change}"
             lines.append(f"what a real step then takes, by kind and line, is found without a GPU: {traced}")
     return OutOfMemory("\n".join(lines), fix=fix)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from automodel_cli.config.fixes import word
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.layout import Layout, MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
@@ -112,14 +113,14 @@ def _shown(after: Answer, before: Answer | None) -> str:
 
 
 def _next_commands(session: Session) -> str:
-    use = f"automodel chat {session.run_dir}    talks to it; serve, eval and push are others"
+    use = f"automodel chat {word(session.run_dir)}    talks to it; serve, eval and push are others"
     if session.recipe.as_classifier:
         node = f"{{_target_: automodel_cli.rollout.rewards.model.RewardModel, folder: {session.run_dir / 'export'}}}"
         use = f"automodel grpo llm -c CONFIG 'rewards.model={node}'    rewards samples with it"
     return "\n".join(
         [
             use,
-            f"automodel resume {session.run_dir} {further(session)}    trains on",
+            f"automodel resume {word(session.run_dir)} {further(session)}    trains on",
             "automodel recipes ls    more recipes; `automodel recipes cp` gives you one to edit",
         ]
     )

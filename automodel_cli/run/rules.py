@@ -7,6 +7,7 @@ from pathlib import Path
 
 from automodel_cli.config.entries import NameList, check_entries
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.problems import show
 from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.layout import MeshConfig
@@ -208,5 +209,5 @@ def check_exported(model: ModelConfig) -> None:
     raise ConfigError(
         f"model.pretrained={model.pretrained} does not exist: it is what the recipe {path.parent.name} exports",
         keys=("model.pretrained",),
-        fix=f"automodel finetune llm -c {path.parent.name}   (from the same folder)",
+        fix=f"automodel finetune llm -c {word(path.parent.name)}   (from the same folder)",
     )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.loader import StepLoader
 from automodel_cli.distributed import process_group
@@ -169,7 +170,7 @@ class Session:
             if self.recipe.checkpoint.due(step, end) or self.stopped_by or is_best:
                 self.save(step)
             if self.stopped_by:
-                self.meter.print(f"stopped after step {step}; continue with: automodel resume {self.run_dir}")
+                self.meter.print(f"stopped after step {step}; continue with: automodel resume {word(self.run_dir)}")
                 return
 
     def train(

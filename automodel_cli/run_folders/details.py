@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from automodel_cli.config.fixes import word
 from automodel_cli.run_folders.catalogue import Run, folder_size
 from automodel_cli.training.checkpoint_dir import step_of
 from automodel_cli.training.display import show_duration
@@ -33,11 +34,11 @@ def details(run: Run) -> Iterator[tuple[str, str]]:
     if left:
         yield "left", "  ".join(str(run.folder / name) for name in left)
     if run.state == "running":
-        yield "next", f"automodel runs tail {run.folder}"
+        yield "next", f"automodel runs tail {word(run.folder)}"
     elif run.state == "finished":
-        yield "next", f"automodel report {run.folder}"
+        yield "next", f"automodel report {word(run.folder)}"
     else:
-        yield "next", f"automodel resume {run.folder}"
+        yield "next", f"automodel resume {word(run.folder)}"
 
 
 def _attempt(attempt: dict[str, object]) -> str:

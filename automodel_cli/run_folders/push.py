@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.report.curve import loss_curve_svg
 from automodel_cli.run_folders.card import CONFIG, model_card
 from automodel_cli.run_folders.catalogue import Run
@@ -21,7 +22,7 @@ def staged(run: Run, export: Path, *, licence: str | None, base_model: str | Non
     """A folder with what is uploaded: the export (as links), the card, the curve and the config. Raises RunError where
     the run has no export."""
     if not (export / "README.md").is_file():
-        raise RunError(f"{run.folder} has no export to push", fix=f"automodel export {run.folder}")
+        raise RunError(f"{run.folder} has no export to push", fix=f"automodel export {word(run.folder)}")
     with tempfile.TemporaryDirectory(prefix="automodel-push-") as name:
         folder = Path(name)
         for path in sorted(export.rglob("*")):

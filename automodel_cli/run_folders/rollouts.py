@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 
 Order = Literal["newest", "best", "worst"]
 
@@ -54,7 +55,7 @@ def select(folder: Path, wanted: Wanted, count: int, order: Order) -> tuple[list
     if not path.is_file():
         raise ConfigError(
             f"{folder} has no rollouts.jsonl: only runs that learn from their own samples write one",
-            fix=f"automodel runs show {folder}",
+            fix=f"automodel runs show {word(folder)}",
         )
     total, numbered = 0, enumerate(row for row in _rows(path) if wanted.has(row))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.fixes import word
 
 if TYPE_CHECKING:
     import torch
@@ -196,7 +197,7 @@ class Callbacks:
             raise RunError(
                 f"callback {name} failed in {hook}{when}: {type(error).__name__}: {error} ({_place(error, name)})",
                 keys=("callbacks",),
-                fix=f"automodel resume {self._run.run_dir}   (once it is mended; from the newest checkpoint)",
+                fix=f"automodel resume {word(self._run.run_dir)}   (once it is mended; from the newest checkpoint)",
             ) from error
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.files import replace
+from automodel_cli.config.fixes import word
 from automodel_cli.data.checksums import Checksum, content_hash
 from automodel_cli.training.early_stop import Goal
 
@@ -69,7 +70,7 @@ def damaged(checkpoint: Path, what: str) -> RunError:
     return RunError(
         f"checkpoint {checkpoint} is damaged: {what}",
         keys=("checkpoint.resume",),
-        fix=f"mv {checkpoint} {checkpoint}.damaged   (then the one before it is the newest)",
+        fix=f"mv {word(checkpoint)} {word(f'{checkpoint}.damaged')}   (then the one before it is the newest)",
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.files import open_own
+from automodel_cli.config.fixes import word
 from automodel_cli.training.config import LoggingConfig
 from automodel_cli.training.display import (
     REASONS,
@@ -244,7 +245,7 @@ class Meter:
             raise RunError(
                 f"{path} could not be written: {error.strerror}; checkpoints in place are whole",
                 keys=("output_dir",),
-                fix=f"free space there, then automodel resume {path.parent}",
+                fix=f"free space there, then automodel resume {word(path.parent)}",
             ) from error
         for tracker in self._trackers:
             with named(tracker, "log"):

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose, scalar
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fixes import word
 from automodel_cli.config.imports.engine import Draft, Kind, Table, translate
 from automodel_cli.config.imports.tables import TABLES, recognise
 from automodel_cli.config.limits import check_file
@@ -61,7 +62,7 @@ def imported(path: Path, *, slug: str | None = None, gpus: int = 1, kind: Kind |
     if table is None:
         raise ConfigError(
             f"{path}: its keys are those of no tool that is known here ({', '.join(TABLES)})",
-            fix=f"automodel import-config {path} --from axolotl   (or whichever wrote it)",
+            fix=f"automodel import-config {word(path)} --from axolotl   (or whichever wrote it)",
         )
     draft = translate(source, table, gpus, kind)
     text = render(draft, table, path.name)

@@ -7,7 +7,7 @@ examples/own_parallelizer.py. Torch-free at import, like all nodes.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -273,6 +273,24 @@ def refuse_axes(strategy: str, mesh: MeshConfig, axes: dict[str, str]) -> None:
                 f"parallelizer {strategy} has no {kind} parallelism: {name}={size} must be 1",
                 keys=(f"mesh.{name}",),
                 fix=f"mesh.{name}=1",
+            )
+
+
+def check_tp_plan(plan: Any) -> None:
+    """Refuse what is no tensor-parallel plan: an import path, a function, or styles by module name (a name or an object
+    each)."""
+    fix = "parallelizer.tp_plan=null"
+    if plan is None or callable(plan) or (isinstance(plan, str) and plan):
+        return
+    if not isinstance(plan, Mapping) or not plan:
+        message = f"tp_plan={plan!r} is no import path and no mapping of module names to styles"
+        raise ConfigError(message, keys=("tp_plan",), fix=fix)
+    for name, style in plan.items():
+        if style is None or isinstance(style, (bool, int, float, list, dict)):
+            raise ConfigError(
+                f"tp_plan[{name!r}]={style!r} is no style: a name such as colwise is expected",
+                keys=("tp_plan",),
+                fix=fix,
             )
 
 

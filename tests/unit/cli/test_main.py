@@ -267,6 +267,20 @@ def test_train_and_resume(toy: Path) -> None:
     assert more.stdout.splitlines()[1:] == ["step 4 total 1"], "goes on in place, with the override"
 
 
+@pytest.mark.parametrize("words", [["finetune", "llm", "-c"], ["finetune", "-c"], ["finetune"], []])
+def test_finetune_needs_no_llm(toy: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*words, "quickstart", "train.max_steps=many"]) == 2
+    assert "train.max_steps expects a whole number" in capsys.readouterr().err
+
+
+def test_commands_of_one_kind_need_no_llm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["dpo", "-c", "quickstart"]) == 2
+    assert "quickstart is no dpo recipe" in capsys.readouterr().err
+    assert run(["finetune", "vlm", "-c", "quickstart"]) == 2
+    assert "No such command 'vlm'" in capsys.readouterr().err
+    assert run(["finetune"]) in (0, 2) and "llm" in "".join(capsys.readouterr())
+
+
 def test_a_recipe_of_your_own_without_the_sections_that_a_command_reads(toy: Path) -> None:
     found = automodel(toy, "data", "inspect", "-c", "toy.yaml", *TRUST)
     assert "Recipe has not the sections that this command reads" in found.stderr and found.returncode == 2

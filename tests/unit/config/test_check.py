@@ -403,3 +403,127 @@ def test_a_bug_in_a_trusted_node_is_reported_with_its_key(here: Path, monkeypatc
     with pytest.raises(ConfigError) as error:
         check(compose("x.yaml", ["mesh.dp_size=0"]), Trust(packages=("toy_recipe", "buggy_nodes")))
     assert "boom" not in str(error.value), "foreign code runs only when nothing else is wrong"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "fix"),
+    [
+        (
+            ["model.tokenizer={chat_template: x.jinja}"],
+            "model.tokenizer",
+            "model.tokenizer._target_=automodel_cli.models.tokenizer.PretrainedTokenizer",
+        ),
+        (["model.tokenizer.banana=3"], "model.tokenizer", None),
+        (["model.tokenizer=3"], "model.tokenizer", "model.tokenizer='\"3\"'"),
+        (["~optimizer", "optimizer={lr: 3}"], "optimizer", "optimizer._target_=automodel_cli.training.optim.AdamW"),
+        (
+            ["logging.trackers=[{space_id: me/x}]"],
+            "logging.trackers.0",
+            "logging.trackers.0._target_=automodel_cli.training.trackers.Trackio",
+        ),
+        (["parallelizer.tp_plan={a.b: 3}", "mesh.tp_size=2"], "parallelizer.tp_plan", "parallelizer.tp_plan=null"),
+        (["parallelizer.tp_plan=3", "mesh.tp_size=2"], "parallelizer.tp_plan", "parallelizer.tp_plan=null"),
+        (["data.packing=false"], "data.packing", "data.packing=none"),
+        (["data.packing=off"], "data.packing", "data.packing=none"),
+        (["data.packing=true"], "data.packing", "data.packing=best_fit"),
+        (["logging.profile=false"], "logging.profile", "logging.profile=null"),
+        (["validation.every=false"], "validation.every", "validation.every=null"),
+    ],
+)
+def test_a_mapping_or_a_switch_in_place_of_something_else(overrides: list[str], key: str, fix: str | None) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(compose("sft", ["model.pretrained=x/y", "data.path=x/y", "train.global_batch_size=4", *overrides]))
+    assert (error.value.keys, error.value.fix) == ((key,), fix)
+
+
+def test_no_key_of_ours_takes_just_anything() -> None:
+    """Where an annotation is Any nothing is checked: only plans of tensor parallelism, which their node looks at."""
+    from automodel_cli.config import reference
+
+    free = {key.name for node in reference.nodes() for key in node.keys if key.kind == "any node"}
+    assert free == {"parallelizer.tp_plan"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.precision=bf16",
+        "checkpoint.best=true",
+        "model.lora.use_dora=true",
+        "objective.value_coef=1",
+        "train.steps=4",
+    ],
+)
+def test_another_word_is_no_typo(override: str) -> None:
+    from automodel_cli.config.suggest import suggest
+
+    key, _, value = override.partition("=")
+    found = suggest(key, value, _keys_of_sft())
+    assert found is None or found.fix is None, found
+
+
+@pytest.mark.parametrize("name", ["model.lora.rank", "checkpoint.resume", "optimizer.weight_decay", "data.seq_len"])
+def test_one_slip_of_the_hand_is_a_typo(name: str) -> None:
+    """A letter left out, doubled, replaced, or swapped with its neighbor, anywhere in the word."""
+    from automodel_cli.config.suggest import suggest
+
+    known = _keys_of_sft()
+    section, _, leaf = name.rpartition(".")
+    for i in range(len(leaf)):
+        swapped = leaf[:i] + leaf[i + 1 : i + 2] + leaf[i] + leaf[i + 2 :]
+        for typo in (leaf[:i] + leaf[i + 1 :], leaf[:i] + leaf[i] + leaf[i:], leaf[:i] + "x" + leaf[i + 1 :], swapped):
+            if typo != leaf:
+                found = suggest(f"{section}.{typo}", 3, known)
+                assert found is not None and found.fix == f"{name}=3", typo
+
+
+def _keys_of_sft() -> list[str]:
+    from automodel_cli.config import schema
+    from automodel_cli.config.targets import resolve
+
+    optimizer = schema.keys(resolve("automodel_cli.training.optim.AdamW"), "optimizer.")
+    return [*schema.keys(resolve("recipes.sft.SFTRecipe")), *optimizer]
+
+
+@pytest.mark.parametrize("overrides", [["objective=kto"], ["objective._target_=automodel_cli.objectives.kto.KTO"]])
+def test_keys_of_the_objective_that_was_replaced_are_named(here: Path, overrides: list[str]) -> None:
+    """A file sets keys of one node, the command line names another: the fix takes them away, and works."""
+    rows = "model: {pretrained: x/y}\ndata: {path: x/y}\ntrain: {global_batch_size: 4}\n"
+    Path("x.yaml").write_text(f"defaults: [dpo, _self_]\n{rows}objective: {{beta: 0.3, loss: ipo}}\n")
+    with pytest.raises(ConfigError) as error:
+        check(compose("x.yaml", overrides))
+    assert (error.value.keys, error.value.fix) == (("objective.loss",), "~objective.loss, or objective=dpo")
+    assert "automodel_cli.objectives.dpo.DPO" in error.value.message
+    recipe: Any = check(compose("x.yaml", [*overrides, "~objective.loss"]))
+    assert (type(recipe.objective).__name__, recipe.objective.beta) == ("KTO", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "fix"),
+    [
+        (
+            ["logging.trackers=[wandb]", "logging.trackers.mode=offline"],
+            None,
+            "'logging.trackers=[{_target_: automodel_cli.training.trackers.WandB, mode: offline}]'",
+        ),
+        (["logging.trackers=[nowhere]"], "logging.trackers.0", "logging.trackers.0=tensorboard"),
+        (["logging.trackers=[mlflow]"], "logging.trackers", "pip install mlflow"),
+        (
+            ["logging.trackers=[{_target_: automodel_cli.training.trackers.MLflow}]"],
+            "logging.trackers.0",
+            "pip install mlflow",
+        ),
+    ],
+)
+def test_trackers_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], key: str | None, fix: str
+) -> None:
+    """By name and as nodes, with keys that lead into the list, and without their package."""
+    from automodel_cli.training import trackers
+
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)  # no such package is installed here
+    with pytest.raises(ConfigError) as error:
+        check(compose("quickstart", overrides))
+    assert error.value.fix == fix
+    if key is not None:
+        assert error.value.keys == (key,)

@@ -154,7 +154,7 @@ def test_broken_yaml_in_an_included_file(here: Path) -> None:
         (
             "model.config.layers.9=1",
             (
-                "model.config.layers.9 cannot be set: list index out of range\n"
+                "model.config.layers.9 cannot be set: model.config.layers has entries 0 to 2\n"
                 "  from  model.config.layers.9=1 (command line)"
             ),
         ),
@@ -191,11 +191,33 @@ def test_the_printed_quoting_works_when_pasted(here: Path) -> None:
 
 
 def test_a_file_named_like_the_base_it_starts_from(here: Path) -> None:
-    """The search path has the user's folder first, so such a file would include itself for ever."""
-    write(here / "sft.yaml", "defaults: [sft, _self_]\n")
-    with pytest.raises(ConfigError, match="lead back to a file of the same name") as error:
-        compose("sft.yaml")
-    assert error.value.fix == "give the file another name: mv sft.yaml my_sft.yaml"
+    """Its own name in the defaults of a file is the bundled file, for whoever includes it too."""
+    write(here / "sft.yaml", "defaults: [sft, _self_]\nseed: 7\n")
+    write(here / "other.yaml", "defaults: [sft, _self_]\nrun_name: x\n")
+    (here / "optimizer").mkdir()
+    write(here / "optimizer" / "adamw.yaml", "defaults: [adamw, _self_]\nlr: 0.5\n")
+    for conf in ("sft.yaml", "other.yaml"):
+        composed = compose(conf)
+        assert composed.tree["_target_"] == "recipes.sft.SFTRecipe"
+        assert (composed.tree["seed"], composed.origin("seed")) == (7, "sft.yaml:2")
+        assert composed.tree["optimizer"]["_target_"] == "automodel_cli.training.optim.AdamW"
+        assert composed.tree["optimizer"]["lr"] == 0.5
+        shown = [bundled.display(file) for file in composed.files]
+        assert [name for name in shown if name.endswith("adamw.yaml")] == [
+            "conf/optimizer/adamw.yaml",
+            "optimizer/adamw.yaml",
+        ]
+        assert shown.index("conf/sft.yaml") < shown.index("sft.yaml")
+    assert compose("sft.yaml", ["optimizer=muon"]).tree["optimizer"]["_target_"].endswith("Muon")
+
+
+@pytest.mark.parametrize("files", [{"a": "a"}, {"a": "b", "b": "a"}], ids=["itself", "each other"])
+def test_defaults_that_lead_back_are_refused(here: Path, files: dict[str, str]) -> None:
+    for name, base in files.items():
+        write(here / f"{name}.yaml", f"defaults: [{base}, _self_]\n")
+    with pytest.raises(ConfigError) as error:
+        compose("a.yaml")
+    assert error.value.origin == "defaults of a.yaml"
 
 
 def test_groups_on_the_command_line(here: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +30,7 @@ from tests.pasted import Watch
         ("start the server, or set rollout.engine.url", ["words", "words"], "try"),
         ("model.pretrained=<a folder>", ["words"], "try"),
         ("optimizer.lr=VALUE", ["words"], "try"),
+        ("~objective.loss, or objective=dpo", ["overrides", "overrides"], "fix"),
     ],
 )
 def test_what_can_be_pasted(text: str, kinds: list[str], label: str) -> None:
@@ -37,6 +41,7 @@ def test_what_can_be_pasted(text: str, kinds: list[str], label: str) -> None:
 def test_keys_are_placed_and_words_are_left_alone() -> None:
     text = "'a=\"x y=1\"' b.c=2, or keep d"
     assert fixes.map_keys(text, lambda key: f"s.{key}") == "'s.a=\"x y=1\"' s.b.c=2, or keep d"
+    assert fixes.map_keys("~a", lambda key: f"s.{key}") == "~s.a"
 
 
 @pytest.mark.parametrize(
@@ -63,3 +68,27 @@ def test_the_watch_notices_a_fix_that_does_not_work(fix: str, complaint: str | N
         check(composed)
     assert (complaint is None) == (not found.complaints)
     assert complaint is None or any(complaint in text for text in found.complaints)
+
+
+NASTY = ("a b", "it's", 'say "hi"', "$HOME", "a;b", "back\\slash", "plain-1.0/x_y")
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_a_word_and_an_override_arrive_as_they_are(text: str) -> None:
+    """Through a real shell, and through the grammar of overrides."""
+    done = subprocess.run(["sh", "-c", f"printf %s {fixes.word(text)}"], capture_output=True, text=True, check=True)
+    assert done.stdout == text
+    argument = subprocess.run(
+        ["sh", "-c", f"printf %s {fixes.override('run_name', text)}"], capture_output=True, text=True
+    )
+    assert compose("sft", [argument.stdout]).tree["run_name"] == text
+
+
+def test_every_path_in_a_command_is_one_word() -> None:
+    """What is put into the text of a command is quoted: `{word(path)}`, not `{path}`."""
+    of_runs = r"automodel (?:resume|export|chat|report|runs \w+|import-config|recipes cp|eval|check -c|finetune llm -c)"
+    pattern = re.compile(rf"(?:{of_runs}|chmod u\+r|mv|rm -r) \{{(?!word\()(?!near\[0\])[^{{}}]+\}}")
+    root = Path(fixes.__file__).parents[2]
+    files = [file for folder in ("automodel_cli", "recipes") for file in (root / folder).rglob("*.py")]
+    found = [f"{file.relative_to(root)}: {match[0]}" for file in files for match in pattern.finditer(file.read_text())]
+    assert found == []

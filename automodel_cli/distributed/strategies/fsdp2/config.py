@@ -16,6 +16,7 @@ from automodel_cli.distributed.strategies.base import (
     Storage,
     check_choice,
     check_dtype,
+    check_tp_plan,
     refuse_idle_tp_options,
     torch_dtype,
 )
@@ -148,6 +149,7 @@ class FSDP2Config(ParallelizerConfig):
         super().__post_init__()
         _check_policy("mp_policy", self.mp_policy, MixedPrecision, "MixedPrecisionPolicy")
         _check_policy("offload_policy", self.offload_policy, CPUOffload, "CPUOffloadPolicy")
+        check_tp_plan(self.tp_plan)
         self._check_autocast()
         check_choice("context_parallel", self.context_parallel, CONTEXT_PARALLEL, "parallelizer.context_parallel")
         check_choice("expert_dispatch", self.expert_dispatch, EXPERT_DISPATCH, "parallelizer.expert_dispatch")

@@ -12,6 +12,7 @@ from automodel_cli.distributed.strategies.base import (
     AxisOptions,
     ParallelizerConfig,
     Storage,
+    check_tp_plan,
     refuse_idle_tp_options,
 )
 
@@ -91,6 +92,7 @@ class MegatronFSDPConfig(ParallelizerConfig):
                     keys=(name,),
                     fix=f"parallelizer.{name}={str(not refused).lower()}",
                 )
+        check_tp_plan(self.tp_plan)
         strategy = zero_strategy(self.zero_dp_strategy)
         needs_overlap = {"overlap_grad_reduce": ZERO_STRATEGIES[2:], "overlap_param_gather": ZERO_STRATEGIES[3:]}
         for name, strategies in needs_overlap.items():
