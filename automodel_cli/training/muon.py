@@ -38,6 +38,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         *,
         muon: dict[str, Any],
         adamw: dict[str, Any],
+        decay_embeddings: bool = False,
     ):
         groups: list[dict[str, Any]] = []
         measured = None
@@ -47,7 +48,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if muon_params:
             groups.append({"params": [item.param for item in muon_params], "muon": True, **muon})
         rest = {key: value for key, value in adamw.items() if key != "weight_decay"}
-        groups += [{**group, "muon": False, **rest} for group in decay_groups(adamw_params, adamw["weight_decay"])]
+        of_adamw = decay_groups(adamw_params, adamw["weight_decay"], embeddings=decay_embeddings)
+        groups += [{**group, "muon": False, **rest} for group in of_adamw]
         super().__init__(groups, {})
         # The inner AdamW works on our groups and our state; constructing it fills in the options it expects in a group.
         adamw_groups = self._groups(muon=False)

@@ -90,7 +90,10 @@ class AdamW:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.01
-    """Decoupled; of matrices only, biases and norms have none."""
+    """Decoupled decay of matrices. Biases and norms have none, embeddings and tied heads only with
+    `decay_embeddings`."""
+    decay_embeddings: bool = False
+    """Decay embeddings and heads tied to them too."""
     implementation: Implementation = "auto"
     """Kernel of the update. `auto` takes the fused one."""
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -141,7 +144,7 @@ class AdamW:
 
         from automodel_cli.training.param_groups import decay_groups, require_trainable
 
-        groups = decay_groups(require_trainable(parts), self.weight_decay)
+        groups = decay_groups(require_trainable(parts), self.weight_decay, embeddings=self.decay_embeddings)
         if self._is_own or has_float16(groups):
             return self._rounded(groups)
         return torch.optim.AdamW(
@@ -175,7 +178,9 @@ class Muon:
     lr: float
     """Peak learning rate of Muon."""
     weight_decay: float = 0.1
-    """Decoupled, of Muon's and of AdamW's matrices."""
+    """Decoupled decay of Muon's and AdamW's matrices, of embeddings and tied heads only with `decay_embeddings`."""
+    decay_embeddings: bool = False
+    """Decay embeddings and heads tied to them too."""
     momentum: float = 0.95
     """Momentum of the gradient before it is orthogonalized."""
     nesterov: bool = True
@@ -229,7 +234,8 @@ class Muon:
 
     def orthogonalises(self, item: TrainableParam) -> bool:
         """Whether this parameter is Muon's; AdamW has the others."""
-        return item.param.ndim == 2 and item.decays and not any(name in item.name for name in self.adamw_names)
+        is_matrix = item.param.ndim == 2 and item.is_matrix and not item.is_embedding
+        return is_matrix and not any(name in item.name for name in self.adamw_names)
 
     def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
         import torch
@@ -257,6 +263,7 @@ class Muon:
                 "eps": self.adamw_eps,
                 **_kernel(self.implementation),
             },
+            decay_embeddings=self.decay_embeddings,
         )
 
     def state_bytes(self, item: TrainableParam, numel: int) -> float:
@@ -277,7 +284,10 @@ class AdamW8bit:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.01
-    """Decoupled; of matrices only, biases and norms have none."""
+    """Decoupled decay of matrices. Biases and norms have none, embeddings and tied heads only with
+    `decay_embeddings`."""
+    decay_embeddings: bool = False
+    """Decay embeddings and heads tied to them too."""
     library: Literal["torchao", "bitsandbytes"] = "torchao"
     """Package whose kernels run: torchao or bitsandbytes."""
 
@@ -311,7 +321,7 @@ class AdamW8bit:
             kind = import_module("automodel_cli.training.torchao_adamw").QuantisedAdamW
         else:
             kind = import_module("bitsandbytes.optim").AdamW8bit
-        groups = decay_groups(params, self.weight_decay)
+        groups = decay_groups(params, self.weight_decay, embeddings=self.decay_embeddings)
         return kind(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
 
     def state_bytes(self, item: TrainableParam, numel: int) -> float:

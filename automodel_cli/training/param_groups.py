@@ -1,7 +1,8 @@
 """Which parameters an optimizer gets, in which groups.
 
-Weight decay acts on matrices only: parameters with fewer than two dims, biases (also the stacked ones of experts),
-norms and embeddings (and heads tied to them) are not decayed. Frozen parameters are in no group and so have no state.
+Weight decay acts on matrices only: parameters with fewer than two dims, biases (also the stacked ones of experts) and
+norms are never decayed, embeddings (and heads tied to them) only where the optimizer asks for it. Frozen parameters are
+in no group and so have no state.
 Groups are also split by device mesh: foreach and fused kernels refuse a mix of plain tensors and DTensors, or of
 meshes, within one group, so with this split the fast kernels serve every layout.
 """
@@ -26,11 +27,16 @@ class TrainableParam(NamedTuple):
     owner: nn.Module
 
     @property
-    def decays(self) -> bool:
-        """Does weight decay act on it? See the module's text for the rule."""
+    def is_matrix(self) -> bool:
+        """Whether it is neither a vector nor a bias nor a norm."""
         is_norm = "norm" in type(self.owner).__name__.lower()
         is_bias = self.name.endswith("bias")
-        return self.param.ndim >= 2 and not (is_bias or is_norm or isinstance(self.owner, nn.Embedding))
+        return self.param.ndim >= 2 and not (is_bias or is_norm)
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is an embedding's table, or a head tied to one."""
+        return isinstance(self.owner, nn.Embedding)
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -51,14 +57,15 @@ def trainable(parts: Sequence[nn.Module]) -> Iterator[TrainableParam]:
                     yield TrainableParam(f"{module_name}.{leaf}" if module_name else leaf, param, module)
 
 
-def decay_groups(params: Sequence[TrainableParam], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for `torch.optim`: split into decayed and not, and by mesh; none is empty.
-
-    Names travel along for messages.
-    """
+def decay_groups(
+    params: Sequence[TrainableParam], weight_decay: float, *, embeddings: bool = False
+) -> list[dict[str, Any]]:
+    """Return groups for `torch.optim`, split into decayed and not, and by mesh; none is empty. `embeddings`: decay them
+    too."""
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for item in params:
-        groups.setdefault((item.decays, item.mesh), []).append(item.param)
+        decays = item.is_matrix and (embeddings or not item.is_embedding)
+        groups.setdefault((decays, item.mesh), []).append(item.param)
     return [
         {"params": members, "weight_decay": weight_decay if decays else 0.0} for (decays, _), members in groups.items()
     ]

@@ -141,10 +141,19 @@ def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | N
         if draft.kind in default.kinds and not draft.is_set(default.ours):
             draft.put(default.ours, default.value, note=f"{table.tool}'s default; {default.why}")
     _leave_idle_validation(draft)
+    _decay_embeddings(draft, table)
     if draft.kind == "grpo" and not draft.is_set("rewards"):
         why = "their rewards are code; until you name yours, `exact` compares with the column answer (docs/rollout.md)"
         draft.undecided.append(f"rewards: {why}")
     return draft
+
+
+def _decay_embeddings(draft: Draft, table: Table) -> None:
+    """Each of these tools decays embeddings where it decays at all; ours does so where it is told to."""
+    ours_by_default = 0.0 if draft.kind == "grpo" else 0.01
+    decay = draft.values.get("optimizer.weight_decay", ours_by_default)
+    if isinstance(decay, (int, float)) and decay > 0:
+        draft.put("optimizer.decay_embeddings", True, note=f"{table.tool} decays embeddings and tied heads")
 
 
 def _leave_idle_validation(draft: Draft) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,23 @@ def test_a_tied_head_is_one_parameter_and_counts_as_the_embedding():
     groups = names_by_decay(model, AdamW(lr=1e-3, weight_decay=0.5).build([model]))
     assert groups[0.5] == {"proj.weight", "experts.gate_up_proj"}
     assert len([item for item in trainable([model]) if item.param is model.lm_head.weight]) == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("make", [AdamW, Muon], ids=["AdamW", "Muon"])
+def test_embeddings_decay_where_asked_for_as_the_library_decays_them(tied: bool, make: Any):
+    """The same parameters as transformers' Trainer, which every tool on top of it has."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, attention_bias=True, tie_word_embeddings=tied, **sizes))
+    theirs = set(Trainer.get_decay_parameter_names(Trainer.__new__(Trainer), model))
+    theirs &= {name for name, _ in model.named_parameters()}  # a tied head once
+    assert "model.embed_tokens.weight" in theirs
+    ours = names_by_decay(model, make(lr=1e-3, weight_decay=0.5, decay_embeddings=True).build([model]))[0.5]
+    assert ours == theirs
+    without = names_by_decay(model, make(lr=1e-3, weight_decay=0.5).build([model]))[0.5]
+    assert without == theirs - {"model.embed_tokens.weight"}
 
 
 def test_frozen_parameters_are_in_no_group():

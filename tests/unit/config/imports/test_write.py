@@ -181,6 +181,8 @@ def test_a_config_becomes_one_of_ours_with_these_values(name: str, tmp_path: Pat
     (tmp_path / "ours.yaml").write_text(imported(VECTORS / name, gpus=8))
     composed = compose(str(tmp_path / "ours.yaml"))
     assert {key: at(composed.tree, key) for key in EXPECTED[name]} == EXPECTED[name]
+    decay = at(composed.tree, "optimizer.weight_decay")  # DEFAULT: ours, which is that of torch
+    assert (at(composed.tree, "optimizer.decay_embeddings") is True) == (decay == DEFAULT or decay > 0)
     try:
         recipe = check(composed, untrusted=[])  # as `automodel check` does
     except ConfigError as error:
