@@ -88,7 +88,7 @@ def export_and_verify(
         raise RunError(
             f"the export {folder} could not be written: {reason}; {_what_is_left(checkpoint)}",
             keys=("output_dir",),
-            fix=f"automodel export {folder.parent} --out another-disk/export" if checkpoint else None,
+            fix=f"automodel export {word(folder.parent)} --out another-disk/export" if checkpoint else None,
         ) from error
     except Exception:  # whatever it was, what is written whole is kept
         if is_first_rank() and written != folder and (written / LAST).exists():

@@ -5,19 +5,21 @@ from __future__ import annotations
 import glob
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.config.files import replace
+from automodel_cli.config.files import read_regular, replace
+from automodel_cli.config.remembered import FILE as TRUST
 from automodel_cli.config.remembered import remember
 from automodel_cli.launch import worker
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.run.mirror import claim, unreachable
 from automodel_cli.run.storage import MARK, Remote, fetch, is_url, local_root
 from automodel_cli.run_folders.lock import hold
+from automodel_cli.run_folders.record import FILE as RECORD
 from automodel_cli.run_folders.record import read_record
 
 if TYPE_CHECKING:
@@ -70,16 +72,24 @@ def _write_config(folder: Path, source: Composed) -> None:
     remember(folder, source.trust, text)
 
 
-def config_before(source: Composed) -> str | None:
-    """The `config.yaml` of the run that goes on, as it is before this start writes its own; None for a new run."""
-    path = None if source.run_dir is None else source.run_dir / "config.yaml"
-    return path.read_text() if path is not None and path.is_file() else None
+def records_before(source: Composed) -> dict[str, bytes | None]:
+    """Read config, trust and record of the run that goes on, before this start writes its own; None where there is no
+    such file, nothing at all for a new run."""
+    if source.run_dir is None or not (source.run_dir / "config.yaml").is_file():
+        return {}
+    files = (source.run_dir / name for name in ("config.yaml", TRUST, RECORD))
+    return {file.name: read_regular(file) if file.is_file() else None for file in files}
 
 
-def put_back(folder: Path, config: str) -> None:
-    """A start that was refused changes nothing for the next: neither the config, nor what a restart would go on in."""
+def put_back(folder: Path, records: Mapping[str, bytes | None]) -> None:
+    """Undo a start that never began: config and record are as they were, so that a finished run stays finished, and a
+    restart does not go on in the folder."""
     with suppress(OSError):  # the reason of the refusal is what has to be read
-        replace(folder / "config.yaml", config)
+        for name, content in records.items():
+            if content is None:
+                (folder / name).unlink(missing_ok=True)
+            else:
+                replace(folder / name, content)
     worker.forget_run_folder()
 
 

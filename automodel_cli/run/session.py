@@ -37,7 +37,7 @@ from automodel_cli.run.model import Model, flops_per_token
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.run.recomputation import decided_together
 from automodel_cli.run.rules import check_profile
-from automodel_cli.run.run_folder import config_before, copy_of, put_back, restored, run_folder, take_away
+from automodel_cli.run.run_folder import copy_of, put_back, records_before, restored, run_folder, take_away
 from automodel_cli.run.shared_folder import require_shared
 from automodel_cli.run_folders.record import RunRecord, summary_of
 from automodel_cli.training import rng
@@ -378,7 +378,7 @@ def _opened(
     """Yield the one session of a run whose process group exists. `failed` is called before a failure is cleaned up."""
     run_dir: Path | None = None
     session: Session | None = None
-    earlier = config_before(source)
+    earlier = records_before(source)
     try:
         with ExitStack() as held:
             check_profile(recipe.logging.profile, dist.get_world_size())
@@ -405,18 +405,18 @@ def _opened(
                 if session.stopped_by:
                     record.describe(numbers=summary_of(session.meter.summary()))
                 record.end("interrupted" if session.stopped_by else "finished")
-    except Exception as error:
+    except BaseException as error:
         refused = session is None or not session.has_begun
-        if refused and run_dir is not None and earlier is not None and dist.get_rank() == 0:
+        if refused and run_dir is not None and earlier and dist.get_rank() == 0:
             put_back(run_dir, earlier)
         elif refused and run_dir is not None and _is_refusal(error) and dist.get_rank() == 0:
             take_away(run_dir, source)
-        if (cause := out_of_memory.ran_out(error)) is None:
+        if not isinstance(error, Exception) or (cause := out_of_memory.ran_out(error)) is None:
             raise
         raise out_of_memory.explain(cause, recipe, source, run_dir, dist.get_world_size()) from error
 
 
-def _is_refusal(error: Exception) -> bool:
+def _is_refusal(error: BaseException) -> bool:
     """Whether the config or the data were refused, so that the same command would fail at the same place."""
     return isinstance(error, ConfigError) and not isinstance(error, RunError)
 

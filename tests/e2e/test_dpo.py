@@ -82,10 +82,13 @@ def test_adapters_off_are_the_loaded_model(folder):
 
 def test_a_resumed_run_compares_with_the_first_model(folder, losses):
     train(folder, "halves", "reference=frozen_copy", "train.max_steps=2")
-    config = (folder / "runs" / "halves" / "config.yaml").read_text()
+    kept = {name: (folder / "runs" / "halves" / name).read_bytes() for name in ("config.yaml", "run.json")}
+    assert json.loads(kept["run.json"])["attempts"][-1]["state"] == "finished"
     refused = automodel(folder, "resume", "halves", "seed=3")
     assert refused.returncode == 1 and "the data changed since the checkpoint" in refused.stderr
-    assert (folder / "runs" / "halves" / "config.yaml").read_text() == config  # the next start hears nothing of it
+    # The next start hears nothing of it, and a finished run is still one.
+    assert {name: (folder / "runs" / "halves" / name).read_bytes() for name in kept} == kept
+    assert not list((folder / "runs" / "halves").glob(".*.*"))
     done = automodel(folder, "resume", "halves", "train.max_steps=4")
     assert done.returncode == 0, done.stdout + done.stderr
     assert curve(folder / "runs" / "halves") == pytest.approx(losses, rel=2e-6)
