@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from automodel_cli.config import hub
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import SourceConfig, TxtRows
 from automodel_cli.data.json_rows import NumberedRow, Row, read_array, read_lines
@@ -225,9 +226,13 @@ def load_hub(source: SourceConfig) -> Any:
     except (
         Exception
     ) as error:  # the library raises many kinds (network, missing split, unsafe code, gated): all concern the user
+        what = f"cannot load the hub dataset {source.path} (split {source.split!r})"
+        if hub.is_offline(error):
+            fix = hub.download_rows(source.path, source.revision)
+            raise DataError(f"{what}: {hub.not_here(source.path)}", fix=fix) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"cannot load the hub dataset {source.path} (split {source.split!r}): {reason}",
+            f"{what}: {reason}",
             fix="data.path=<a local file>, or check name, split, revision and the network",
         ) from error
 

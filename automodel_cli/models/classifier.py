@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from automodel_cli.config import hub
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models import compat
 
@@ -75,6 +76,9 @@ def check_classifier(folder: str) -> None:
     try:
         num_labels = AutoConfig.from_pretrained(folder).num_labels
     except (OSError, ValueError, ImportError) as error:
+        if not Path(folder).exists() and hub.is_offline(error):
+            message = f"folder={folder} does not load: {hub.not_here(folder)}"
+            raise ConfigError(message, keys=("folder",), fix=hub.download(folder)) from error
         reason = (
             f"{type(error).__name__}: {error}"
             if Path(folder).is_dir()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_cli.config import hub
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import composite, quantized, shipped
 from automodel_cli.models.config import ModelConfig
@@ -165,6 +166,9 @@ def _snapshot(config: ModelConfig) -> Path:
 
 
 def _unreachable(config: ModelConfig, error: Exception) -> ConfigError:
+    if config.pretrained and not Path(config.pretrained).exists() and hub.is_offline(error):
+        message = f"pretrained={config.pretrained!r} cannot be read: {hub.not_here(config.pretrained)}"
+        return ConfigError(message, keys=("pretrained",), fix=hub.download(config.pretrained, config.revision))
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ConfigError(
         f"pretrained={config.pretrained or config.gguf_file!r} cannot be read: {reason}",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from automodel_cli.config import trust
+from automodel_cli.config import hub, trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fixes import override
 from automodel_cli.models.gguf_header import gguf_strings
@@ -175,6 +175,9 @@ def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote
     # The library answers a missing file, a gated repository, a broken file and no network with these two.
     except (OSError, ValueError) as error:
         _refuse_adapter(Path(source))
+        if not Path(source).exists() and hub.is_offline(error):
+            message = f"no tokenizer could be read from {source}: {hub.not_here(source)}"
+            raise ConfigError(message, keys=("tokenizer",), fix=hub.download(source, revision)) from error
         where = f"{source}, {gguf_file}" if gguf_file is not None else source
         raise ConfigError(
             f"no tokenizer could be read from {where}: {error}",
