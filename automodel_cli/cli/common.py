@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from automodel_cli.config.fixes import word
 from automodel_cli.config.problems import Problem, show
 from automodel_cli.config.remembered import recall
 from automodel_cli.config.trust import NOTHING, WORDS, Need, Trust
-from automodel_cli.launch.placement import detect
+from automodel_cli.launch import said_once
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -107,15 +105,10 @@ def load(
     from automodel_cli.config.compose import compose
     from automodel_cli.run.config_root import ConfigRoot
 
-    try:
+    with said_once.by_rank_0():
         composed = compose(conf, overrides, run_dir=run_dir)
         composed = replace(composed, trust=trust | recall(run_dir, composed.content) if run_dir is not None else trust)
         recipe = check(composed, composed.trust, untrusted)
-    except ConfigError as error:
-        if detect().rank > 0:  # every rank has found the same: rank 0 speaks, and is given the time to
-            time.sleep(2)
-            sys.exit(error.exit_code)
-        raise
     if not isinstance(recipe, ConfigRoot):
         raise ConfigError(
             f"{type(recipe).__name__} is no recipe: it does not inherit from {ConfigRoot.__module__}.ConfigRoot",

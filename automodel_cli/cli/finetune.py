@@ -13,7 +13,7 @@ from automodel_cli.config import bundled
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.fixes import word
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import local, memory, output, placement, startup, stop, worker
+from automodel_cli.launch import local, memory, output, placement, said_once, startup, stop, worker
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -110,7 +110,11 @@ def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> i
     """Run `recipe` as the rank that this process is, or start its ranks with the same command line."""
     output.outlive_readers()
     num_gpus = placement.num_gpus()
-    if placement.detect().kind == "local":
+    place = placement.detect()
+    if place.kind != "local":
+        with said_once.by_rank_0():
+            recipe.check_ranks(place.world_size)
+    if place.kind == "local":
         num_ranks = recipe.num_ranks(num_gpus)
         if num_ranks > 1 or recipe.max_restarts:
             return local.run(arguments, num_ranks=num_ranks, max_restarts=recipe.max_restarts)

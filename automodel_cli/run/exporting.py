@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from automodel_cli.config.errors import RunError
+from automodel_cli.config.fixes import word
 from automodel_cli.distributed import process_group
 from automodel_cli.models.export import (
     LAST,

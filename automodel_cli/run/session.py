@@ -25,7 +25,7 @@ from automodel_cli.data.loader import StepLoader
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.launch import clean_up, startup, stop, worker
+from automodel_cli.launch import clean_up, said_once, startup, stop, worker
 from automodel_cli.models import carried
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
@@ -361,8 +361,9 @@ def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
         rng.make_deterministic()
     if recipe.train.cpu_threads is not None:
         torch.set_num_threads(recipe.train.cpu_threads)
-    tokenizer = load_tokenizer(recipe.model)
-    data = recipe.prepared(tokenizer)
+    with said_once.by_one_of_a_host():
+        tokenizer = load_tokenizer(recipe.model)
+        data = recipe.prepared(tokenizer)
     with clean_up.bounded() as failed, process_group.joined(recipe.parallelizer.backend) as device:
         yield from _opened(recipe, source, data, tokenizer, device, failed)
 

@@ -281,6 +281,35 @@ def test_commands_of_one_kind_need_no_llm(capsys: pytest.CaptureFixture[str]) ->
     assert run(["finetune"]) in (0, 2) and "llm" in "".join(capsys.readouterr())
 
 
+def test_a_mesh_that_does_not_fit_is_printed_by_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun's ranks: each finds it before any of them waits for another."""
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as silent:
+        run(["finetune", "-c", "quickstart", "mesh.tp_size=3"])
+    assert silent.value.code == 2 and capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert run(["finetune", "-c", "quickstart", "mesh.tp_size=3"]) == 2
+    assert "fix   mesh.tp_size=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "silent"), [(0, 0, False), (1, 1, True), (2, 0, False), (3, 1, True)])
+def test_a_missing_file_is_printed_once_on_each_host(
+    monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, silent: bool
+) -> None:
+    from automodel_cli.config.errors import ConfigError
+    from automodel_cli.launch import said_once
+
+    monkeypatch.setattr(said_once, "_SECONDS", 0.0)
+    for name, value in {"WORLD_SIZE": 4, "LOCAL_RANK": local_rank, "RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises((SystemExit, ConfigError)) as ended, said_once.by_one_of_a_host():
+        raise ConfigError("no such folder")
+    assert isinstance(ended.value, SystemExit) == silent
+
+
 def test_a_recipe_of_your_own_without_the_sections_that_a_command_reads(toy: Path) -> None:
     found = automodel(toy, "data", "inspect", "-c", "toy.yaml", *TRUST)
     assert "Recipe has not the sections that this command reads" in found.stderr and found.returncode == 2
