@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ _EQUAL = 0.9  # share of groups that teach nothing
 _FAILED = 0.25  # share of episodes whose environment failed
 _COLLAPSED = 0.1  # of the first steps' entropy
 _STEPS = 5  # in a row, before something is said; and whose mean is the first entropy
+_ENOUGH = 8  # samples on which a reward that has never worked must have failed before it counts as broken
 
 
 @dataclass
@@ -23,6 +25,9 @@ class Alarms:
     first_entropies: list[float] = field(default_factory=list)
     """Of the first steps, which a resumed run has behind it; as many as are missing come from its own steps."""
     _in_a_row: dict[str, int] = field(default_factory=dict)
+    _asked: Counter[str] = field(default_factory=Counter)
+    _worked: set[str] = field(default_factory=set)
+    _without_any: int = 0
     _said: set[str] = field(default_factory=set)
 
     def of(self, values: Mapping[str, float], failures: Mapping[str, tuple[int, int]]) -> list[str]:
@@ -35,6 +40,22 @@ class Alarms:
                 self._said.add(name)
                 due.append(f"WARNING: for {_STEPS} steps {sentence}")
         return due
+
+    def broken(self, failures: Mapping[str, tuple[int, int]]) -> str | None:
+        """Return the reward for which the run must stop after a step: one that has failed on every sample since the
+        start, or any where for some steps no reward gave a number, so that nothing is learned."""
+        if not failures:
+            return None
+        for name, (failed, asked) in failures.items():
+            self._asked[name] += asked
+            if failed < asked:
+                self._worked.add(name)
+        for name, (failed, asked) in failures.items():
+            if failed == asked and name not in self._worked and self._asked[name] >= _ENOUGH:
+                return name
+        none = all(failed == asked for failed, asked in failures.values())
+        self._without_any = self._without_any + 1 if none else 0
+        return next(iter(failures)) if self._without_any >= _STEPS else None
 
     def _found(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         """What is wrong at this step, by name; an empty sentence where nothing is."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from automodel_cli.config.errors import RunError
 from automodel_cli.data.config import answer_checker
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.config import TeacherConfig
@@ -276,6 +277,16 @@ class Rollouts(Callback):
         if check is not None:
             self.accuracy[when] = accuracy_of(self._answers, check)
 
+    def _stop_for(self, name: str, step: int, rollout: Rollout) -> None:
+        failed, asked = rollout.failures[name]
+        words = next(s.score.errors[name] for s in rollout.samples if name in s.score.errors)
+        raise RunError(
+            f"step {step}: reward {name} failed on every sample that it should judge ({failed} of {asked}), so nothing "
+            f"is learned from it: {words}",
+            keys=(f"rewards.{name}",),
+            fix=f"mend it (`errors` in {self.session.run_dir / 'rollouts.jsonl'}), or set rewards.{name}.weight=0",
+        )
+
     def record(self, step: int, rollout: Rollout, measured: Mapping[str, Tensor]) -> None:
         """Every sample into rollouts.jsonl; a table now and then; a warning where sampler and trainer disagree, or
         where something has gone wrong for some steps."""
@@ -288,6 +299,9 @@ class Rollouts(Callback):
             values["entropy"] = measured["entropy"].item()
         for sentence in self._alarms.of(values, rollout.failures):
             meter.print(f"step {step}: {sentence}")
+        counted = {name: of for name, of in rollout.failures.items() if self.recipe.rewards[name].weight != 0}
+        if (name := self._alarms.broken(counted)) is not None:
+            self._stop_for(name, step, rollout)
         if "token_mult_prob_error" in measured:
             warning = disagreement(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)
             if warning is not None and not rollout.staleness:

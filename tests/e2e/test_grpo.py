@@ -340,6 +340,19 @@ def test_an_engine_whose_logprobs_are_not_the_trainers_is_refused_before_step_1(
     assert "rollout.max_logprob_gap is 0.1" in done.stderr and "step 1/" not in done.stdout
 
 
+@pytest.mark.slow
+def test_a_reward_that_never_works_stops_the_run(tmp_path: Path) -> None:
+    """Two rewards that judge and one with a mistake in it: a run of 6 steps would end as if all were well."""
+    write_config(tmp_path)
+    (tmp_path / "broken.py").write_text("def reward(completion, row):\n    return row['answr']\n")
+    kind = "automodel_cli.rollout.rewards.text.FunctionReward"
+    node = f"{{_target_: {kind}, function: {{_target_: broken.reward, _partial_: true}}}}"
+    done = automodel(tmp_path, "grpo", "-c", "tiny.yaml", f"rewards.mine={node}", "--trust-package", "broken")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "RunError: step 1: reward mine failed" in done.stderr and "(16 of 16)" in done.stderr
+    assert "KeyError: 'answr'" in done.stderr and "set rewards.mine.weight=0" in done.stderr
+
+
 def test_adapters_are_their_own_reference(tmp_path: Path) -> None:
     """Before the first update the policy is the reference; afterwards it moves away."""
     write_config(tmp_path)

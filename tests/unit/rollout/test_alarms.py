@@ -73,3 +73,20 @@ def test_a_resumed_run_is_measured_against_its_beginning():
     alarms = Alarms(max_new_tokens=128, first_entropies=[2.0] * 5 + [0.1] * 20)
     *_, (line,) = [alarms.of({**FINE, "entropy": 0.1}, {}) for _ in range(5)]
     assert "(2 nats, now 0.1)" in line
+
+
+def stops(*steps: dict[str, tuple[int, int]]) -> list[str | None]:
+    alarms = Alarms(max_new_tokens=128)
+    return [alarms.broken(failures) for failures in steps]
+
+
+def test_a_reward_that_has_never_worked_stops_the_run():
+    assert stops({"exact": (0, 64), "code": (64, 64)}) == ["code"]
+    assert stops(*[{"code": (3, 3)}] * 3) == [None, None, "code"]  # nine samples, over steps
+    assert stops({"code": (7, 8)}, *[{"code": (8, 8), "exact": (0, 8)}] * 9) == [None] * 10
+
+
+def test_steps_in_which_no_reward_gives_a_number_stop_the_run():
+    """A server that was there, and is gone."""
+    assert stops({"judge": (0, 8)}, *[{"judge": (8, 8)}] * 5) == [None] * 5 + ["judge"]
+    assert stops({"judge": (0, 8)}, *[{"judge": (8, 8)}] * 4, {}, {"judge": (7, 8)}, {"judge": (8, 8)}) == [None] * 8
