@@ -72,6 +72,7 @@ class Rollouts(Callback):
             selectors = selectors_of(of_parts, trust_remote_code=trust)
         replay = None if selectors is None else RoutingReplay(session, selectors)
         judged = teacher is None and not config.played
+        self._rewards = rewards
         self._source = SampleSource(session, config, rewards, all_judged=judged, selectors=selectors, replay=replay)
         self._scorer = Scorer(session, config, objective, teacher, reference_update)
         self._prompts_are_apart = why_apart(session, config, teacher)
@@ -299,7 +300,7 @@ class Rollouts(Callback):
             values["entropy"] = measured["entropy"].item()
         for sentence in self._alarms.of(values, rollout.failures):
             meter.print(f"step {step}: {sentence}")
-        counted = {name: of for name, of in rollout.failures.items() if self.recipe.rewards[name].weight != 0}
+        counted = {name: of for name, of in rollout.failures.items() if self._rewards[name].weight != 0}
         if (name := self._alarms.broken(counted)) is not None:
             self._stop_for(name, step, rollout)
         if "token_mult_prob_error" in measured:
