@@ -16,6 +16,7 @@ from automodel_cli.config.problems import show
 
 Kind = Literal["sft", "dpo", "kd", "grpo"]
 _OMIT = object()
+UNKNOWN = "not known to this translation: look for it in `automodel options`"
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | N
             draft.put(default.ours, default.value, note=f"{table.tool}'s default; {default.why}")
     _leave_idle_validation(draft)
     _decay_embeddings(draft, table)
+    _name_unknown(draft)
     if draft.kind == "grpo" and not draft.is_set("rewards"):
         why = "their rewards are code; until you name yours, `exact` compares with the column answer (docs/rollout.md)"
         draft.undecided.append(f"rewards: {why}")
@@ -154,6 +156,26 @@ def _decay_embeddings(draft: Draft, table: Table) -> None:
     decay = draft.values.get("optimizer.weight_decay", ours_by_default)
     if isinstance(decay, (int, float)) and decay > 0:
         draft.put("optimizer.decay_embeddings", True, note=f"{table.tool} decays embeddings and tied heads")
+
+
+def _name_unknown(draft: Draft) -> None:
+    """Keys that no table has may change the loss, unless they switch something off."""
+    unknown = [key for key, why in draft.left.items() if why == UNKNOWN and draft.source[key] is not False]
+    unknown = [key for key in unknown if not key.endswith("._target_")]
+    if unknown:
+        more = f" and {len(unknown) - 5} others" if len(unknown) > 5 else ""
+        draft.undecided.append(
+            f"{', '.join(unknown[:5])}{more}: not known to this translation, see the end of the file"
+        )
+
+
+def at_default(draft: Draft, defaults: Mapping[str, tuple[Any, str]]) -> None:
+    """Keys without a counterpart (their default, and why): left where they have it, else to be decided."""
+    for key, (default, why) in defaults.items():
+        if draft.get(key, default) == default:
+            draft.leave(key, why)
+        else:
+            draft.decide(key, why)
 
 
 def _leave_idle_validation(draft: Draft) -> None:
@@ -181,7 +203,7 @@ def _row(draft: Draft, table: Table, key: str, value: Any) -> None:
     if value is None or value in ("", [], {}):
         draft.leave(key, "empty there")
     elif row is None:
-        draft.leave(key, "not known to this translation: look for it in `automodel options`")
+        draft.leave(key, UNKNOWN)
     elif row.ours is None:
         draft.leave(key, row.why)
     elif row.values is not None:

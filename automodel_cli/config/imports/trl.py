@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from automodel_cli.config.imports import hugging_face as hf
-from automodel_cli.config.imports.engine import Default, Draft, Kind, Row, Table, none, to
+from automodel_cli.config.imports.engine import Default, Draft, Kind, Row, Table, at_default, none, to
 
 _PAIRS = (
     "max_prompt_length",
@@ -19,6 +19,30 @@ _LOSSES = (
     *("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
     *("apo_zero", "apo_down", "discopop", "aot", "aot_unpaired"),
 )
+_ALWAYS: dict[str, tuple[Any, str]] = {
+    "use_dora": (False, "no DoRA: model.lora has rank, alpha, dropout, target_modules, use_rslora"),
+    "dataset_streaming": (False, "rows are prepared before the first step, and cached"),
+    "use_bnb_nested_quant": (False, "model.lora.base_quantization is none or nf4"),
+    "ignore_bias_buffers": (False, "buffers are not reduced over ranks"),
+}
+_OF_DPO: dict[str, tuple[Any, str]] = {
+    "f_divergence_type": ("reverse_kl", "the log-ratio of the losses is that of the reverse KL"),
+    "f_alpha_divergence_coef": (0.5, "read with f_divergence_type=alpha_divergence only"),
+    "discopop_tau": (0.05, "the temperature of objective.loss=discopop is 0.05"),
+    "disable_dropout": (True, "the models of the library have dropout as their configs say"),
+}
+_OF_GRPO: dict[str, tuple[Any, str]] = {
+    "repetition_penalty": (1.0, "samples are drawn from the policy, which the ratios are about"),
+    "min_p": (None, "samples are drawn by temperature, top_p and top_k"),
+    "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then compared within the group"),
+    "off_policy_mask_threshold": (None, "objective.correction drops what the sampler and trainer disagree on"),
+    "cast_lm_head_to_fp32": (False, "the log-prob head computes in float32 where it matters"),
+    "disable_dropout": (False, "the models of the library have dropout as their configs say"),
+    "ds3_gather_for_generation": (True, "our sampler generates on the trained weights"),
+    "use_transformers_continuous_batching": (False, "our sampler generates on the trained weights"),
+    "use_transformers_paged": (False, "our sampler generates on the trained weights"),
+}
+"""Keys that no key of ours stands for: their default, and what holds here."""
 _AGGREGATION = {
     "grpo": "sequence",
     "sapo": "sequence",
@@ -61,10 +85,13 @@ def _together(draft: Draft) -> None:
             draft.put("model.lora.base_quantization", "nf4", "load_in_4bit")
     if draft.get("dataset_test_split"):
         draft.put("data.validation_split", draft.get("dataset_test_split"), "dataset_test_split")
+    at_default(draft, _ALWAYS | (_OF_DPO if draft.kind == "dpo" else _OF_GRPO if draft.kind == "grpo" else {}))
     {"sft": _sft, "dpo": _dpo, "grpo": _grpo}[draft.kind](draft, ranks)
 
 
 def _sft(draft: Draft, ranks: int) -> None:
+    if draft.get("loss_type", "nll") not in ("nll", "chunked_nll"):
+        draft.decide("loss_type", "the objective of sft is the negative log-likelihood")
     packs = bool(draft.get("packing"))
     strategy = draft.get("packing_strategy", "bfd")
     said = "TRL packs only where it is told to; ours packs by default" if not packs else ""
@@ -103,6 +130,8 @@ def _dpo(draft: Draft, ranks: int) -> None:
     if isinstance(loss, str) and loss in _LOSSES:
         draft.put("objective", "ipo" if loss == "ipo" else "dpo", "loss_type")
         draft.put("objective.loss", loss, "loss_type")
+    else:
+        draft.decide("loss_type", f"objective.loss is one of {', '.join(_LOSSES)}")
     draft.put("objective.beta", draft.get("beta", 0.1), "beta")
     if draft.get("label_smoothing"):
         draft.put("objective.label_smoothing", draft.get("label_smoothing"), "label_smoothing")
@@ -257,8 +286,17 @@ TABLE = Table(
         "precompute_ref_*": none("reference says it"),
         "max_completion_length": to("rollout.max_new_tokens"),
         "max_prompt_length": none("data.seq_len holds prompt and response together"),
+        "use_adaptive_entropy": none("objective.entropy_coef is constant"),
         "entropy_*": none("objective.entropy_coef is constant"),
         "vespo_*": none("read by loss_type vespo only"),
+        "sync_ref_model": none("reference_update is null: the reference stays as it was loaded"),
+        "ref_model_*": none("reference_update is null: the reference stays as it was loaded"),
+        "sapo_*": none("read by loss_type sapo only"),
+        "top_entropy_quantile": none("1 there: all tokens have a policy loss"),
+        "label_smoothing": none("0 there: no smoothing"),
+        "use_weighting": none("objective.wpo=false"),
+        "log_unique_prompts": hf.SHOWN,
+        "log_multimodal": hf.SHOWN,
         "temperature": to("rollout.temperature"),
         "top_p": to("rollout.top_p"),
         "top_k": to("rollout.top_k"),

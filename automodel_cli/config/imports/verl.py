@@ -80,6 +80,8 @@ def _grpo(draft: Draft) -> None:
     _advantages(draft)
     _policy_loss(draft, response)
     _kl(draft)
+    if draft.get("distillation.enabled"):
+        draft.decide("distillation.enabled", "distillation on samples is objective=gkd with a teacher here")
     _held_out(draft)
     _warmup(draft, _ACTOR + "optim.", "lr_warmup_steps_ratio")
     hf.clipping(draft, _ACTOR + "grad_clip", 1.0)
@@ -322,6 +324,10 @@ TABLE = Table(
         "actor_rollout_ref.*": _OWN,
         "algorithm.norm_adv_by_std_in_grpo": to("rollout.normalise"),
         "algorithm.*": none("docs/algorithms.md has what there is"),
+        "distillation.*": none("objective=gkd with a teacher (docs/algorithms.md)"),
+        "transfer_queue.*": hf.PLACE,
+        "skip.*": none("every step draws its samples"),
+        "checkpoint.*": none("checkpoints hold everything; the export is what transformers loads"),
         "critic.*": none("a critic is a head on the policy here: objective.value_coef and .value_clip"),
         "reward_model.*": _REWARD,
         "reward.*": _REWARD,

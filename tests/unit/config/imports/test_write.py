@@ -447,6 +447,17 @@ def test_the_command_writes_a_file_and_never_over_another(tmp_path: Path, capsys
         ),
         ("trl_grpo.yaml", "loss_type: dr_grpo", "loss_type: vespo\nvespo_k_pos: 2.0", "loss_type=vespo", {}),
         ("trl_grpo.yaml", "loss_type: dr_grpo", "use_adaptive_entropy: true", "use_adaptive_entropy=true", {}),
+        ("trl_grpo.yaml", "loss_type: dr_grpo", "repetition_penalty: 1.1", "repetition_penalty=1.1", {}),
+        ("trl_sft.yaml", "learning_rate: 2.0e-4", "loss_type: dft", "loss_type=dft", {}),
+        ("trl_sft.yaml", "learning_rate: 2.0e-4", "use_dora: true", "use_dora=true", {}),
+        (
+            "verl_grpo.yaml",
+            "\ntrainer:\n",
+            "\ndistillation: {enabled: true}\ntrainer:\n",
+            "distillation.enabled",
+            {},
+        ),
+        ("trl_sft.yaml", "learning_rate: 2.0e-4", "brand_new: {knob: 3, off: false}", "brand_new.knob: not known", {}),
     ],
 )
 def test_what_has_no_counterpart_is_to_be_decided_at_the_top_and_the_rest_passes_the_check(
