@@ -97,8 +97,10 @@ def take_away(folder: Path, source: Composed) -> None:
     """Remove the folder of a run that was refused at its first start. One that `submit` made, or that an earlier start
     left something in, stays.
     """
-    has_copy, num_starts = (folder / MARK).exists(), len(read_record(folder).get("attempts", ()))
-    if source.run_dir is not None or has_copy or num_starts > 1 or (folder / "checkpoints").exists():
+    num_starts, metrics = len(read_record(folder).get("attempts", ())), folder / "metrics.jsonl"
+    has_rows = metrics.exists() and metrics.stat().st_size > 0
+    kept = any((folder / name).exists() for name in (MARK, "checkpoints", "export"))
+    if source.run_dir is not None or num_starts > 1 or has_rows or kept:
         return
     worker.forget_run_folder()
     shutil.rmtree(folder, ignore_errors=True)
