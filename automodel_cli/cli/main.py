@@ -113,6 +113,7 @@ def run(arguments: Sequence[str]) -> int:
         if (code := _lost_peer(error)) is not None:
             return code
         click.echo(render(error), err=True)
+        worker.note_error(error)
         return error.exit_code
     except click.NoSuchOption as error:
         click.echo(render(answers.unknown_option(error, arguments)), err=True)
@@ -125,6 +126,7 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if (code := _lost_peer(error)) is not None:
             return code
+        worker.note_error(error)
         if isinstance(error, OSError) and error.errno in _DISK:
             click.echo(render(_disk(error)), err=True)
             return _FAILED

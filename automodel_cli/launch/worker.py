@@ -8,15 +8,18 @@ that exits non-zero. So a rank leaves its exit code in a file of the launcher's 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from automodel_cli.config.errors import RunError
+from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.files import open_own, replace
 from automodel_cli.launch import output, placement, stop
 
@@ -31,6 +34,7 @@ _RUN, _EARLIER_RUN = "run-folder", "earlier-run-folder"
 _FINAL = frozenset({2, 3, 4})
 """Usage or config, data, memory: what the same command would meet again."""
 _SECONDS_TO_SEE = 10.0
+_TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _status: Path | None = None
 
 
@@ -126,6 +130,21 @@ def finish(code: int) -> int:
         return code
     _write(_status / f"rank-{_rank()}.exit", str(code))
     return 0 if code in _CLEAN_STOPS else code
+
+
+def note_error(error: BaseException) -> None:
+    """Leave the reason where torchrun looks for it, which prints that of the rank that failed first.
+
+    The output of a rank other than 0 is in its log, and torchrun ends rank 0 before it could notice.
+    """
+    path = os.environ.get(_TORCHRUN_ERROR_FILE)
+    if path is None or _status is not None:
+        return
+    text = f"{type(error).__name__}: {error}"
+    whole = text if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": whole, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        _write(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def leave(code: int) -> NoReturn:

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from automodel_cli.launch import stop
+from automodel_cli.config.errors import RunError
+from automodel_cli.launch import stop, worker
 from tests import warm
 
 HERE = Path(__file__).parents[1]
@@ -260,3 +262,19 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_torchrun_is_given_the_reason_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun reads it; the output of a rank other than 0 is in its log."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setattr(worker, "_status", None)
+    for error in (RunError("no rows", fix="a fix"), ValueError("a bug")):
+        worker.note_error(error)
+        failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(path))
+        assert f"{type(error).__name__}: {error}" in failure.message["extraInfo"]["py_callstack"]
+        assert abs(failure.timestamp - time.time()) < 60
+    path.unlink()
+    monkeypatch.setattr(worker, "_status", tmp_path)
+    worker.note_error(ValueError("a bug"))
+    assert not path.exists(), "our own launcher prints the reason itself"
