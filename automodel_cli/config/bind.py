@@ -178,6 +178,7 @@ class Binder:
             return {k: self.value(v, inner, join(key, str(k))) for k, v in value.items()}
         if isinstance(value, list):
             return self.sequence(value, chosen, key)
+        values.check_range(value, chosen, key.rpartition(".")[2])
         return values.convert_scalar(value, chosen)
 
     def sequence(self, value: list[Any], hint: Any, key: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from typing import Any, Literal
 from automodel_cli.config.problems import show
 from automodel_cli.config.schema import members, protocol_members
 
+_INT64 = 2**63
+_TOO_LONG = "expects a number of at most 64 bits"
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
 _DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8")
@@ -65,6 +68,18 @@ def choose(value: object, hint: Any) -> Any:
     if fitting:
         return fitting[0]
     raise _mismatch(value, options)
+
+
+def check_range(value: object, hint: Any, name: str) -> None:
+    """Raise Mismatch for a number that no setting can be: infinite, beyond 64 bits, or a negative seed."""
+    if hint not in (int, float) or isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if isinstance(value, int) and abs(value) >= _INT64:
+        raise Mismatch(f"expects a number of at most 64 bits, got {value:.3e}" if abs(value) < 1e300 else _TOO_LONG)
+    if isinstance(value, float) and math.isinf(value):
+        raise Mismatch(f"expects a finite number, got {value}")
+    if name == "seed" and value < 0:
+        raise Mismatch(f"expects a number of at least 0, got {value}", str(-value))
 
 
 def convert_scalar(value: object, hint: Any) -> object:

@@ -65,7 +65,22 @@ def read_marks(path: Path) -> list[Mark]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{display(path)} is not a mapping of keys to values", origin=f"{display(path)}:1")
+    for key_node, _ in root.value:
+        if isinstance(key_node, yaml.ScalarNode) and "." in key_node.value:
+            raise _dotted(key_node.value, f"{display(path)}:{key_node.start_mark.line + 1}")
     return list(_walk(root, ""))
+
+
+def _dotted(key: str, where: str) -> ConfigError:
+    """A key with a dot is no section: OmegaConf would keep it beside the section that it looks like."""
+    section, _, rest = key.partition(".")
+    nested = f"{section}: {{{rest.replace('.', ': {')}: ...{'}' * (rest.count('.') + 1)}"
+    return ConfigError(
+        f"the key {key} has a dot: in a file, a key stands in its section",
+        keys=(key,),
+        origin=where,
+        fix=f"write {nested}",
+    )
 
 
 def yaml_error(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:

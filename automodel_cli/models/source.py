@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config import hub
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import composite, quantized, shipped
+from automodel_cli.models import composite, intact, quantized, shipped
 from automodel_cli.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -48,11 +48,13 @@ def whole_config(config: ModelConfig) -> PretrainedConfig:
     if fields is not None:
         known: PretrainedConfig = AutoConfig.for_model(**fields)
         return known
+    if not extra:
+        intact.check_json(folder)
     try:
         loaded: PretrainedConfig = AutoConfig.from_pretrained(
             folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra
         )
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # each config class validates its own way, and may run code that came along
         raise _unreachable(config, error) from error
     if not extra:
         # Weights are dequantised as they are read, so nothing but the reader should know.
@@ -74,7 +76,8 @@ def stop_ids(config: ModelConfig) -> list[int]:
     except OSError:  # the model has none
         listed = hf_config(config).get_text_config().eos_token_id
     ids = listed if isinstance(listed, list) else [listed]
-    return [i for i in ids if i is not None]
+    size = getattr(hf_config(config).get_text_config(), "vocab_size", None)
+    return intact.check_stops([i for i in ids if i is not None], size, str(config.pretrained))
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def weights(config: ModelConfig) -> Weights:
         path = _snapshot(config)
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = intact.shards(index)
     elif (path / "model.safetensors").exists():
         names = ["model.safetensors"]
     else:
@@ -108,8 +111,11 @@ def weights(config: ModelConfig) -> Weights:
             fix="convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder), then "
             "model.pretrained=folder",
         )
+    files = tuple(path / name for name in names)
+    intact.check_json(path)
+    intact.check_weights(files)
     quantization = json.loads((path / "config.json").read_text()).get("quantization_config")
-    return Weights(files=tuple(path / name for name in names), quantization=quantization)
+    return Weights(files=files, quantization=quantization)
 
 
 def folder(config: ModelConfig) -> Path | None:

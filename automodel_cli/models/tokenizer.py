@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from automodel_cli.config import hub, trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fixes import override
+from automodel_cli.models import intact
 from automodel_cli.models.gguf_header import gguf_strings
 
 if TYPE_CHECKING:
@@ -170,10 +171,11 @@ def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote
     options = {"revision": revision} if revision is not None else {}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
+    if gguf_file is None:
+        intact.check_json(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-    # The library answers a missing file, a gated repository, a broken file and no network with these two.
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises plain Exception for a file of another form
         _refuse_adapter(Path(source))
         if not Path(source).exists() and hub.is_offline(error):
             message = f"no tokenizer could be read from {source}: {hub.not_here(source)}"

@@ -527,3 +527,34 @@ def test_trackers_that_cannot_be(
     assert error.value.fix == fix
     if key is not None:
         assert error.value.keys == (key,)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optimizer.lr=inf", "finite"),
+        ("optimizer.lr=1e400", "finite"),
+        ("optimizer.weight_decay=-inf", "finite"),
+        ("seed=-1", "at least 0"),
+        ("seed=100000000000000000000", "64 bits"),
+        ("train.max_steps=1" + "0" * 400, "64 bits"),
+    ],
+)
+def test_a_number_that_no_setting_can_be_is_refused(override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as error:
+        check(compose("quickstart", [override]))
+    assert error.value.keys == (override.partition("=")[0],)
+
+
+@pytest.mark.parametrize("key", ["a.b", "optimizer.lr", "optimizer.lr.x", "x."])
+def test_a_key_with_a_dot_is_no_section(tmp_path: Path, key: str) -> None:
+    (tmp_path / "x.yaml").write_text(f'defaults: [quickstart, _self_]\n"{key}": 1\n')
+    with pytest.raises(ConfigError, match="has a dot") as error:
+        check(compose(tmp_path / "x.yaml"))
+    assert key in error.value.keys
+
+
+def test_names_of_modules_may_have_dots(tmp_path: Path) -> None:
+    plan = "parallelizer: {tp_plan: {model.layers.*.mlp.up_proj: colwise}}"
+    (tmp_path / "x.yaml").write_text(f"defaults: [quickstart, _self_]\n{plan}\nmesh: {{tp_size: 2}}\n")
+    assert check(compose(tmp_path / "x.yaml")).parallelizer.tp_plan == {"model.layers.*.mlp.up_proj": "colwise"}

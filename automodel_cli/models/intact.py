@@ -1,0 +1,99 @@
+"""Whether the files of a model folder are whole, before a library reads them: a damaged one is named. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+_JSON = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
+_MOST_HEADER = 100_000_000  # safetensors' own limit
+_MOST_LAYERS = 10_000
+_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+
+
+def check_json(folder: str | Path) -> None:
+    """Raise ConfigError for a JSON file of a local folder that is cut, empty or of another kind; a hub id is left."""
+    for name in _JSON:
+        path = Path(folder) / name
+        if path.is_file():
+            fields = _read(path)
+            if name == "config.json":
+                _check_counts(path, fields)
+
+
+def shards(index: Path) -> list[str]:
+    """The files that an index names, all of which lie beside it. Raises ConfigError."""
+    of_tensors = _read(index).get("weight_map")
+    names = list(of_tensors.values()) if isinstance(of_tensors, dict) else [None]
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise _damaged(index, "has no weight_map of tensors to files beside it")
+    missing = sorted(name for name in set(names) if not (index.parent / name).is_file())
+    if missing:
+        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise _damaged(index, f"names files that are missing: {some}")
+    return sorted(set(names))
+
+
+def check_weights(files: Sequence[Path]) -> None:
+    """Raise ConfigError for a safetensors file whose header cannot be read, or that has other bytes than it states."""
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            begin = file.read(8)
+            length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else -1
+            if not 2 <= length <= min(_MOST_HEADER, size - 8):
+                raise _damaged(path, f"has {size:,} bytes and no whole header")
+            try:
+                header = json.loads(file.read(length))
+                ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+                stated = 8 + length + max(ends, default=0)
+            except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
+                raise _damaged(path, "has a header that is no table of tensors") from None
+        if stated != size:
+            raise _damaged(path, f"has {size:,} bytes, and its tensors need {stated:,}")
+
+
+def check_stops(found: Sequence[Any], vocab_size: int | None, where: str) -> list[int]:
+    """The token ids at which generation stops. Raises ConfigError for one that is no token of the model."""
+    for stop in found:
+        if not isinstance(stop, int) or isinstance(stop, bool) or stop < 0 or stop >= (vocab_size or stop + 1):
+            raise ConfigError(
+                f"eos_token_id={stop!r} of {where} is no token: the model has {vocab_size or 0:,}",
+                keys=("pretrained",),
+                fix=f"set eos_token_id in generation_config.json and config.json of {where}",
+            )
+    return list(found)
+
+
+def _check_counts(path: Path, fields: dict[str, Any]) -> None:
+    for part in (fields, fields.get("text_config")):
+        for name in _COUNTS if isinstance(part, dict) else ():
+            value = part.get(name)  # type: ignore[union-attr]
+            if value is not None and isinstance(value, str | float | bool | dict):
+                raise _damaged(path, f"has {name}={value!r:.60}, which is no whole number")
+            if isinstance(value, int) and (value < 0 or (name == "num_hidden_layers" and value > _MOST_LAYERS)):
+                raise _damaged(path, f"has {name}={value:,}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"is no JSON: {str(error)[:200]}") from None
+    if not isinstance(fields, dict):
+        raise _damaged(path, f"holds a {type(fields).__name__} and no table of fields")
+    return fields
+
+
+def _damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"the model folder {path.parent} is damaged: {path.name} {what}",
+        keys=("pretrained",),
+        fix=f"copy or download {path.name} again",
+    )
