@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import Mask, Turns
 from automodel_cli.data.documents import Conversation
 from automodel_cli.data.encoded import TOKENIZER_OPTIONS, Encoded, Unrolled, as_ids, encode_texts
@@ -28,9 +29,13 @@ from automodel_cli.data.prefixes import PrefixEncoder
 from automodel_cli.data.rendered import RenderedCheck
 from automodel_cli.data.rows import RowError, attempt
 from automodel_cli.data.stop_tokens import TurnEnds, kind_of
+from automodel_cli.data.time_limit import time_limit
 from automodel_cli.data.tool_calls import ArgumentForm
 from automodel_cli.data.turns import STAND_IN, TurnTexts, continuation, reasoning_key, turn_document, with_key
 
+RENDER_SECONDS = 60.0
+"""For one call of the library, and a second more for each conversation in it."""
+RENDER_FIX = "data.chat_template=chatml, or a template whose loops end"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 UNROLL_FIX = "data.turns=unroll, or data.turns=auto"
 NOT_WHOLE = ("not_a_prefix", "no_stop", "generation_blocks", "dropped_by_template")
@@ -168,7 +173,10 @@ class ChatEncoder:
         if self.reasoning_key is not None:
             conversations = [[with_key(m, self.reasoning_key) for m in messages] for messages in conversations]
         try:
-            out = self.tokenizer.apply_chat_template(conversations, tools=tools, **options)
+            with time_limit(RENDER_SECONDS + len(conversations), "the chat template", RENDER_FIX):
+                out = self.tokenizer.apply_chat_template(conversations, tools=tools, **options)
+        except DataError:
+            raise
         except Exception as error:  # templates raise jinja's errors, and TypeError, KeyError, ... from the row's values
             reason = str(error).strip() or type(error).__name__
             raise RowError("template_error", f"the chat template refuses the row: {reason}") from error

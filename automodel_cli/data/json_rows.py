@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
+from automodel_cli.config.errors import DataError
 from automodel_cli.data.rows import DAMAGED, RowError
 
 Row = dict[str, Any]
@@ -19,6 +20,8 @@ NumberedRow = tuple[int, "Row | RowError"]
 
 MAX_DEPTH = 100
 """Nesting above this is no data of ours, and a few times more exhausts the stack of what walks through a row."""
+MAX_ROW = 256 << 20
+"""Bytes of one row. A few MB of gzip unpack to a line of GiB."""
 BLOCK = 1 << 20
 CUT_TAIL = 16
 """A value cut off by the end of a block is noticed at most this many characters before it, but for strings."""
@@ -100,7 +103,7 @@ def _lone_surrogate(value: Any, place: str) -> tuple[str, str] | None:
 
 def read_lines(file: Iterable[bytes]) -> Iterator[NumberedRow]:
     """One row per line, numbered by line; blank lines are none. An object spread over lines is one refused row."""
-    lines = enumerate(file, 1)
+    lines = enumerate(bounded_lines(file), 1)
     held: tuple[int, bytes] | None = None
     while item := held or next(lines, None):
         held = None
@@ -111,6 +114,26 @@ def read_lines(file: Iterable[bytes]) -> Iterator[NumberedRow]:
             yield number, row
         elif text:
             yield number, _parse_line(line)
+
+
+def bounded_lines(file: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a file, none of which may be larger than memory. Raises DataError."""
+    read = getattr(file, "readline", None)
+    if read is None:
+        yield from file
+        return
+    while line := read(MAX_ROW + 1):
+        if len(line) > MAX_ROW:
+            raise too_long(getattr(file, "name", "the file"))
+        yield line
+
+
+def too_long(name: object) -> DataError:
+    """The error of a row that no memory holds."""
+    return DataError(
+        f"{name} has a row of more than {MAX_ROW >> 20} MiB",
+        fix="one object per line, or several files of smaller rows",
+    )
 
 
 def _spread(first: int, line: bytes, lines: Iterator[tuple[int, bytes]]) -> tuple[RowError, tuple[int, bytes] | None]:
@@ -195,6 +218,8 @@ class _Window:
             return False
         self.line, self.column = self._position(self.at)
         left = self.text[self.at :]
+        if len(left) > MAX_ROW:
+            raise too_long(getattr(self.file, "name", "the file"))
         block = self.file.read(max(BLOCK, len(left)))
         self.ended = not block
         self.text, self.at = left + block, 0

@@ -16,13 +16,15 @@ from typing import IO, Any
 from automodel_cli.config import hub
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import SourceConfig, TxtRows
-from automodel_cli.data.json_rows import NumberedRow, Row, read_array, read_lines
+from automodel_cli.data.json_rows import MAX_ROW, NumberedRow, Row, read_array, read_lines, too_long
 from automodel_cli.data.rows import DAMAGED, RowError, TableRow
 from automodel_cli.data.text_rows import read_text
 
 DELIMITERS = (";", "\t", "|")
 MAX_HEADER = 1 << 20
 """Characters of a header's line that are looked at."""
+_MAX_GROUP, _MAX_RATIO = 4 << 30, 200
+"""Bytes of a group of parquet rows that are always read, and how many times its packed bytes a larger one may have."""
 
 __all__ = ["NumberedRow", "Row", "load_hub", "read_file", "read_hub"]
 
@@ -105,10 +107,10 @@ def _first_character(file: IO[bytes]) -> bytes:
 
 def _read_csv(path: Path) -> Iterator[NumberedRow]:
     """Records after the header; a record with another number of cells than the header is refused, not shifted."""
-    csv.field_size_limit(1 << 30)  # the default of 128 KiB is shorter than a long document
+    csv.field_size_limit(MAX_ROW)  # the default of 128 KiB is shorter than a long document
     # bytes that are no UTF-8 arrive as surrogates, by which their record is told
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
-        records = _records(csv.reader(file, strict=True, delimiter=_delimiter(path)))
+        records = _records(csv.reader(_lines(file, path), strict=True, delimiter=_delimiter(path)))
         header = next(records, None)
         if header is None:
             raise DataError(f"{path} is empty: the first line must name the columns")
@@ -119,6 +121,14 @@ def _read_csv(path: Path) -> Iterator[NumberedRow]:
             raise DataError(f"{path} has two columns {twice[0]!r}, and only one of them could be read")
         for number, record in enumerate(records, 1):
             yield number, record if isinstance(record, RowError) else _cells(record, header)
+
+
+def _lines(file: IO[str], path: Path) -> Iterator[str]:
+    """Lines, and as many of one record, that fit into memory. Raises DataError."""
+    while line := file.readline(MAX_ROW + 1):
+        if len(line) > MAX_ROW:
+            raise too_long(path)
+        yield line
 
 
 def _delimiter(path: Path) -> str:
@@ -164,9 +174,22 @@ def _read_parquet(path: Path) -> Iterator[NumberedRow]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            _refuse_bombs(path, file.metadata)
             yield from _from_arrow(file.iter_batches(batch_size=1024))
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a parquet file: {error}") from error
+
+
+def _refuse_bombs(path: Path, metadata: Any) -> None:
+    """Raise DataError for a group of rows that unpacks to more than memory is meant for, of very little."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        packed = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+        if group.total_byte_size > max(_MAX_GROUP, _MAX_RATIO * packed):
+            raise DataError(
+                f"{path}: group {number} of its rows unpacks {packed:,} bytes to {group.total_byte_size:,}",
+                fix="write it again with smaller groups: pyarrow.parquet.write_table(..., row_group_size=10000)",
+            )
 
 
 def _read_arrow(path: Path) -> Iterator[NumberedRow]:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.chat import GENERATION_TAG, ChatEncoder
+from automodel_cli.data.chat import GENERATION_TAG, RENDER_FIX, RENDER_SECONDS, ChatEncoder
 from automodel_cli.data.config import Turns
 from automodel_cli.data.documents import Conversation
 from automodel_cli.data.rows import RowError
+from automodel_cli.data.time_limit import time_limit
 from automodel_cli.data.turns import reasoning_key, with_key
 
 Messages = list[dict[str, Any]]
@@ -159,7 +160,11 @@ def _renderings(tokenizer: Any, template: str) -> Iterator[str | None]:
         named = [with_key(message, key) for message in messages] if key else messages
         options = {"chat_template": template, "add_generation_prompt": len(messages) == 1}
         try:
-            yield tokenizer.apply_chat_template(named, tools=tools, tokenize=False, **options)
+            with time_limit(RENDER_SECONDS, "the chat template", RENDER_FIX):
+                text = tokenizer.apply_chat_template(named, tools=tools, tokenize=False, **options)
+            yield text
+        except DataError:
+            raise
         except Exception:  # templates raise anything
             yield None
 

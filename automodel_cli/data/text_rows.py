@@ -8,7 +8,7 @@ from typing import IO
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.config import TxtRows
-from automodel_cli.data.json_rows import NumberedRow, Row
+from automodel_cli.data.json_rows import MAX_ROW, NumberedRow, Row, bounded_lines, too_long
 from automodel_cli.data.rows import RowError
 
 MAX_DOCUMENT = 64 << 20
@@ -30,15 +30,19 @@ def read_text(file: IO[bytes], path: Path, txt_rows: TxtRows) -> Iterator[Number
         yield 1, _row(content)
         return
     gathered: list[bytes] = []
-    for number, line in enumerate(file, 1):
+    size = 0
+    for number, line in enumerate(bounded_lines(file), 1):
         blank = not line.strip()
         if txt_rows == "line" and not blank:
             yield number, _row(line.rstrip(b"\r\n"))
         elif txt_rows == "paragraph" and blank and gathered:
             yield number - len(gathered), _row(b"".join(gathered).rstrip(b"\r\n"))
-            gathered = []
+            gathered, size = [], 0
         elif txt_rows == "paragraph" and not blank:
             gathered.append(line)
+            size += len(line)
+            if size > MAX_ROW:
+                raise too_long(path)
     if gathered:
         yield number - len(gathered) + 1, _row(b"".join(gathered).rstrip(b"\r\n"))
 

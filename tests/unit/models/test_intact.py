@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -108,10 +109,8 @@ def test_the_damaged_file_is_named(folder: Path, name: str) -> None:
 )
 def test_a_config_that_the_library_refuses_is_no_traceback(folder: Path, fields: dict[str, object]) -> None:
     edit("config.json", **fields)(folder)
-    try:
+    with contextlib.suppress(ConfigError):  # some the library takes
         read_all(folder)
-    except ConfigError:
-        pass  # some the library takes
 
 
 def test_a_tokenizer_of_another_form_is_no_traceback(folder: Path) -> None:
