@@ -30,14 +30,15 @@ def check_json(folder: str | Path) -> None:
 def shards(index: Path) -> list[str]:
     """The files that an index names, all of which lie beside it. Raises ConfigError."""
     of_tensors = _read(index).get("weight_map")
-    names = list(of_tensors.values()) if isinstance(of_tensors, dict) else [None]
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    given = of_tensors.values() if isinstance(of_tensors, dict) else ()
+    names = {name for name in given if isinstance(name, str) and Path(name).name == name}
+    if not names or len(names) < len(set(map(str, given))):
         raise _damaged(index, "has no weight_map of tensors to files beside it")
-    missing = sorted(name for name in set(names) if not (index.parent / name).is_file())
+    missing = sorted(name for name in names if not (index.parent / name).is_file())
     if missing:
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise _damaged(index, f"names files that are missing: {some}")
-    return sorted(set(names))
+    return sorted(names)
 
 
 def check_weights(files: Sequence[Path]) -> None:
