@@ -20,11 +20,9 @@ def with_denominators(
     """
     terms = [term_weights_of(objective, batch) for batch in batches]
     names = list(terms[0])
-    local = [
-        torch.stack([objective.weight(batch), *of_batch.values()])
-        for batch, of_batch in zip(batches, terms, strict=True)
-    ]
-    sums = total(torch.stack(local).sum(0))
+    local = [(objective.weight(batch), *of_batch.values()) for batch, of_batch in zip(batches, terms, strict=True)]
+    # One kernel for all microbatches, not one for each.
+    sums = total(torch.stack([value for of_batch in local for value in of_batch]).view(len(local), -1).sum(0))
     weight = sums[0]
     if not names:
         return weight, list(batches)
