@@ -28,6 +28,8 @@ ROOT = Path(automodel_cli.__file__).parent
 NO_DEVICE = {
     "distributed/device_threads.py": "the pools themselves",
     "data/loader.py": "runs what the session prepares, which selects the device",
+    "distributed/store_talk.py": "talks to the store",
+    "launch/clean_up.py": "ends processes, without torch",
     "launch/local.py": "watches processes, without torch",
     "training/hang_watch.py": "talks to the store",
     "run/mirror.py": "copies files",
