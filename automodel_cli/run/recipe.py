@@ -134,7 +134,8 @@ class Recipe(ConfigRoot):
             )
         if self.mesh.dp_size is not None:
             self._check_batch(self.mesh.dp_size)
-        check_sizes(self.model, self.mesh, self.pipeline)
+        has_own_plan = getattr(self.parallelizer, "tp_plan", None) is not None
+        check_sizes(self.model, self.mesh, self.pipeline, has_own_plan=has_own_plan)
 
     def _check_batch(self, dp_size: int) -> None:
         num_microbatches = self.train.num_microbatches(dp_size)

@@ -51,9 +51,12 @@ class Written:
         return self.key if self.folder or name not in self.fields else f"{self.key}.{name}"
 
 
-def check_sizes(model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig | None) -> None:
-    """Layers against `pp_size` and experts against `ep_size`. Raises ConfigError."""
-    if (mesh.pp_size or 1) == 1 and (mesh.ep_size or 1) == 1:
+def check_sizes(
+    model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig | None, *, has_own_plan: bool = False
+) -> None:
+    """Compare layers with `pp_size`, experts with `ep_size`, and heads with `tp_size` unless a tensor-parallel plan of
+    the user's may leave them whole. Raises ConfigError."""
+    if all((size or 1) == 1 for size in (mesh.pp_size, mesh.ep_size, mesh.tp_size)):
         return
     written = written_config(model)
     if written is None:
@@ -62,6 +65,8 @@ def check_sizes(model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig |
         _check_layers(written, mesh.pp_size or 1, pipeline, model)
     if (mesh.ep_size or 1) > 1:
         _check_experts(written, mesh.ep_size or 1)
+    if (mesh.tp_size or 1) > 1 and not has_own_plan:
+        _check_heads(written, mesh.tp_size or 1)
 
 
 def written_config(model: ModelConfig) -> Written | None:
@@ -147,6 +152,24 @@ def _check_experts(written: Written, ep_size: int) -> None:
         )
 
 
+def _check_heads(written: Written, tp_size: int) -> None:
+    """Refuse heads that `tp_size` does not divide, where the family's published plan shards them by columns."""
+    source = _source_of_config(written.fields) or ""
+    sharded = {"num_key_value_heads": "k_proj", "num_attention_heads": "q_proj"}
+    plan = '"layers.*.self_attn.{}": "colwise"'
+    counts = {name: written.fields.get(name) for name, layer in sharded.items() if plan.format(layer) in source}
+    known = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
+    for name, count in known.items():
+        if count % tp_size:
+            sizes = [size for size in range(1, tp_size) if all(of % size == 0 for of in known.values())]
+            raise ConfigError(
+                f"mesh.tp_size={tp_size} does not divide {name}={count} of the model ({written.place(name)}): tensor "
+                "parallelism shards whole heads",
+                keys=("mesh.tp_size", written.key_of(name)),
+                fix=f"mesh.tp_size={max(sizes)}",
+            )
+
+
 def _is_dense(fields: Mapping[str, Any]) -> bool:
     """Whether nothing in the config, nor in the source of its family's config class, speaks of experts.
 
@@ -155,12 +178,19 @@ def _is_dense(fields: Mapping[str, Any]) -> bool:
     """
     if any("expert" in name or "moe" in name for name in fields):
         return False
+    source = _source_of_config(fields)
+    if source is None:
+        return False
+    return "expert" not in source and "moe" not in source and not re.search(r"^from \.\.\w", source, re.M)
+
+
+def _source_of_config(fields: Mapping[str, Any]) -> str | None:
+    """Read the source of the family's config class; None where the library has none of that name."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
-        return False
+        return None
     family = str(fields.get("model_type", "")).replace("-", "_")
     path = Path(spec.submodule_search_locations[0]) / "models" / family / f"configuration_{family}.py"
     if not family.isidentifier() or not path.is_file():
-        return False
-    source = path.read_text(encoding="utf-8")
-    return "expert" not in source and "moe" not in source and not re.search(r"^from \.\.\w", source, re.M)
+        return None
+    return path.read_text(encoding="utf-8")

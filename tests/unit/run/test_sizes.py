@@ -10,6 +10,7 @@ import pytest
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layout import MeshConfig
 from tests import tiny
 
 
@@ -38,6 +39,14 @@ REFUSED = {
     "experts": (
         ["model.config.model_type=qwen3_moe", "model.config.num_experts=6", "mesh.ep_size=4"],
         "mesh.ep_size=4 does not divide the 6 experts of the model",
+    ),
+    "key-value heads": (
+        ["mesh.tp_size=2", "model.config.num_attention_heads=6", "model.config.num_key_value_heads=3"],
+        "mesh.tp_size=2 does not divide num_key_value_heads=3",
+    ),
+    "heads": (
+        ["mesh.tp_size=4", "model.config.num_attention_heads=6", "model.config.num_key_value_heads=6"],
+        "mesh.tp_size=4 does not divide num_key_value_heads=6",
     ),
     "gguf": (
         ["model.config=null", "model.pretrained=./x/model.gguf"],
@@ -68,6 +77,32 @@ def test_a_local_folder_says_the_same(tmp_path: Path) -> None:
         _check(*source, "mesh.pp_size=8", "pipeline=1f1b")
     with pytest.raises(ConfigError, match="llama is dense"):
         _check(*source, "mesh.ep_size=2")
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_heads_are_refused_as_the_plan_of_the_model_has_them(family: str) -> None:
+    """Against what tensor parallelism asks of the built model: the check knows no family that would run."""
+    from transformers import AutoConfig
+
+    from automodel_cli.models.config import ModelConfig
+    from automodel_cli.run.sizes import check_sizes
+
+    fields = tiny.tiny_fields(family)
+    plan = getattr(AutoConfig.for_model(**fields).get_text_config(), "base_model_tp_plan", None) or {}
+    sharded = {
+        name: layer
+        for name, layer in (("num_key_value_heads", "k_proj"), ("num_attention_heads", "q_proj"))
+        if plan.get(f"layers.*.self_attn.{layer}") == "colwise" and isinstance(fields.get(name), int)
+    }
+    indivisible = [name for name in sharded if fields[name] % 3]
+    try:
+        check_sizes(ModelConfig(config=fields), MeshConfig(tp_size=3), None)
+    except ConfigError as error:
+        assert indivisible and error.keys[0] == "mesh.tp_size"
+        fixed = int((error.fix or "").partition("=")[2])
+        assert all(fields[name] % fixed == 0 for name in sharded)
+        return
+    check_sizes(ModelConfig(config=fields), MeshConfig(tp_size=3), None, has_own_plan=True)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
