@@ -68,10 +68,12 @@ class KnownKeys:
         for column in row.keys() & columns:
             if column not in read and column not in self.ignored and not is_empty(row[column]):
                 why = PREFERENCES.get(column, "it would be without effect")
+                fix = f"data.ignore_columns=[{column}] to train without it"
+                if column in MEDIA:  # without them the text's placeholders would be trained as they are written
+                    why = "only text is trained, and a placeholder such as <image> would be trained as text"
+                    fix = "data.on_bad_row=drop data.max_bad=1   (leaves out the rows that have it)"
                 raise RowError(
-                    "unread_column",
-                    f"the row has the column {column!r}, which {reader} does not read: {why}",
-                    fix=f"data.ignore_columns=[{column}] to train without it",
+                    "unread_column", f"the row has the column {column!r}, which {reader} does not read: {why}", fix=fix
                 )
 
 
