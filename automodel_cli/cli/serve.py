@@ -46,7 +46,7 @@ def serve(
     folder = common.run_folder(run, "export", *common.with_checkpoints(checkpoint))
     export = common.export_that_talks(folder, checkpoint)
     chosen = server or ("vllm" if shutil.which("vllm") else "transformers")
-    command = _command(chosen, export, host, port, more)
+    command = _command(chosen, export, host, port, more, dry_run=dry_run)
     click.echo(f"serving {export} with {chosen}; ask it, once it is up, from another terminal:\n")
     click.echo(_curl(export, host, port) + "\n")
     if dry_run:
@@ -55,20 +55,23 @@ def serve(
     _become(command)
 
 
-def _command(server: str, export: Path, host: str, port: int, more: tuple[str, ...]) -> list[str]:
+def _command(
+    server: str, export: Path, host: str, port: int, more: tuple[str, ...], *, dry_run: bool = False
+) -> list[str]:
+    """Return the server's command. Raises ConfigError where it is not installed; a dry run prints it all the same."""
     where = ["--host", host, "--port", str(port), *more]
     if server == "vllm":
         program = shutil.which("vllm")
-        if program is None:
+        if program is None and not dry_run:
             raise ConfigError("--with vllm: vllm is not installed", fix="--with transformers")
-        return [program, "serve", str(export), *where]
-    if any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
+        return [program or "vllm", "serve", str(export), *where]
+    if not dry_run and any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
         raise ConfigError("transformers serve needs fastapi and uvicorn", fix="pip install 'transformers[serving]'")
     beside = Path(sys.executable).with_name("transformers")
     program = str(beside) if beside.exists() else shutil.which("transformers")
-    if program is None:
+    if program is None and not dry_run:
         raise ConfigError("the command transformers is not on the path", fix="pip install 'transformers[serving]'")
-    return [program, "serve", str(export), *where]
+    return [program or "transformers", "serve", str(export), *where]
 
 
 def _curl(export: Path, host: str, port: int) -> str:

@@ -310,6 +310,21 @@ def test_a_missing_file_is_printed_once_on_each_host(
     assert isinstance(ended.value, SystemExit) == silent
 
 
+@pytest.mark.parametrize("server", ["transformers", "vllm"])
+def test_serve_dry_run_needs_no_server(monkeypatch: pytest.MonkeyPatch, server: str) -> None:
+    from automodel_cli.cli import serve
+    from automodel_cli.config.errors import ConfigError
+
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(serve.shutil, "which", lambda name: None)
+    arguments = (server, Path("runs/a/export"), "127.0.0.1", 8000, ("--x",))
+    with pytest.raises(ConfigError):
+        serve._command(*arguments)
+    command = serve._command(*arguments, dry_run=True)
+    assert command[0].endswith(server)
+    assert command[1:] == ["serve", "runs/a/export", "--host", "127.0.0.1", "--port", "8000", "--x"]
+
+
 def test_a_recipe_of_your_own_without_the_sections_that_a_command_reads(toy: Path) -> None:
     found = automodel(toy, "data", "inspect", "-c", "toy.yaml", *TRUST)
     assert "Recipe has not the sections that this command reads" in found.stderr and found.returncode == 2
