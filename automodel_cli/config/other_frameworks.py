@@ -87,8 +87,6 @@ FOREIGN: dict[str, Foreign] = {
     "gradient_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
     "enable_activation_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
     "enable_gradient_checkpointing": Foreign("parallelizer.activation_checkpointing", values=_CHECKPOINTING),
-    "precision": _PRECISION,
-    "mixed_precision": _PRECISION,
     "bf16": _PRECISION,
     "torch_compile": Foreign("parallelizer.enable_compile"),
     # optimizer and schedule
