@@ -136,11 +136,11 @@ def rollouts(
         parts = "  ".join(f"{name} {tables.number(value)}" for name, value in row["parts"].items())
         numbers = f"reward {tables.number(row['reward'])} ({parts})  advantage {row['advantage']:+.2f}"
         end = f"{row['finish_reason']} after {row['num_tokens']} tokens"
-        click.echo(click.style(f"step {row['step']}  {numbers}  {end}  {row['origin']}", bold=True))
+        click.echo(click.style(visible(f"step {row['step']}  {numbers}  {end}  {row['origin']}"), bold=True))
         for name, error in row["errors"].items():
-            click.echo(click.style(f"{name}: {error}", fg="red"))
-        click.echo(click.style(str(row["prompt"][-1]["content"]), dim=True))
-        click.echo(samples.said(row["completion"], row.get("turns")) + "\n")
+            click.echo(click.style(visible(f"{name}: {error}"), fg="red"))
+        click.echo(click.style(visible(str(row["prompt"][-1]["content"])), dim=True))
+        click.echo(visible(samples.said(row["completion"], row.get("turns"))) + "\n")
     if not as_json:
         click.echo(f"{len(found)} of {total:,} samples, {order} first")
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.config.plain_text import visible
 from automodel_cli.data.dataset import PackedDataset
 from automodel_cli.data.prepare import PreparedData
 from automodel_cli.data.prompts import PreparedPrompts
@@ -33,13 +34,16 @@ class Stretch:
 
 
 def stretches(ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> Iterator[Stretch]:
-    """Decode a document in the longest pieces that are alike: single tokens may be parts of a character."""
+    """Decode a document in the longest pieces that are alike: single tokens may be parts of a character.
+
+    Control characters are written out: a terminal would obey them.
+    """
     special = np.isin(ids, [*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder])
     changes = np.flatnonzero((np.diff(trained.astype(np.int8)) != 0) | special[1:] | special[:-1]) + 1
     bounds = [0, *changes.tolist(), len(ids)]
     for a, b in itertools.pairwise(bounds):
         text = tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        yield Stretch(text, bool(trained[a]), bool(special[a]))
+        yield Stretch(visible(text), bool(trained[a]), bool(special[a]))
 
 
 def trained_tokens(label_mask: np.ndarray) -> np.ndarray:
@@ -117,7 +121,7 @@ def show(
         print_row(console, prepared.train, tokenizer, index)
     legend = "green: trained, dim: masked, boxed: special token" if console.color_system else "{trained} [masked]"
     for line in [*prepared.report.lines(), legend]:
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(visible(line)), soft_wrap=True)
 
 
 def show_prompts(prepared: PreparedPrompts, tokenizer: Any, *, rows: int) -> None:
@@ -126,8 +130,8 @@ def show_prompts(prepared: PreparedPrompts, tokenizer: Any, *, rows: int) -> Non
     for prompt in prepared.train.prompts[:rows]:
         console.print(f"{prompt.origin}: {len(prompt.tokens):,} tokens", style="bold", markup=False)
         text = tokenizer.decode(prompt.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        console.print(text, markup=False)
-        console.print(f"columns {', '.join(prompt.row)}", style=MASKED, markup=False)
+        console.print(visible(text), markup=False)
+        console.print(visible(f"columns {', '.join(prompt.row)}"), style=MASKED, markup=False)
         console.print()
     for line in prepared.report.lines():
-        console.print(line, markup=False)
+        console.print(visible(line), markup=False)

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextIteratorStreamer
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.plain_text import visible
 from automodel_cli.distributed.device_threads import on_this_device
 from automodel_cli.models import compat
 
@@ -72,7 +73,7 @@ class Speaker:
         said = []
         for piece in streamer:
             said.append(piece)
-            yield piece
+            yield visible(piece)
         thread.join()
         if failure:
             raise failure[0]

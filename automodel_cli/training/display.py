@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal, Protocol, TextIO
 
+from automodel_cli.config.plain_text import visible
 from automodel_cli.training.metrics import Row
 
 REASONS = ("num_groups", "num_equal_groups")
@@ -36,7 +37,7 @@ _LEAD = {
 
 
 class Display(Protocol):
-    """Where lines go."""
+    """Where lines go. A line may quote a sample or an error of a reward, so control characters are written out."""
 
     def step(self, step: int, text: str, seconds_left: float | None) -> None: ...
     def line(self, text: str) -> None: ...
@@ -54,7 +55,7 @@ class PlainDisplay:
         self.line(f"{step_label(step, self._num_steps)}  {text}{left}")
 
     def line(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write(visible(text) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -83,10 +84,10 @@ class LiveDisplay:
             self._progress.start()
             self._running = True
         left = "" if seconds_left is None else f"  eta {show_duration(seconds_left)}"
-        self._progress.update(self._task, completed=step, description=text + left, refresh=True)
+        self._progress.update(self._task, completed=step, description=visible(text + left), refresh=True)
 
     def line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(visible(text), markup=False)
 
     def close(self) -> None:
         if self._running:

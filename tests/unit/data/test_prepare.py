@@ -396,6 +396,14 @@ def test_inspect_marks_trained_masked_special_tokens_and_documents(tmp_path):
     assert plain.endswith("{trained} [masked]\n") and "trained (" in plain
 
 
+def test_inspect_writes_control_characters_out(tmp_path):
+    tokenizer = tiny_tokenizer()
+    path = write_jsonl(tmp_path / "train.jsonl", [chat_row("h\x1b[2J", "about")])
+    prepared = prepare(DataConfig(path=str(path), seq_len=128, cache_dir=str(tmp_path / "cache")), tokenizer, seed=0)
+    plain = shown(prepared, tokenizer, rows=1)
+    assert "\x1b" not in plain and r"h\x1b[2J" in plain
+
+
 def test_inspect_shows_the_row_asked_for_or_the_worst(tmp_path):
     tokenizer = tiny_tokenizer()
     rows = [chat_row("x", "long answer " * 5), chat_row("long question " * 5, "y"), chat_row("x", "y")]

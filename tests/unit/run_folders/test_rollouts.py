@@ -71,6 +71,18 @@ def test_a_run_without_samples_is_told_apart(tmp_path: Path) -> None:
         select(tmp_path, Wanted(), 1, "newest")
 
 
+def test_what_a_model_said_does_not_reach_the_terminal_as_a_command(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    escape = "\x1b[2J"
+    row = sample(5, 1.0, prompt=escape, completion=escape, origin=escape, errors={"exact": escape})
+    (folder / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "config.yaml").write_text("seed: 0\n")
+    assert command_line(["runs", "rollouts", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert escape not in printed and printed.count(r"\x1b[2J") == 4
+
+
 def test_the_command_prints_what_was_said_and_what_it_was_worth(folder: Path, capsys: pytest.CaptureFixture) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 3, "loss": 0.5}\n')
     (folder / "config.yaml").write_text("seed: 0\n")

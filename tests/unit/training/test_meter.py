@@ -13,7 +13,15 @@ import torch
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.training import meter as meter_module
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, ProfileConfig, TrainConfig, ValidationConfig
-from automodel_cli.training.display import LiveDisplay, aligned, show_count, show_duration, show_number, step_text
+from automodel_cli.training.display import (
+    LiveDisplay,
+    PlainDisplay,
+    aligned,
+    show_count,
+    show_duration,
+    show_number,
+    step_text,
+)
 from automodel_cli.training.memory import max_over_ranks, peak_memory_gib
 from automodel_cli.training.meter import Machine, Meter
 from automodel_cli.training.metrics import read_metrics
@@ -170,6 +178,16 @@ def test_live_line_is_redrawn_in_place_and_other_lines_scroll():
     display.close()
     text = stream.getvalue()
     assert "step 2/20" in text and "loss 2.500  eta 1m30s" in text and "val loss [1]" in text
+
+
+@pytest.mark.parametrize("make", [lambda stream: LiveDisplay(20, 0, stream), lambda stream: PlainDisplay(20, stream)])
+def test_a_line_that_quotes_a_sample_sends_the_terminal_nothing(make):
+    stream = io.StringIO()
+    display = make(stream)
+    display.line("reward: \x1b]0;owned\x07 \x9b2J\u202e")
+    display.close()
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(stream.getvalue())
+    assert r"\x1b]0;owned\x07" in stream.getvalue()
 
 
 def test_a_line_of_reinforcement_learning_leads_with_the_reward():
