@@ -29,7 +29,7 @@ from automodel_cli.launch import clean_up, said_once, startup, stop, worker
 from automodel_cli.models import carried
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
-from automodel_cli.run import best, out_of_memory, schedule
+from automodel_cli.run import best, mixed_dtypes, out_of_memory, schedule
 from automodel_cli.run.begun_from import begun_from, other_weights
 from automodel_cli.run.header import describe, header_rows
 from automodel_cli.run.mirror import mirrored
@@ -412,6 +412,8 @@ def _opened(
             put_back(run_dir, earlier)
         elif refused and run_dir is not None and _is_refusal(error) and dist.get_rank() == 0:
             take_away(run_dir, source)
+        if mixed := mixed_dtypes.explain(error, recipe):
+            raise mixed from error
         if not isinstance(error, Exception) or (cause := out_of_memory.ran_out(error)) is None:
             raise
         raise out_of_memory.explain(cause, recipe, source, run_dir, dist.get_world_size()) from error

@@ -1,0 +1,39 @@
+"""When a family's own code multiplies float32 by what the parallelizer computes in: which setting trains it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import TYPE_CHECKING
+
+import torch
+
+from automodel_cli.config.errors import RunError
+
+if TYPE_CHECKING:
+    from automodel_cli.run.recipe import Recipe
+
+_MIXED = re.compile(r"same dtype|dtypes match|expected scalar type|should have the same type", re.IGNORECASE)
+_FLOAT32 = "parallelizer.mp_policy.param_dtype=float32"
+
+
+def mixes_dtypes(error: BaseException) -> bool:
+    """Whether torch refused operands of different dtypes inside the library's code of a model."""
+    if not isinstance(error, RuntimeError) or not _MIXED.search(str(error)):
+        return False
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any("transformers/models/" in name or "transformers_modules/" in name for name in files)
+
+
+def explain(error: BaseException, recipe: Recipe) -> RunError | None:
+    """The error to end a run with whose model keeps some tensors in float32; None where it computes in float32."""
+    if recipe.compute_dtype == torch.float32 or not mixes_dtypes(error):
+        return None
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    dtype = str(recipe.compute_dtype).removeprefix("torch.")
+    return RunError(
+        f"the library's code of this model mixes float32 with {dtype}, which the parallelizer computes in: {error} "
+        f"({last.filename}:{last.lineno})",
+        keys=("parallelizer.mp_policy.param_dtype",),
+        fix=_FLOAT32,
+    )
