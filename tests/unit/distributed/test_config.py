@@ -214,3 +214,18 @@ def test_the_precision_is_a_section_without_a_target_and_its_keys_are_found_from
     with pytest.raises(ConfigError) as refused:
         check(compose("sft", [*sft, "parallelizer.param_dtype=float32"]))
     assert refused.value.fix == "parallelizer.mp_policy.param_dtype=float32"
+
+
+def test_unit_classes_that_the_model_lacks_are_answered_with_its_own():
+    import torch
+
+    from automodel_cli.distributed.strategies.megatron_fsdp.sharding import unit_modules
+    from automodel_cli.models.compat import meta_model
+    from tests.tiny import tiny_config
+
+    model = meta_model(tiny_config("qwen3"), dtype=torch.float32)
+    own = "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer"
+    assert [kind.__name__ for kind in unit_modules(model, [own])] == ["Qwen3DecoderLayer"]
+    with pytest.raises(ConfigError) as refusal:
+        unit_modules(model, [own, "transformers.models.llama.modeling_llama.LlamaDecoderLayer"])
+    assert refusal.value.fix == f"parallelizer.megatron_fsdp_unit_modules=[{own}]"

@@ -272,10 +272,17 @@ def unit_modules(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | Non
         raise ConfigError(
             f"{type(model).__name__} contains no {', '.join(absent)} to gather as one unit",
             keys=("megatron_fsdp_unit_modules",),
-            fix="parallelizer.megatron_fsdp_unit_modules=[transformers.models.llama.modeling_llama.LlamaDecoderLayer], "
-            "with the class of this model's layers",
+            fix=f"parallelizer.megatron_fsdp_unit_modules=[{','.join(_layer_classes(inside))}]",
         )
     return classes
+
+
+def _layer_classes(inside: set[type[nn.Module]]) -> list[str]:
+    """Import paths of the classes that the library marks as a model's layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [kind for kind in inside if issubclass(kind, GradientCheckpointingLayer)]
+    return sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in layers) or ["<the class of this model's layers>"]
 
 
 def _sharding_mesh(device_mesh: DeviceMesh, dp_dim: str, tp_dim: str) -> tuple[DeviceMesh, str]:
