@@ -176,8 +176,9 @@ def row_of(name: str, config: PretrainedConfig, model_class: type[PreTrainedMode
 
 def with_training(row: Row, config: PretrainedConfig) -> Row:
     verdict, reason = measure(lambda: check_training(copy.deepcopy(config), SECONDS_PER_TRAINING))
-    if verdict == "unknown":
-        verdict, reason = measure(lambda: check_training(with_usual_fields(config), SECONDS_PER_TRAINING))
+    usual = with_usual_fields(config)
+    if verdict != "yes" and usual.to_dict() != config.to_dict():
+        verdict, reason = measure(lambda: check_training(usual, SECONDS_PER_TRAINING))
     notes = [note for note in row.notes if not note.startswith("training: ")]
     notes += [f"training: {_short(reason)}"] if reason else []
     return replace(row, training=verdict, notes=tuple(notes))
