@@ -264,6 +264,7 @@ IN_WORDS = (
         f"works with: {FLOAT32}",
         f"the library's own model cannot compute in bfloat16 under FSDP2; `{FLOAT32}` trains it",
     ),
+    ("is a GradientCheckpointingLayer", "the library marks none of its modules as a layer, which FSDP2 needs here"),
     ("the library's own model fails alike", "the library's own model fails alike under FSDP2"),
     ("it is a drafter", "it is a drafter for another model"),
     (

@@ -135,4 +135,5 @@ def _last_line(text: str) -> str:
     """The error of a rank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
-    return (errors or lines)[-1]
+    own = [line for line in errors if "closed by peer" not in line]  # not what a rank says of another that is gone
+    return (own or errors or lines)[-1]
