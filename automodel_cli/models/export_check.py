@@ -114,10 +114,13 @@ def _yardstick(
     """The export once more, with the rounding that lies between it and the trained side: each weight moves at random
     within its unit in the last place, and products run in the dtype of the trained side."""
     stored = model.dtype if precision.rounds_weights else torch.float32
-    cast = Cast(
-        precision.arithmetic, partial(moved_within_ulp, stored=stored), compat.fp32_names(model, precision.arithmetic)
-    )
-    return _values(model, prompts, as_classifier, device, cast, deadline)
+    keeps_float32 = compat.fp32_names(model, precision.arithmetic)
+    cast = Cast(precision.arithmetic, partial(moved_within_ulp, stored=stored), keeps_float32)
+    try:
+        return _values(model, prompts, as_classifier, device, cast, deadline)
+    except RuntimeError:  # the library's own model mixes dtypes in 16 bits: only its weights lose bits then
+        cast = Cast(torch.float32, partial(moved_within_ulp, stored=precision.arithmetic))
+        return _values(model, prompts, as_classifier, device, cast, deadline)
 
 
 def _flat(values: Sequence[Tensor]) -> list[Tensor]:
@@ -205,16 +208,24 @@ def _values(
         if as_classifier:  # the library reads a score at a row's last token: padding would move it
             rows = [torch.tensor([list(prompt)], device=device) for prompt in prompts]
             return [model(input_ids=row, use_cache=False).logits[0, :1].float().cpu() for row in rows]
-        ids_BT = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long, device=device)
-        for row, prompt in enumerate(prompts):
-            ids_BT[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
-        logits_BTV = model(input_ids=ids_BT, use_cache=False).logits  # causal: what follows a prompt changes nothing
-        found = []
-        for row, prompt in enumerate(prompts):
-            logprobs_TV = logits_BTV[row, : len(prompt) - 1].float().log_softmax(-1)
-            next_T1 = ids_BT[row, 1 : len(prompt), None]
-            found.append(logprobs_TV.gather(-1, next_T1)[:, 0].cpu())
+        found = [torch.empty(0)] * len(prompts)
+        for batch in _of_equal_length(prompts):
+            ids_BT = torch.tensor([list(prompts[row]) for row in batch], device=device)
+            logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
+            logprobs_BT = logits_BTV.float().log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[..., 0]
+            for row, logprobs_T in zip(batch, logprobs_BT.cpu(), strict=True):
+                found[row] = logprobs_T
         return found
+
+
+def _of_equal_length(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Indices of prompts that one forward takes without padding, which some families do not ignore. Packed rows are
+    long, so that all prompts are one batch and each layer is cast once."""
+    groups: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        if len(prompt) > 1:
+            groups.setdefault(len(prompt), []).append(row)
+    return list(groups.values())
 
 
 def _check_memory(folder: Path, available_bytes: float | None) -> None:
