@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch import environment
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _REPRODUCIBLE = (":4096:8", ":16:8")
@@ -31,7 +32,8 @@ def make_deterministic() -> None:
     cuBLAS is reproducible with a workspace of a fixed size only, which it reads from the environment.
     Raises ConfigError for a GPU where the user has set another one.
     """
-    given = os.environ.setdefault(_WORKSPACE, _REPRODUCIBLE[0])
+    environment.set_default(_WORKSPACE, _REPRODUCIBLE[0])
+    given = os.environ[_WORKSPACE]
     if given not in _REPRODUCIBLE and torch.cuda.is_available():
         raise ConfigError(
             f"train.deterministic=true, but {_WORKSPACE}={given} is set, and cuBLAS is reproducible with "

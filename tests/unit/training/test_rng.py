@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch import environment
 from automodel_cli.training import rng
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -16,6 +17,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(environment.OWN, "")
     monkeypatch.setenv(WORKSPACE, "")  # undone at the end, whatever is set in between
     yield
     torch.use_deterministic_algorithms(False)
@@ -25,6 +27,7 @@ def test_cublas_gets_a_workspace_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(WORKSPACE)
     rng.make_deterministic()
     assert os.environ[WORKSPACE] == ":4096:8" and torch.are_deterministic_algorithms_enabled()
+    assert WORKSPACE not in environment.of_user(), "a server that the run starts has its own"
 
 
 @pytest.mark.parametrize("given", [":16:8", ":4096:8"])
@@ -32,7 +35,7 @@ def test_a_workspace_of_the_users_own_stays(given: str, monkeypatch: pytest.Monk
     monkeypatch.setenv(WORKSPACE, given)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rng.make_deterministic()
-    assert os.environ[WORKSPACE] == given
+    assert os.environ[WORKSPACE] == environment.of_user()[WORKSPACE] == given
 
 
 def test_one_that_cublas_is_not_reproducible_with_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
