@@ -17,6 +17,7 @@ from automodel_cli.cli import common, complete
 from automodel_cli.config.errors import ConfigError
 
 _SERVERS = ("transformers", "vllm")
+_NAME_OPTION = "--served-model-name"
 
 
 @click.command(
@@ -46,36 +47,54 @@ def serve(
     folder = common.run_folder(run, "export", *common.with_checkpoints(checkpoint))
     export = common.export_that_talks(folder, checkpoint)
     chosen = server or ("vllm" if shutil.which("vllm") else "transformers")
-    command = _command(chosen, export, host, port, more, dry_run=dry_run)
+    asked_as = _served_name(chosen, folder.name, export, more)
+    command = _command(chosen, export, asked_as, (host, port, more), dry_run=dry_run)
     click.echo(f"serving {export} with {chosen}; ask it, once it is up, from another terminal:\n")
-    click.echo(_curl(export, host, port) + "\n")
+    click.echo(_curl(asked_as, host, port) + "\n")
     if dry_run:
         click.echo(shlex.join(command))
         return
     _become(command)
 
 
+def _served_name(server: str, run: str, export: Path, more: tuple[str, ...]) -> str:
+    """Return the name that requests give the model: an option of `more`, or the run's name (and its checkpoint's).
+
+    `transformers serve` has no option for it and takes its argument as the name: a path relative to this directory.
+    """
+    if server != "vllm":
+        return str(export.relative_to(Path.cwd()) if export.is_relative_to(Path.cwd()) else export)
+    for number, text in enumerate(more):
+        option, equals, value = text.partition("=")
+        if option == _NAME_OPTION and (equals or more[number + 1 : number + 2]):
+            return value if equals else more[number + 1]
+    return run if export.name == "export" else f"{run}-{export.name}"
+
+
 def _command(
-    server: str, export: Path, host: str, port: int, more: tuple[str, ...], *, dry_run: bool = False
+    server: str, export: Path, asked_as: str, where_to: tuple[str, int, tuple[str, ...]], *, dry_run: bool = False
 ) -> list[str]:
     """Return the server's command. Raises ConfigError where it is not installed; a dry run prints it all the same."""
+    host, port, more = where_to
     where = ["--host", host, "--port", str(port), *more]
     if server == "vllm":
         program = shutil.which("vllm")
         if program is None and not dry_run:
             raise ConfigError("--with vllm: vllm is not installed", fix="--with transformers")
-        return [program or "vllm", "serve", str(export), *where]
+        is_named = any(text.partition("=")[0] == _NAME_OPTION for text in more)
+        name = [] if is_named else [_NAME_OPTION, asked_as]
+        return [program or "vllm", "serve", str(export), *name, *where]
     if not dry_run and any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn")):
         raise ConfigError("transformers serve needs fastapi and uvicorn", fix="pip install 'transformers[serving]'")
     beside = Path(sys.executable).with_name("transformers")
     program = str(beside) if beside.exists() else shutil.which("transformers")
     if program is None and not dry_run:
         raise ConfigError("the command transformers is not on the path", fix="pip install 'transformers[serving]'")
-    return [program or "transformers", "serve", str(export), *where]
+    return [program or "transformers", "serve", asked_as, *where]
 
 
-def _curl(export: Path, host: str, port: int) -> str:
-    body = {"model": str(export), "messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 64}
+def _curl(asked_as: str, host: str, port: int) -> str:
+    body = {"model": asked_as, "messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 64}
     url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/v1/chat/completions"
     return f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -317,12 +318,44 @@ def test_serve_dry_run_needs_no_server(monkeypatch: pytest.MonkeyPatch, server: 
 
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(serve.shutil, "which", lambda name: None)
-    arguments = (server, Path("runs/a/export"), "127.0.0.1", 8000, ("--x",))
+    arguments = (server, Path("runs/a/export"), "a", ("127.0.0.1", 8000, ("--x",)))
     with pytest.raises(ConfigError):
         serve._command(*arguments)
     command = serve._command(*arguments, dry_run=True)
+    named = ["a"] if server == "transformers" else ["runs/a/export", "--served-model-name", "a"]
     assert command[0].endswith(server)
-    assert command[1:] == ["serve", "runs/a/export", "--host", "127.0.0.1", "--port", "8000", "--x"]
+    assert command[1:] == ["serve", *named, "--host", "127.0.0.1", "--port", "8000", "--x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "num_names"),
+    [
+        (("--with", "vllm"), "my run", 1),
+        (("--with", "vllm", "--", "--served-model-name", "other"), "other", 1),
+        (("--with", "vllm", "--", "--served-model-name=other"), "other", 1),
+        (("--with", "transformers"), "runs/my run/export", 0),
+    ],
+)
+def test_a_served_model_is_asked_by_a_short_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    name: str,
+    num_names: int,
+) -> None:
+    export = tmp_path / "runs/my run/export"
+    export.mkdir(parents=True)
+    (export.parent / "config.yaml").touch()
+    (export / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    monkeypatch.chdir(tmp_path)
+    assert run(["serve", "my run", "--dry-run", *words]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    asked = json.loads(next(line for line in lines if line[:1] == ["curl"])[-1])
+    command = lines[-1]
+    assert asked["model"] == name
+    assert " ".join(command).count("--served-model-name") == num_names
+    assert command[2] == (str(export) if num_names else name)
 
 
 def test_a_recipe_of_your_own_without_the_sections_that_a_command_reads(toy: Path) -> None:
