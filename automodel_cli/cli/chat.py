@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from automodel_cli.config.errors import ConfigError
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0 is greedy.")
 @click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
 @click.option("--seed", default=0, show_default=True, help="Of the samples.")
+@click.option("--one-conversation", is_flag=True, help="Lines of a pipe go on with one conversation.")
 def chat(
     run: str,
     checkpoint: str | None,
@@ -30,8 +32,9 @@ def chat(
     temperature: float,
     top_p: float,
     seed: int,
+    one_conversation: bool,
 ) -> int:
-    """Talk to the export of RUN in the terminal. Lines of a pipe are questions too.
+    """Talk to the export of RUN in the terminal. Each line of a pipe begins a conversation of its own.
 
     With --checkpoint the export of that checkpoint, RUN/exports/step-NNNNNN, is written first where it is missing.
 
@@ -53,7 +56,7 @@ def chat(
     for name in compare:
         other = _folder(name)
         speakers.append(Speaker.load(name, str(common.export_that_talks(other)) if other else name))
-    return converse(speakers, options)
+    return converse(speakers, options, one_conversation=one_conversation or sys.stdin.isatty())
 
 
 def _folder(name: str) -> Path | None:

@@ -80,10 +80,17 @@ class Speaker:
         self.messages.append({"role": "assistant", "content": "".join(said)})
 
 
-def converse(speakers: list[Speaker], options: dict[str, Any], read: Callable[[], str] | None = None) -> int:
+def converse(
+    speakers: list[Speaker],
+    options: dict[str, Any],
+    read: Callable[[], str] | None = None,
+    *,
+    one_conversation: bool = True,
+) -> int:
     """Questions from the terminal (or a pipe, a line each) until it ends; answers of several models beside each
-    other."""
-    print(f"{' | '.join(speaker.name for speaker in speakers)}   ({_HELP})")
+    other. Without `one_conversation` each question begins another conversation."""
+    hint = f"   ({_HELP})" if one_conversation else ""
+    print(f"{' | '.join(speaker.name for speaker in speakers)}{hint}")
     while True:
         try:
             question = (read or _ask)()
@@ -91,10 +98,10 @@ def converse(speakers: list[Speaker], options: dict[str, Any], read: Callable[[]
             return 0
         if question in ("/quit", "/exit"):
             return 0
-        if question == "/new":
+        if question == "/new" or not one_conversation:
             for speaker in speakers:
                 speaker.messages.clear()
-        elif question.strip():
+        if question != "/new" and question.strip():
             if len(speakers) == 1:
                 _stream(speakers[0], question, options)
             else:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -186,24 +187,36 @@ def test_two_ranks_find_what_one_found(home: Path) -> None:
         assert a["scores"] == pytest.approx(b["scores"], abs=1e-4)
 
 
-def test_chat_says_what_transformers_generates_and_keeps_the_conversation(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("together", [False, True])
+def test_chat_says_what_transformers_generates_and_lines_of_a_pipe_share_a_conversation_on_demand(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], together: bool
 ) -> None:
     tokenizer, model = loaded(home)
-    lines = "Say UQ again.\nAnd now?\n/new\nSay UQ again.\n"
+    lines = ("Say UQ again.", "And now?", "/new", "Say UQ again.")
     monkeypatch.chdir(home)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    assert run(["chat", "tiny", "--max-new-tokens", "6"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    asked: list[list[str]] = []
+    answer = Speaker.answer
+
+    def watched(speaker: Speaker, question: str, options: dict[str, Any]) -> Iterator[str]:
+        asked.append([*(message["content"] for message in speaker.messages), question])
+        return answer(speaker, question, options)
+
+    monkeypatch.setattr(Speaker, "answer", watched)
+    words = ["--one-conversation"] if together else []
+    assert run(["chat", "tiny", "--max-new-tokens", "6", *words]) == 0
     said = [line for line in capsys.readouterr().out.splitlines()[1:] if not line.startswith("> ")]
     chat: list[dict[str, str]] = []
     wanted = []
     for question in ("Say UQ again.", "And now?"):
-        chat.append({"role": "user", "content": question})
+        chat = [*(chat if together else []), {"role": "user", "content": question}]
         encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-        answer = model.generate(**encoded, max_new_tokens=6, do_sample=False)[0, encoded["input_ids"].shape[1] :]
-        chat.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
+        answered = model.generate(**encoded, max_new_tokens=6, do_sample=False)[0, encoded["input_ids"].shape[1] :]
+        chat.append({"role": "assistant", "content": tokenizer.decode(answered, skip_special_tokens=True)})
         wanted.append(chat[-1]["content"])
     assert "\n".join(said) == "\n".join([*wanted, wanted[0]])
+    second = [lines[0], wanted[0], lines[1]] if together else [lines[1]]
+    assert asked == [[lines[0]], second, [lines[3]]]
 
 
 @pytest.mark.slow
