@@ -18,7 +18,7 @@ import click
 from automodel_cli.cli import common, tables
 from automodel_cli.cli.submit import cluster_options, fitted, job_of, warn_of_a_job_that_waits_forever
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fixes import word
+from automodel_cli.config.fixes import override, word
 from automodel_cli.config.trust import Trust
 from automodel_cli.launch import slurm, stop
 from automodel_cli.launch.local import safe_path
@@ -90,8 +90,8 @@ def sweep(
     checked = [(point, *common.load(conf, point.overrides, trust)) for point in points]
     if dry_run and not on_slurm:
         for point in points:
-            words = ["automodel", "finetune", "llm", "-c", conf, *point.overrides]
-            click.echo(f"{_state(point):<12} {shlex.join(words)}")
+            words = ["automodel", "finetune", "llm", "-c", conf, *trust.arguments()]
+            click.echo(f"{_state(point):<12} {' '.join(map(word, [*words, *point.overrides]))}")
         return 0
     _check_cluster(on_slurm, at_once, cluster)
     if on_slurm:
@@ -132,7 +132,8 @@ def _points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
 
 def _point(folder: Path, number: int, swept: Sequence[str], everything: Sequence[str]) -> Point:
     name = _name(number, swept)
-    places = (f"output_dir='{folder}'", f"run_name='{name}'", "checkpoint.resume=auto")
+    own = (override("output_dir", str(folder)), override("run_name", name), override("checkpoint.resume", "auto"))
+    places = [text for words in own for text in shlex.split(words)]
     return Point(tuple(swept), (*everything, *places), folder / name)
 
 

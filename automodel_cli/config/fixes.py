@@ -24,8 +24,13 @@ _OVERRIDE = re.compile(r"~[A-Za-z_][\w.]*|~?[A-Za-z_][\w.]*=\S.*", re.S)
 
 
 def word(value: object) -> str:
-    """Return `value` (a path, a run, an address) as one word of a shell."""
-    return shlex.quote(str(value))
+    """Return `value` (a path, a run, an address) as one word of a shell.
+
+    Text with single quotes stands between double ones where a shell reads nothing else there, since `shlex.quote`
+    writes each as `'"'"'`.
+    """
+    text = str(value)
+    return f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
 
 
 def override(key: str, value: str) -> str:
@@ -34,7 +39,7 @@ def override(key: str, value: str) -> str:
         return f"{key}={value}"
     # Hydra reads a backslash as one unless a quote follows, perhaps behind further ones.
     quoted = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), value)
-    return shlex.quote(f'{key}="{quoted}"')
+    return word(f'{key}="{quoted}"')
 
 
 def alternatives(fix: str) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
+from automodel_cli.config.compose import compose
 from tests.e2e.command import automodel, curve, write_config
 
 SWEEP = ("sweep", "-c", "tiny.yaml", "train.max_steps=3", "data.task.num_validation=2")
@@ -33,6 +35,23 @@ def test_every_combination_is_one_run_in_hydras_order(home: Path) -> None:
         ("optimizer.lr=0.001", "seed=1", "optimizer=adamw"),
     ]
     assert len(set(found)) == 8 and not (home / "runs").exists()
+
+
+def test_lines_of_a_dry_run_can_be_read_and_pasted(home: Path) -> None:
+    own = ("data.ignore_columns=['a b']", "--trust", "remote-code")
+    said = automodel(home, *SWEEP, "seed=0,1", *own, "--name", "my new", "--dry-run")
+    assert said.returncode == 0, said.stderr
+    lines = said.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["new", "new"]
+    assert "'\"'" not in said.stdout and '"\'"' not in said.stdout, "a quote within quotes"
+    for number, line in enumerate(lines):
+        command = line.removeprefix("new").strip()
+        shell = ["bash", "-c", f"printf '%s\\0' {command}"]
+        words = subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+        assert words[:7] == ["automodel", "finetune", "llm", "-c", "tiny.yaml", "--trust", "remote-code"]
+        tree = compose(home / "tiny.yaml", words[7:]).tree
+        assert tree["seed"] == number and tree["data"]["ignore_columns"] == ["a b"]
+        assert (tree["output_dir"], tree["run_name"]) == ("runs/my new", f"00{number}-seed={number}")
 
 
 @pytest.mark.parametrize(
