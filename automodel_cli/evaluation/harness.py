@@ -77,7 +77,8 @@ def read(folder: Path) -> dict[str, Outcome]:
         name = path.stem.removeprefix("samples_").rpartition("_")[0]
         filters = sorted({row["filter"] for row in rows})
         measures: dict[str, list[float | None]] = {}
-        for row in sorted(rows, key=lambda row: row["doc_id"]):
+        rows.sort(key=lambda row: (row["filter"], row["doc_id"]))  # items and the first measure are of one filter
+        for row in rows:
             for metric in row["metrics"]:
                 if isinstance(row.get(metric), (int, float)):  # a perplexity is a pair, which has no mean of questions
                     label = metric if len(filters) == 1 else f"{metric}, {row['filter']}"
@@ -91,7 +92,20 @@ def read(folder: Path) -> dict[str, Outcome]:
 
 def _item(row: Mapping[str, Any]) -> dict[str, Any]:
     asked = row["arguments"]["gen_args_0"]["arg_0"]
-    return {"question": asked, "answer": row["target"], "said": [str(said) for said in row["filtered_resps"]]}
+    responses = row["filtered_resps"]
+    item = {"question": asked, "answer": row["target"], "said": [str(said) for said in responses]}
+    return {**item, **_chosen(responses)}
+
+
+def _chosen(responses: Sequence[Any]) -> dict[str, str]:
+    """Return the number of the likeliest choice where the responses are pairs of a log-prob and a flag."""
+    if len(responses) < 2 or not all(isinstance(pair, list) and len(pair) == 2 for pair in responses):
+        return {}
+    try:
+        logprobs = [float(logprob) for logprob, _ in responses]
+    except (TypeError, ValueError):
+        return {}
+    return {"chosen": str(logprobs.index(max(logprobs)))}
 
 
 def _has_chat_template(model: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.files import replace
+from automodel_cli.evaluation.examples import example_lines
 from automodel_cli.evaluation.outcome import Outcome, interval, known_of, paired_difference, questions, text_of
 from automodel_cli.run_folders.page import FILE, write_own_page
 from automodel_cli.run_folders.record import code_version
@@ -18,11 +19,16 @@ Found = dict[str, dict[str, Outcome]]
 
 
 def tell(found: Found, run_dir: Path, out: Path, config_yaml: str, num_resamples: int) -> None:
-    """Print the scores of every model, and of the first one against each other; write them to `out`, and renew the page
-    of the run where `out` is among its evaluations."""
+    """Print the scores of every model, of the first one against each other, and a few answers; write all to `out`.
+
+    Renews the page of the run where `out` is among its evaluations.
+    """
     scores = list(_scores(found, num_resamples))
     _write(out, scores, found, config_yaml)
-    _print(scores, out)
+    _print_scores(scores)
+    for name in next(iter(found.values())):
+        print("\n".join(example_lines(name, {label: tasks[name] for label, tasks in found.items()})))
+    print(f"written to {out}")
     if (run_dir / FILE).exists() and out.parent == run_dir / "eval":
         write_own_page(run_dir)
 
@@ -84,9 +90,9 @@ def _write(out: Path, scores: list[dict[str, str]], found: Found, config_yaml: s
     replace(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def _print(scores: list[dict[str, str]], out: Path) -> None:
+def _print_scores(scores: list[dict[str, str]]) -> None:
     columns = ("task", "model", "score", "interval", "note")
     widths = {column: max(len(column), *(len(line[column]) for line in scores)) for column in columns}
     for line in ({column: column for column in columns}, *scores):
         print("  ".join(line[column].ljust(widths[column]) for column in columns).rstrip())
-    print(f"written to {out}")
+    print()

@@ -14,6 +14,7 @@ from automodel_cli.config import bundled
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.evaluation import results
 from automodel_cli.evaluation.config import EvalConfig, Generation
 from automodel_cli.evaluation.outcome import Outcome, interval, paired_difference, pass_at_k
 
@@ -94,3 +95,34 @@ def test_a_model_has_no_held_out_rows_to_be_asked(tmp_path: Path, capsys: pytest
     (tmp_path / "config.yaml").write_text("")
     assert run(["eval", str(tmp_path / "export"), "-c", "quickstart"]) == 2
     assert f"automodel eval {tmp_path} -c quickstart" in capsys.readouterr().err
+
+
+def test_an_evaluation_prints_a_few_answers_beside_what_was_expected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First those whose mark differs; a terminal gets no control character, and a long text is cut."""
+    questions = [f"q{number}" for number in range(8)]
+    ours = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, None, 0.5]
+    said = ["\x1b[2Jred" + "x" * 10_000 if number == 4 else f"a\nb{number}" for number in range(8)]
+
+    def outcome(values: list[float | None], answers: list[str]) -> Outcome:
+        together = zip(questions, answers, strict=True)
+        items = [{"question": q, "answer": f"e{q[1:]}", "responses": [a, "other"]} for q, a in together]
+        return Outcome({"accuracy": values, "reward": values}, items)
+
+    chosen = Outcome({"accuracy": [1.0]}, [{"question": "which?", "chosen": "B", "answer": "B", "scores": [0.0, 1.0]}])
+    found = {
+        "run": {"task": outcome(ours, said), "choices": chosen},
+        "before": {"task": outcome([1.0] + [0.0] * 7, ["no"] * 7 + [" "]), "choices": chosen},
+    }
+    results.tell(found, tmp_path, tmp_path / "out.json", "", 10)
+    printed = capsys.readouterr().out
+    words = [line.split() for line in printed.splitlines()]
+    asked = [line[1] for line in words if line[:1] == ["question"]]
+    assert asked == ["q4", "q6", "q7", "which?"]
+    assert [line[1] for line in words if line[:1] == ["expected"]] == ["e4", "e6", "e7", "B"]
+    for wanted in (["before", "wrong", "no"], ["before", "wrong", "(empty)"], ["run", "right", "B"]):
+        assert wanted in words
+    assert ["run", "not", "judged", "a\\nb6"] in words and ["run", "0.5", "a\\nb7"] in words
+    assert "\x1b" not in printed and "right  \\x1b[2Jredxxx" in printed
+    assert max(map(len, printed.splitlines())) < 120
