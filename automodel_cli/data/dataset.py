@@ -87,6 +87,19 @@ class PackedDataset:
             found.append({"name": name, "trained": trained, "fill": fill, **length_histogram(np.diff(store.offsets))})
         return found
 
+    def units_per_row(self) -> tuple[str, float]:
+        """Return what a row holds (`documents`, `pairs` or `responses`), and how many of them on average.
+
+        Rows count as often as an epoch has them. Where a document is cut, each of its pieces counts.
+        """
+        sizes = [(store.num_rows, len(store.offsets) - 1) for store in self.stores]
+        num_rows = sum(weight * rows for weight, (rows, _) in zip(self.weights, sizes, strict=True))
+        num_pieces = sum(weight * pieces for weight, (_, pieces) in zip(self.weights, sizes, strict=True))
+        mean = num_pieces / num_rows if num_rows else 0.0
+        if self.kind == "documents":
+            return "documents", mean
+        return ("pairs" if self.kind == "pairs" else "responses"), mean / 2
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows; row r has those from `token_starts[r]` to `token_starts[r + 1]`."""

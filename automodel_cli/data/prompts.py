@@ -84,6 +84,10 @@ class PromptDataset:
         """Return the largest token id of all prompts, and the file and line of a prompt that holds it."""
         return max(((max(prompt.tokens, default=-1), prompt.origin) for prompt in self.prompts), default=(-1, ""))
 
+    def units_per_row(self) -> tuple[str, float]:
+        """See `PackedDataset.units_per_row`: a row is one prompt."""
+        return "prompts", 1.0
+
     def statistics(self) -> list[dict[str, Any]]:
         """See `PackedDataset.statistics`; prompts are not packed, and none of their tokens is trained."""
         bounds = self.first_rows.tolist()

@@ -53,9 +53,22 @@ def header_rows(session: Session) -> list[tuple[str, str]]:
         *([("glue", fused.last())] if fused.last() else []),
         *(_of_cuda(recipe) if session.mesh.device.type == "cuda" else []),
         ("data", "\n".join(session.data.report.lines())),
-        ("steps", f"{steps}   {num_rows} {recipe.row_name} a step{begin}"),
+        ("steps", f"{steps}   {step_size(session)} a step{begin}"),
         *([("schedule", session.extended)] if session.extended else []),
     ]
+
+
+def step_size(session: Session) -> str:
+    """Return what one step trains: `8 rows (about 61.3 documents)`."""
+    num_rows, row_name = session.loader.global_batch_size, session.recipe.row_name
+    noun, per_row = session.data.train.units_per_row()
+    number = num_rows * per_row
+    if noun == row_name:
+        return f"{num_rows} {row_name}"
+    if number.is_integer():
+        return f"{num_rows} {row_name} ({number:,.0f} {noun})"
+    digits = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    return f"{num_rows} {row_name} (about {digits} {noun})"
 
 
 def describe(session: Session, about: Mapping[str, str]) -> None:

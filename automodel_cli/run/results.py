@@ -18,6 +18,7 @@ from automodel_cli.run.answers import Accuracy, Answer, before_and_after
 from automodel_cli.run.best import ended_by, further
 from automodel_cli.run.chosen_checkpoint import chosen_checkpoint
 from automodel_cli.run.exporting import export_and_verify
+from automodel_cli.run.header import step_size
 from automodel_cli.run.recomputation import decided
 from automodel_cli.run_folders.page import write_own_page
 from automodel_cli.run_folders.record import summary_of
@@ -81,7 +82,7 @@ def export_run(recipe: Recipe, run_dir: Path, output: Path, choice: str | None =
 def _card(session: Session) -> str:
     summary = session.meter.summary()
     lines = [f"- {line.strip()}" for line in session.data.report.lines()[:-1]]
-    lines.append(f"- {session.last_step} steps of {session.loader.global_batch_size} {session.recipe.row_name}")
+    lines.append(f"- {session.last_step} steps of {step_size(session)}")
     if session.best_restored is not None:
         lines.append(f"- weights of step {session.best_restored}, the best by {session.early_stop.goal.metric}")
         summary |= session.last_validation[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def test_every_metric_is_documented(folder, losses):
 
 
 def test_starts_at_ln_2_and_exports(folder, losses):
+    about = json.loads((folder / "runs" / "precomputed" / "run.json").read_text())["about"]
+    assert re.search(r"\d rows \((about )?[\d.,]+ pairs\) a step", about["steps"])
     assert losses[0] == pytest.approx(0.693147, abs=1e-6)
     first, *_, last = metrics(folder / "runs" / "precomputed")
     assert first["step"] == 0 and first["val_accuracy"] == 0 and last["val_num_pairs"] == 16

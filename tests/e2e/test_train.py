@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def test_run_folder_holds_what_is_promised(whole: Path) -> None:
     assert undocumented_metrics(run) == set()
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert any("val_loss" in row for row in metrics(run))
+
+
+def test_the_record_counts_the_documents_of_a_step(whole: Path) -> None:
+    about = json.loads((whole / "runs" / "tiny" / "run.json").read_text())["about"]
+    assert re.search(r"\d rows \((about )?[\d.,]+ documents\) a step", about["steps"])
 
 
 def test_the_curve_is_the_golden_one(whole: Path) -> None:

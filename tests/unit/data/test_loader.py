@@ -141,6 +141,15 @@ def test_weights_are_how_often_a_row_is_seen_per_epoch():
     assert third[10:].tolist() != one[10:].tolist()  # and other halves in the next two
 
 
+def test_documents_of_a_row_are_the_mean_over_the_rows_that_an_epoch_has():
+    packed = store([[[2, 2], [4, 4, 4]], [[2, 2]], [[2], [2], [2, 6]]])
+    data = dataset(packed, numbered(8), weights=(2.0, 0.5))
+    rows = flat(seen(loader(data, batch=10), 2))  # two epochs of 3 x 2 + 8 / 2 rows
+    counted = [len(data.documents(row)) for row in rows]
+    assert data.units_per_row() == ("documents", pytest.approx(sum(counted) / len(counted)))
+    assert data.units_per_row()[1] == pytest.approx((2 * 6 + 0.5 * 8) / 10)
+
+
 @pytest.mark.parametrize(("size", "microbatch"), [(1, 1), (1, 4), (3, 2), (4, 1)])
 def test_resuming_sees_the_next_rows_also_on_another_number_of_ranks(size, microbatch):
     data = dataset(numbered(31), numbered(9), weights=(1.0, 1.5))

@@ -128,6 +128,17 @@ def test_judged_responses_come_with_an_answer_to_another_prompt(tmp_path):
     assert "what is 0" in other and said == "it is 1<|im_end|>"
 
 
+@pytest.mark.parametrize("kind", ["pairs", "responses"])
+def test_a_row_counts_its_pairs_or_responses(tmp_path, kind):
+    column = "pairs_P2" if kind == "pairs" else "desirable_S"
+    judged = [{"prompt": f"what is {i}", "completion": f"it is {i}", "label": i % 2 == 0} for i in range(6)]
+    train = prepared(data(tmp_path, [SHAPES["texts"]] * 6 if kind == "pairs" else judged)).train
+    extra = train.collate(range(len(train))).extra
+    number = len(extra[column]) if kind == "pairs" else int((extra[column] >= 0).sum())
+    assert number == 6 and len(train) < 6
+    assert train.units_per_row() == (kind, pytest.approx(number / len(train)))
+
+
 def test_judged_conversations_end_with_the_response(tmp_path):
     tokenizer = tiny_tokenizer()
     rows = [{"messages": [*EARLIER, USER, RIGHT], "kto_tag": True}, {"messages": [USER, WRONG], "kto_tag": False}]
