@@ -151,6 +151,7 @@ REFUSED_WITH_MESH = {
     "megatron ep2": (MegatronFSDPConfig(), {"ep_size": 2}, "no expert parallelism: ep_size=2 must be 1"),
     "megatron rep2": (MegatronFSDPConfig(), {"dp_replicate_size": 2}, "dp_replicate_size=2 is for hybrid sharding"),
     "megatron plan": (MegatronFSDPConfig(tp_plan={"a": "colwise"}), {}, "tp_plan needs tensor parallelism"),
+    "megatron gloo": (MegatronFSDPConfig(backend="gloo"), {}, "runs on CUDA devices only"),
     "ddp tp2": (DDPConfig(), {"tp_size": 2}, "tp_size=2 must be 1"),
     "ddp cp2": (DDPConfig(), {"cp_size": 2}, "cp_size=2 must be 1"),
     "ddp ep2": (DDPConfig(), {"ep_size": 2}, "ep_size=2 must be 1"),

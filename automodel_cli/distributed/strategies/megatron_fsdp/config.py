@@ -123,6 +123,12 @@ class MegatronFSDPConfig(ParallelizerConfig):
     def check_mesh(self, mesh: MeshConfig) -> None:
         """Refuse what this strategy cannot do on this mesh."""
         super().check_mesh(mesh)
+        if self.backend == "gloo":  # means the CPU in any case; with nccl a login node without a GPU may check
+            raise ConfigError(
+                "parallelizer.backend=gloo computes on the CPU, and megatron_fsdp runs on CUDA devices only",
+                keys=("parallelizer.backend",),
+                fix="parallelizer.backend=nccl, or parallelizer=fsdp2",
+            )
         refuse_idle_tp_options(self, ("tp_plan",), mesh)
 
     def check_installed(self) -> None:
