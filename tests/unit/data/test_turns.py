@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.chat import ChatEncoder
@@ -179,6 +179,7 @@ def test_without_the_model_s_stop_tokens_an_open_turn_ends_with_eos():
 
 
 def test_stop_tokens_come_from_the_generation_config_beside_the_weights(tmp_path):
+    LlamaConfig(vocab_size=8, eos_token_id=2).save_pretrained(tmp_path)
     GenerationConfig(eos_token_id=[5, 7]).save_pretrained(tmp_path)
     assert stop_ids(ModelConfig(pretrained=str(tmp_path))) == [5, 7]
     assert stop_ids(ModelConfig(config={"model_type": "llama"})) == []

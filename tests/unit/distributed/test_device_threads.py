@@ -27,6 +27,7 @@ ROOT = Path(automodel_cli.__file__).parent
 
 NO_DEVICE = {
     "distributed/device_threads.py": "the pools themselves",
+    "data/time_limit.py": "watches chat templates, without torch",
     "data/loader.py": "runs what the session prepares, which selects the device",
     "distributed/store_talk.py": "talks to the store",
     "launch/clean_up.py": "ends processes, without torch",

@@ -227,7 +227,7 @@ def test_the_folder_of_an_adapter_is_told_where_the_whole_model_is(tmp_path):
     (adapter / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds an adapter alone") as error:
         load_tokenizer(ModelConfig(pretrained=str(adapter)))
-    assert error.value.fix == "model.pretrained=<the model with the adapter merged in>"
+    assert error.value.fix == "merge the adapter into its model, and name that folder"
     ByteTokenizer().build().save_pretrained(adapter.parent)
     (adapter.parent / "config.json").write_text("{}")
     with pytest.raises(ConfigError) as error:

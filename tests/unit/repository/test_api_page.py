@@ -22,7 +22,7 @@ def test_every_name_imports_and_has_a_line():
 def test_the_page_has_every_method_and_keyword_that_a_library_user_calls():
     listed = {name.rpartition(".")[2] for name, _ in NAMES if ".AutoPipeline." in name}
     # what recipes ask of `Stages`
-    protocol = {"pp_group", "schedule_svg", "stage_owners", "boundary_dtype", "takes", "forward_size"}
+    protocol = {"pp_group", "schedule_svg", "stage_owners", "boundary_dtype", "takes", "forward_size", "in_float32"}
     assert {name for name in dir(AutoPipeline) if not name.startswith("_")} - protocol == listed
     renamed = set(re.findall(r"`(pp_\w+)` is", PAGE))
     assert renamed <= set(inspect.signature(AutoPipeline).parameters)

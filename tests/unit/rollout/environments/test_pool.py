@@ -266,7 +266,7 @@ def test_each_row_plays_in_the_environment_that_it_names(tokenizer: Any) -> None
 
 def test_a_row_without_an_environment_is_refused_with_its_place() -> None:
     nodes = {"echo": Echo(), "once": Counting()}
-    check_rows(nodes, "kind", [("a.jsonl:1", {"kind": "echo"})])
+    check_rows(nodes, "kind", [("a.jsonl:1", {"kind": "echo"}), ("a.jsonl:2", {"kind": "once"})])
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: kind='twice' names no environment; there are echo, once"):
         check_rows(nodes, "kind", [("a.jsonl:2", {"kind": "twice"})])
     with pytest.raises(ConfigError) as caught:
