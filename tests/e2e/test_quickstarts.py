@@ -44,6 +44,7 @@ def test_a_critic(folder: Path) -> None:
     assert after > before + 0.1
 
 
+STALE_OF = ("none", "truncate")
 STALE = json.loads((ROOT / "results" / "stale_collapse.json").read_text())
 NEAR_LENGTH = """
 from dataclasses import dataclass
@@ -57,23 +58,26 @@ class NearLength(Reward):
 
 
 def test_without_correction_samples_of_earlier_steps_undo_what_was_learnt(folder: Path) -> None:
-    """The first 60 steps of the command on record, lr 3, seed 1: the mean reward of steps 21 to 60 is 0.58 without
-    correction and 0.98 with importance weights up to 2; 0.49 to 0.75 and 0.94 to 0.99 over four seeds. Where such a run
-    ends depends on how a processor rounds, so the end is not looked at."""
+    """The first 60 steps of the command on record, lr 3, on three seeds: mean rewards of steps 21 to 60.
+
+    Without correction a run is chaotic: how a processor rounds decides how far it falls. Single seeds gave 0.20 to 0.86
+    without correction and 0.89 to 0.99 with importance weights up to 2, on two processors. So seeds are averaged.
+    """
     (folder / "near_length.py").write_text(NEAR_LENGTH)
-    reward = {}
-    for setting in ("none", "truncate"):
-        values = {"SETTING": STALE["settings"][setting], "LR": "3", "SEED": "1"}
-        command = STALE["command"]
-        for name, value in values.items():
-            command = command.replace(name, value)
-        run = f"stale_{setting}"
-        more = (f"run_name={run}", "logging.report=false", "validation.at_end=false", "train.max_steps=60")
-        done = automodel(folder, *command.split()[1:], *more, timeout=900)
-        assert done.returncode == 0, done.stdout + done.stderr
-        rewards = [row["reward"] for row in metrics(folder / "runs" / run) if "reward" in row]
-        reward[setting] = statistics.fmean(rewards[20:60])
-    assert reward["none"] < 0.85 and reward["truncate"] > max(0.85, reward["none"] + 0.1)
+    reward = {setting: statistics.fmean(_of_stale(folder, setting, seed) for seed in (1, 2, 3)) for setting in STALE_OF}
+    assert reward["truncate"] > max(0.9, reward["none"] + 0.1)
+
+
+def _of_stale(folder: Path, setting: str, seed: int) -> float:
+    command = STALE["command"]
+    for name, value in {"SETTING": STALE["settings"][setting], "LR": "3", "SEED": str(seed)}.items():
+        command = command.replace(name, value)
+    run = f"stale_{setting}_{seed}"
+    more = (f"run_name={run}", "logging.report=false", "validation.at_end=false", "train.max_steps=60")
+    done = automodel(folder, *command.split()[1:], *more, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [row["reward"] for row in metrics(folder / "runs" / run) if "reward" in row]
+    return statistics.fmean(rewards[20:60])
 
 
 def test_a_teacher(folder: Path) -> None:
