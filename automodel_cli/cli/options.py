@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import html
 import shutil
 import textwrap
 from typing import TYPE_CHECKING
@@ -89,5 +90,10 @@ def page(found: list[Node]) -> str:
 
 
 def _row(key: Key) -> str:
-    cells = (f"`{key.name}`", key.kind, f"`{key.default}`" if key.default else "", key.text)
+    cells = (f"`{key.name}`", key.kind, _code(key.default) if key.default else "", key.text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _code(text: str) -> str:
+    """Return text as code. mkdocs takes `<!` for the begin of a declaration even between backticks."""
+    return f"<code>{html.escape(text, quote=False)}</code>" if "<!" in text else f"`{text}`"
