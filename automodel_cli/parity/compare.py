@@ -35,7 +35,7 @@ Sabotage = Callable[[list[Batch]], list[Batch]]
 TIMES_ROUNDING = 8.0
 """How many times the float32 error of one process a layout may be off by.
 
-A layout adds the same numbers in another order. Errors of layouts that are right were 0.1 to 3 times those of one
+A layout adds the same numbers in another order. Errors of layouts that are right were 0.1 to 4 times those of one
 process with scalar, AVX2 and AVX-512 kernels. A mistake costs 1e-3 of a gradient, over 1,000 times as much.
 """
 
