@@ -57,14 +57,16 @@ def export_hf(
     pp_group: dist.ProcessGroup | None = None,
     as_classifier: bool = False,
     stop_ids: Sequence[int] = (),
+    trained: bool = False,
 ) -> None:
     """Write the whole model in the hub's names, layout and dtype; adapters are merged in, a value head lies beside it,
     and what the checkpoint holds besides is written as it was. Of a composite every file but the weights is the
     original's. `as_classifier`: a reward model instead (`models/classifier.py`), the value head its score.
 
     Collective; rank 0 writes. `title` and `summary` (markdown) are for the model card (data, steps, scores).
-    `stop_ids`: the tokens at which training taught the model to stop. The folder is safe to load only after this
-    returns: write into a new one and `publish` it.
+    `stop_ids`: the tokens at which training taught the model to stop. `trained`: the parameters have moved since they
+    were loaded, so that rounding to 16 bits must keep the mean of their changes. The folder is safe to load only after
+    this returns: write into a new one and `publish` it.
     """
     writer = is_first_rank()
     folder = Path(directory)
@@ -74,7 +76,10 @@ def export_hf(
     within = parts[0].within
     hub_keys = {} if within is None else {name: key for key, name in within.keys.items()}
     left_out = classifier.head_prefix(parts[0]) if as_classifier else None
-    for bucket in iter_hf_weights(parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group, multi_token=True):
+    stream = iter_hf_weights(
+        parts, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group, multi_token=True, keep_mean=trained
+    )
+    for bucket in stream:
         kept = [item for item in bucket if left_out is None or not item[0].startswith(left_out)]
         if writer and kept:
             shards.append(

@@ -189,7 +189,7 @@ def merged(weight: Tensor, layer: Any) -> Tensor:
 
 
 def rounded(name: str, merge: Tensor, dtype: torch.dtype) -> Tensor:
-    """A merge in `dtype`, up or down at random in 16 bits, so that its mean stays.
+    """A trained weight or a merge in `dtype`, up or down at random in 16 bits, so that its mean stays.
 
     An update is often below half a unit in the last place of its weight. Rounding to the nearest value drops it: of a
     short run in bfloat16, half of what was trained. The draw depends on `name` only.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_cli.models import compat, lora, nf4
 from automodel_cli.models.load import unit_of
@@ -28,6 +28,7 @@ def iter_hf_weights(
     hub_names: bool = True,
     pp_group: dist.ProcessGroup | None = None,
     multi_token: bool = False,
+    keep_mean: bool = False,
 ) -> Iterator[Bucket]:
     """Buckets of `(hub name, full tensor)`: persistent buffers included, tied weights once, adapters merged in. A tied
     head with an adapter comes besides, under its own name: merged it is another matrix (`ModelPart.unties_head`).
@@ -35,16 +36,20 @@ def iter_hf_weights(
     Fused parameters are split back to the hub's keys (one per expert, where the hub has them so). `dtype` None is the
     checkpoint's own; what the family keeps in fp32 stays fp32. Tensors are detached, and copies unless dtype and device
     already fit. A bucket holds at least one tensor and closes once it reaches `bucket_bytes`.
+    `keep_mean`: trainable float32 parameters that get 16 bits are rounded at random (`lora.rounded`). Engines get the
+    nearest values, which are those that the trainer computes with.
     `multi_token`: layers for multi-token prediction too, under their hub names, with the copies of shared tables that
     the checkpoint had. `pp_group`: the ranks of a pipeline, whose stages follow each other in the stream; every rank
     gets all of them.
     Collective over all ranks that hold shards, in the same order everywhere: every rank must exhaust the iterator.
     """
     mine = (
-        item for part in parts for item in _named_full_weights(part.model, dtype or part.hub_dtype, device, hub_names)
+        item
+        for part in parts
+        for item in _named_full_weights(part.model, dtype or part.hub_dtype, device, hub_names, keep_mean)
     )
     if multi_token:
-        mine = (item for part in parts for item in _with_depths(part, dtype or part.hub_dtype, device))
+        mine = (item for part in parts for item in _with_depths(part, dtype or part.hub_dtype, device, keep_mean))
     yield from bucketed(mine if pp_group is None else over_stages(mine, pp_group, parts[0], device), bucket_bytes)
 
 
@@ -97,23 +102,24 @@ def over_stages(
 
 
 def _with_depths(
-    part: ModelPart, dtype: torch.dtype, device: torch.device | str | None
+    part: ModelPart, dtype: torch.dtype, device: torch.device | str | None, keep_mean: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a part, depths of multi-token prediction and stored copies of tables included."""
     names = part.depth_names
     copies = {} if names is None else names.copies
-    for name, tensor in _named_full_weights(part.model, dtype, device, True):
+    for name, tensor in _named_full_weights(part.model, dtype, device, True, keep_mean):
         yield name, tensor
         yield from ((key, tensor.clone()) for key, table in copies.items() if table == name)
     if names is not None and part.multi_token is not None:
         for depth, own in zip(part.multi_token, names.depths, strict=True):
             model: Any = depth.model
-            yield from ((own.key(name), tensor) for name, tensor in _named_full_weights(model, dtype, device, True))
+            named = _named_full_weights(model, dtype, device, True, keep_mean)
+            yield from ((own.key(name), tensor) for name, tensor in named)
 
 
 @torch.no_grad()
 def _named_full_weights(
-    model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str | None, hub_names: bool
+    model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str | None, hub_names: bool, keep_mean: bool
 ) -> Iterator[tuple[str, Tensor]]:
     updates = {f"{name}.weight": layer for name, layer in lora.wrappers(model)}
     of_its_own = {f"{name}.weight": updates[f"{name}.weight"].get_base_layer().weight for name in lora.sharing(model)}
@@ -131,6 +137,8 @@ def _named_full_weights(
             wanted = torch.float32 if keep_fp32(name) else dtype
             if name in updates:
                 full = lora.rounded(name, lora.merged(full, updates[name]), wanted)
+            elif keep_mean and isinstance(held, nn.Parameter) and held.requires_grad and full.dtype == torch.float32:
+                full = lora.rounded(name, full, wanted)
             elif full.is_floating_point():
                 full = full.to(wanted)
             state[name] = full.to(device) if device is not None else full

@@ -132,6 +132,7 @@ def _write(
         pp_group=model.pp_group,
         as_classifier=recipe.as_classifier,
         stop_ids=stop_ids,
+        trained=True,
     )
     if recipe.model.lora is not None and not recipe.as_classifier:  # adapters alone have no score
         save_adapters(
