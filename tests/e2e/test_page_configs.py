@@ -37,14 +37,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every file that a page shows, and `my_run.yaml`, which many start from."""
     made = tmp_path_factory.mktemp("pages")
     for page in PAGES:
-        for block in blocks(page):
-            if block.title:
-                (made / block.title).write_text(block.text)
+        write_files(page, made)
     (made / "my_tasks").mkdir()
     (made / "my_run.yaml").write_text(MINE.text)
     for name in ("A", "B", "C"):
         (made / f"{name}.yaml").write_text(MINE.text)
     return made
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """Write the files that a page shows."""
+    for block in blocks(page):
+        if block.title:
+            (folder / block.title).write_text(block.text)
 
 
 def whole(block: Block) -> str:
@@ -106,9 +111,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of someone who follows the tutorials: their files, and the rows that their scripts write."""
     made = tmp_path_factory.mktemp("reader")
     for page in TUTORIALS:
-        for block in blocks(page):
-            if block.title:
-                (made / block.title).write_text(block.text)
+        write_files(page, made)
         for block in blocks(page):
             for line in block.text.splitlines() if block.language == "bash" else ():
                 if line.startswith("python make_"):
