@@ -90,7 +90,8 @@ def _within(seconds: float) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not expired.is_set():
+        # The socket's own timeout is the same number and may come first; urllib wraps that of connecting.
+        if not expired.is_set() and not isinstance(getattr(error, "reason", error), TimeoutError):
             raise
         raise TimeoutError(f"no whole answer within {seconds:g} s") from error
     finally:

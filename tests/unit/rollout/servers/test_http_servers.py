@@ -597,7 +597,11 @@ def test_no_server_is_said_in_a_sentence():
         Server(url, retries=1, backoff=0.01).get("/health")
 
 
-def test_a_silent_server_runs_into_the_time_limit():
+@pytest.mark.parametrize("first", ["the limit of the request", "the limit of the socket"])
+def test_a_silent_server_runs_into_the_time_limit(first, monkeypatch):
+    if first == "the limit of the socket":
+        timer = threading.Timer
+        monkeypatch.setattr(threading, "Timer", lambda seconds, expire: timer(60, expire))
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
