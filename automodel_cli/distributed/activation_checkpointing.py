@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.compile_modes import AUTO
 from automodel_cli.distributed.kept import Kept, keep, keeps, recomputed
-from automodel_cli.distributed.strategies.base import AUTO
 
 _Context = AbstractContextManager[Any]
 _aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import torch_compat
-from automodel_cli.distributed.strategies.base import AUTO, GLUE
+from automodel_cli.distributed.compile_modes import AUTO, GLUE
 
 logger = logging.getLogger(__name__)
 

@@ -10,22 +10,36 @@ precision; FSDP2 leaves a rank alone that it has nothing to do for.
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import fp8_linear, fused
+from automodel_cli.distributed.compile_modes import GLUE
 from automodel_cli.distributed.expert_parallel import apply_expert_parallel, multiply_in_fp8
 from automodel_cli.distributed.glue import fuse_layers
+from automodel_cli.distributed.import_classes import import_classes_from_paths
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.routing import fuse_routers
-from automodel_cli.distributed.strategies.base import GLUE, Strategy
-from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_strategy_parallelize
+from automodel_cli.distributed.strategies.base import BuiltInStrategy, Strategy
+from automodel_cli.distributed.strategies.ddp.config import DDPConfig
+from automodel_cli.distributed.strategies.ddp.wrapping import ddp_parallelize
+from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
+from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_parallelize, fsdp2_strategy_parallelize
+from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig
+from automodel_cli.distributed.strategies.megatron_fsdp.sharding import megatron_parallelize, require_megatron_fsdp
 
 __all__ = ["fsdp2_strategy_parallelize", "import_classes_from_paths", "parallelize", "to_cpu"]
+
+SHARD: dict[type, Callable[[nn.Module, Mesh, Any], nn.Module]] = {
+    DDPConfig: ddp_parallelize,
+    FSDP2Config: fsdp2_parallelize,
+    MegatronFSDPConfig: megatron_parallelize,
+}
+"""Config node of a built-in strategy -> the function that shards by it: `(part, mesh, node)`."""
 
 
 def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
@@ -37,6 +51,8 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
     """
     strategy.check_mesh(mesh.layout.to_config())
     strategy.check_installed()
+    if isinstance(strategy, MegatronFSDPConfig):
+        require_megatron_fsdp()
     options = strategy.axis_options()
     stored = next((param.dtype for param in part.parameters() if param.is_floating_point()), torch.float32)
     fuser = fused.chosen(
@@ -61,25 +77,16 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         from automodel_cli.distributed.context_parallel import apply_context_parallel
 
         apply_context_parallel(part, mesh.cp, ring=options.ring)
+    return _shard(part, mesh, strategy)
+
+
+def _shard(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
+    """Call the strategy's own `shard`. A built-in node has none, so its type selects the function."""
+    if type(strategy).shard is BuiltInStrategy.shard:
+        for kind, shard in SHARD.items():
+            if isinstance(strategy, kind):
+                return shard(part, mesh, strategy)
     return strategy.shard(part, mesh)
-
-
-def import_classes_from_paths(paths: list[str]) -> list[type]:
-    """`["torch.optim.AdamW"]` -> `[AdamW]`. Raises ConfigError that names the path and why it is no class."""
-    return [_import_class(path) for path in paths]
-
-
-def _import_class(path: str) -> type:
-    if not isinstance(path, str) or not all(path.split(".")) or "." not in path:
-        raise ConfigError(f"{path!r} is not the import path of a class (package.module.Class)")
-    module_name, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # a module may fail in any way while it is imported
-        raise ConfigError(f"{path} cannot be imported: {error}") from error
-    if not isinstance(found, type):
-        raise ConfigError(f"{path} is no class but {type(found).__name__}")
-    return found
 
 
 def to_cpu(value: object) -> object:

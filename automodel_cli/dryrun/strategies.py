@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automodel_cli.distributed import layers
 from automodel_cli.distributed.strategies.ddp import wrapping
 from automodel_cli.distributed.strategies.megatron_fsdp import sharding
 from automodel_cli.distributed.strategies.megatron_fsdp.compat import held_tensors
@@ -30,10 +29,8 @@ class Strategies:
         self._fill, self._faking = fill, faking
         self._parallelize: Any = sharding.megatron_fsdp_strategy_parallelize
         in_ddp: Any = wrapping
-        in_layers: Any = layers  # where stages of a pipeline get it from
         in_megatron: Any = sharding
         in_ddp.DistributedDataParallel, in_ddp.materialize = self._wrap, _later
-        in_layers.materialize = _later
         in_megatron.materialize = self._filled
         in_megatron.megatron_fsdp_strategy_parallelize = self._sharded
 

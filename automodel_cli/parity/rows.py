@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from automodel_cli.distributed.compile_modes import GLUE
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
 from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.distributed.strategies.base import GLUE, Strategy
+from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import Fp8Config, LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.config import PipelineConfig

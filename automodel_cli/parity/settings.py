@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.compile_modes import GLUE
 from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.distributed.strategies.base import GLUE
 from automodel_cli.parity.choice import MAX_RANKS, small_attention, small_pipeline
 from automodel_cli.parity.rows import Row
 

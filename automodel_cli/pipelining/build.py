@@ -5,6 +5,8 @@ from __future__ import annotations
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.distributed.strategies.ddp.config import DDPConfig
+from automodel_cli.distributed.strategies.ddp.wrapping import prepare_ddp_stage
 from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage, Stages
@@ -35,4 +37,12 @@ def build_stages(
         device=mesh.device,
         defer_sync=not parallelizer.reduces_every_microbatch,
     )
-    return pipeline.build(part, parallelize_fn=lambda stage, **axes: parallelizer.prepare_stage(stage, mesh))
+    return pipeline.build(part, parallelize_fn=lambda stage, **axes: prepare_stage(stage, mesh, parallelizer))
+
+
+def prepare_stage(part: ModelPart, mesh: Mesh, parallelizer: Strategy) -> None:
+    """Parallelize one stage of a pipeline in place. The pipeline sums the gradients of whole parameters."""
+    if isinstance(parallelizer, DDPConfig):
+        prepare_ddp_stage(part, mesh, parallelizer)
+    else:
+        parallelize(part, mesh, parallelizer)

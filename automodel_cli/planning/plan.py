@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
+from automodel_cli.distributed.compile_modes import AUTO, GLUE
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.layout import Layout
-from automodel_cli.distributed.strategies.base import AUTO, GLUE, Strategy
+from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.tensor_parallel import cut_parameters
 from automodel_cli.models.build import build_part
 from automodel_cli.models.config import ModelConfig

@@ -1,7 +1,8 @@
 """What a strategy of data parallelism is: the node of the `parallelizer` section and what it is asked.
 
 A strategy of your own is a frozen dataclass that inherits from `ParallelizerConfig` and implements `shard`; see
-examples/own_parallelizer.py. Torch-free at import, like all nodes.
+examples/own_parallelizer.py. The built-in strategies only hold options: `parallelizer.py` maps their types to the
+functions that shard. Torch-free at import, like all nodes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.compile_modes import AUTO, GLUE
 from automodel_cli.distributed.layout import MeshConfig
 
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 BACKENDS = ("nccl", "gloo")
 DEFAULT_COMPILE_BACKEND = "inductor"
-AUTO = "auto"
-GLUE = "glue"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class Strategy(Protocol):
     def check_installed(self) -> None: ...
     def axis_options(self) -> AxisOptions: ...
     def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module: ...
-    def prepare_stage(self, part: nn.Module, mesh: Mesh) -> None: ...
     def storage(self) -> Storage: ...
     def parameter_device(self, device: torch.device) -> torch.device: ...
     def compute_dtype(self) -> torch.dtype | None: ...
@@ -190,15 +189,11 @@ class ParallelizerConfig:
 
     @abstractmethod
     def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
-        """Apply data parallelism, the last step of `parallelize`, and register a `sharded.Sharded` where a step must
-        know of it. Gradients must become sums over `mesh.dp_cp`. Returns the module that runs. Collective."""
+        """Apply data parallelism, the last step of `parallelize`.
+
+        Register a `sharded.Sharded` where a step must know of it. Gradients must become sums over `mesh.dp_cp`. Returns
+        the module that runs. Collective."""
         raise NotImplementedError
-
-    def prepare_stage(self, part: nn.Module, mesh: Mesh) -> None:
-        """Parallelise one stage of a pipeline in place. Gradients of whole parameters are summed by the pipeline."""
-        from automodel_cli.distributed.parallelizer import parallelize
-
-        parallelize(part, mesh, self)
 
     def keeping_experts(self) -> Self | None:
         """The same with experts that stay gathered for a step, where it leaves that to the machine; else None."""
@@ -244,6 +239,15 @@ class ParallelizerConfig:
     def to_dict(self) -> dict[str, Any]:
         """Field -> value; policies stay objects."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class BuiltInStrategy(ParallelizerConfig):
+    """A strategy of this package: options only. `parallelizer.py` maps its type to the function that shards."""
+
+    def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
+        """Not called: see `parallelizer.SHARD`."""
+        raise NotImplementedError(f"{type(self).__name__} has no function in parallelizer.SHARD")
 
 
 def torch_dtype(name: str | None) -> Any:

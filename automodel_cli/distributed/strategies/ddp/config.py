@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.strategies.base import (
-    ParallelizerConfig,
+    BuiltInStrategy,
     Storage,
 )
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from automodel_cli.distributed.mesh import Mesh
-
 
 @dataclass(frozen=True)
-class DDPConfig(ParallelizerConfig):
+class DDPConfig(BuiltInStrategy):
     """Whole copies on every rank, gradients summed in buckets while backward runs.
 
     `broadcast_buffers`: copy rank 0's buffers before each forward. `find_unused_parameters`: search the graph for
@@ -49,19 +44,6 @@ class DDPConfig(ParallelizerConfig):
                 keys=("bucket_cap_mb",),
                 fix="parallelizer.bucket_cap_mb=25",
             )
-
-    def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
-        from automodel_cli.distributed.strategies.ddp.wrapping import ddp_parallelize
-
-        return ddp_parallelize(part, mesh, self)
-
-    def prepare_stage(self, part: nn.Module, mesh: Mesh) -> None:
-        """Without the wrapper, whose reducer does not know when a step's last backward is over."""
-        from automodel_cli.distributed.layers import materialize, prepare_layers
-
-        self.check_mesh(mesh.layout.to_config())
-        prepare_layers(part, self, mesh.device.type)
-        materialize(part, mesh.device)
 
     def storage(self) -> Storage:
         """The wrapper's buckets are a second copy of the gradients, unless these live in the buckets."""

@@ -70,6 +70,14 @@ def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> nn.Module
     return wrapped
 
 
+def prepare_ddp_stage(part: nn.Module, mesh: Mesh, config: DDPConfig) -> None:
+    """Prepare one stage of a pipeline in place. DDP's reducer does not know when a step's last backward is over, so the
+    stage gets no wrapper, and the pipeline sums the gradients."""
+    config.check_mesh(mesh.layout.to_config())
+    prepare_layers(part, config, mesh.device.type)
+    materialize(part, mesh.device)
+
+
 def _all_reduce_sum(group, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
     """DDP communication hook: unlike torch's own, it does not divide by the number of ranks."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)

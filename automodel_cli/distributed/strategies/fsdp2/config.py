@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.compile_modes import AUTO
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import (
-    AUTO,
     AxisOptions,
-    ParallelizerConfig,
+    BuiltInStrategy,
     Storage,
     check_choice,
     check_dtype,
@@ -23,10 +23,7 @@ from automodel_cli.distributed.strategies.base import (
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    from automodel_cli.distributed.mesh import Mesh
 
 CONTEXT_PARALLEL = ("all_gather", "ring")
 EXPERT_DISPATCH = ("all_to_all", "deepep")
@@ -93,7 +90,7 @@ class TorchOffload(Protocol):
 
 
 @dataclass(frozen=True)
-class FSDP2Config(ParallelizerConfig):
+class FSDP2Config(BuiltInStrategy):
     """Fully sharded data parallelism, and hybrid sharding with `mesh.dp_replicate_size`.
 
     `sequence_parallel`, `tp_plan`, `enable_async_tensor_parallel`: tensor parallelism (need mesh.tp_size > 1).
@@ -227,25 +224,6 @@ class FSDP2Config(ParallelizerConfig):
             self.enable_async_tensor_parallel,
             self.context_parallel == "ring",
             self.expert_dispatch,
-        )
-
-    def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
-        from automodel_cli.distributed.strategies.fsdp2.sharding import changes_nothing, fsdp2_strategy_parallelize
-
-        if changes_nothing(part, mesh, self):
-            from automodel_cli.distributed.layers import prepare_layers
-
-            prepare_layers(part, self, mesh.device.type)
-            return part
-        return fsdp2_strategy_parallelize(
-            part,
-            mesh.fsdp,
-            self.build_mp_policy(),
-            None,
-            self.build_offload_policy(mesh.device.type),
-            config=self,
-            pp_size=mesh.layout.pp,
-            expert_mesh=mesh.ep_shard,
         )
 
     def storage(self) -> Storage:

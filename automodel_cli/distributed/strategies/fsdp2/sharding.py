@@ -66,6 +66,23 @@ class FSDP2Sharded(Sharded):
             module.reshard()
 
 
+def fsdp2_parallelize(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> nn.Module:
+    """Shard a part by the node's options, on the meshes of the run. Returns `part`."""
+    if changes_nothing(part, mesh, config):
+        prepare_layers(part, config, mesh.device.type)
+        return part
+    return fsdp2_strategy_parallelize(
+        part,
+        mesh.fsdp,
+        config.build_mp_policy(),
+        None,
+        config.build_offload_policy(mesh.device.type),
+        config=config,
+        pp_size=mesh.layout.pp,
+        expert_mesh=mesh.ep_shard,
+    )
+
+
 def changes_nothing(part: nn.Module, mesh: Mesh, config: FSDP2Config) -> bool:
     """Whether FSDP2 would only cost time (a fifth of a step of a small model): one rank, which has nothing to shard,
     and a policy that casts nothing."""

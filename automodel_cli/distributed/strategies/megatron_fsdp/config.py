@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import (
     AxisOptions,
-    ParallelizerConfig,
+    BuiltInStrategy,
     Storage,
     check_tp_plan,
     refuse_idle_tp_options,
 )
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from automodel_cli.distributed.mesh import Mesh
-
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @dataclass(frozen=True)
-class MegatronFSDPConfig(ParallelizerConfig):
+class MegatronFSDPConfig(BuiltInStrategy):
     """Fully sharded data parallelism by NVIDIA's `megatron-fsdp` (extra `megatron`), with tensor and context
     parallelism. It computes in the dtype that parameters are stored in (`model.dtype`).
 
@@ -131,18 +126,8 @@ class MegatronFSDPConfig(ParallelizerConfig):
             )
         refuse_idle_tp_options(self, ("tp_plan",), mesh)
 
-    def check_installed(self) -> None:
-        from automodel_cli.distributed.strategies.megatron_fsdp.sharding import require_megatron_fsdp
-
-        require_megatron_fsdp()
-
     def axis_options(self) -> AxisOptions:
         return AxisOptions(self.tp_plan)
-
-    def shard(self, part: nn.Module, mesh: Mesh) -> nn.Module:
-        from automodel_cli.distributed.strategies.megatron_fsdp.sharding import megatron_parallelize
-
-        return megatron_parallelize(part, mesh, self)
 
     def storage(self) -> Storage:
         shards = ("optimizer", "gradients", "parameters")[: ZERO_STRATEGIES.index(zero_strategy(self.zero_dp_strategy))]

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.import_classes import import_classes_from_paths
 from automodel_cli.distributed.layers import materialize, prepare_layers
 from automodel_cli.distributed.layout import AXES
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
@@ -258,8 +259,6 @@ def unit_modules(model: nn.Module, wanted: Sequence[str | type[nn.Module]] | Non
     split. Raises ConfigError for a class that the model does not contain."""
     inside = {type(module) for module in model.modules()}
     if wanted:
-        from automodel_cli.distributed.parallelizer import import_classes_from_paths
-
         paths = [entry for entry in wanted if isinstance(entry, str)]
         classes = [*import_classes_from_paths(paths), *(entry for entry in wanted if not isinstance(entry, str))]
         absent = [kind.__name__ for kind in classes if not any(issubclass(other, kind) for other in inside)]

@@ -1,0 +1,6 @@
+"""Values of `parallelizer.enable_compile` and of other options that name a mode instead of true or false."""
+
+AUTO = "auto"
+"""The choice depends on the device, or on the memory."""
+GLUE = "glue"
+"""Only functions of elementwise operations are compiled, not whole layers."""

@@ -1,0 +1,25 @@
+"""Classes by their import paths."""
+
+from __future__ import annotations
+
+import importlib
+
+from automodel_cli.config.errors import ConfigError
+
+
+def import_classes_from_paths(paths: list[str]) -> list[type]:
+    """`["torch.optim.AdamW"]` -> `[AdamW]`. Raises ConfigError that names the path and why it is no class."""
+    return [_import_class(path) for path in paths]
+
+
+def _import_class(path: str) -> type:
+    if not isinstance(path, str) or not all(path.split(".")) or "." not in path:
+        raise ConfigError(f"{path!r} is not the import path of a class (package.module.Class)")
+    module_name, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # a module may fail in any way while it is imported
+        raise ConfigError(f"{path} cannot be imported: {error}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{path} is no class but {type(found).__name__}")
+    return found
