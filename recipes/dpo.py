@@ -13,7 +13,8 @@ from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_
 from recipes.preferences import PreferenceRecipe
 
 if TYPE_CHECKING:
-    from automodel_cli.run.session import Columns, Session
+    from automodel_cli.data.batch import Columns
+    from automodel_cli.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

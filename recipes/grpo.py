@@ -321,6 +321,7 @@ class GRPORecipe(Recipe):
         check_exported(self.model)
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.rollout.rollouts import Rollouts
+        from automodel_cli.run.header import show_header
         from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
@@ -329,7 +330,7 @@ class GRPORecipe(Recipe):
             )
             session.callbacks.add(rollouts)
             add_tasks(session)
-            session.header(rollouts.about)
+            show_header(session, rollouts.about)
             rollouts.print_validation("before")
             for step, prompts in session.steps():
                 rollout = rollouts.collect(step, prompts)

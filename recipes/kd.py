@@ -10,7 +10,8 @@ from automodel_cli.objectives.distillation import Distillation
 from recipes.sft import SFTRecipe
 
 if TYPE_CHECKING:
-    from automodel_cli.run.session import Columns, Session
+    from automodel_cli.data.batch import Columns
+    from automodel_cli.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,13 +40,14 @@ class PreferenceRecipe(Recipe):
 
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
+        from automodel_cli.run.header import show_header
         from automodel_cli.run.held_out import HeldOutLoss, print_accuracy
         from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
             session.callbacks.add(HeldOutLoss(session))
             add_tasks(session)
-            session.header(self.about(session.data.train))
+            show_header(session, self.about(session.data.train))
             if session.first_step == 0:
                 print_accuracy(session, "before", 0)
             for step, batches in session.steps():

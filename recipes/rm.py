@@ -11,7 +11,8 @@ from recipes.preferences import PreferenceRecipe
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.run.session import Columns, Session
+    from automodel_cli.data.batch import Columns
+    from automodel_cli.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

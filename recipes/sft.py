@@ -25,13 +25,14 @@ class SFTRecipe(Recipe):
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.rollout.held_out_questions import HeldOutQuestions
+        from automodel_cli.run.header import show_header
         from automodel_cli.run.held_out import HeldOutLoss
         from automodel_cli.run.session import open_session
 
         with open_session(self, source) as session:
             session.callbacks.add(HeldOutLoss(session))
             add_tasks(session)
-            session.header()
+            show_header(session)
             questions = HeldOutQuestions()
             questions.ask(session, "before")
             session.validate_if_due(session.first_step)

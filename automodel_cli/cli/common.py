@@ -67,7 +67,7 @@ def exported_checkpoint(folder: Path, checkpoint: str | None) -> Path:
     """Return the folder with the export of a run, or of a chosen checkpoint, which is written where it is missing."""
     if checkpoint is None:
         return folder / "export"
-    from automodel_cli.run.chosen_checkpoint import export_of
+    from automodel_cli.run.checkpoint_export import export_of
 
     _, recipe = load_recipe(folder / "config.yaml", (), NOTHING, run_dir=folder)
     return export_of(recipe, folder, checkpoint)

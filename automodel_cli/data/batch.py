@@ -197,6 +197,15 @@ class Batch:
         }
 
 
+Columns = Callable[[list[Batch]], list[Batch]]
+"""Returns batches with more columns in `extra`. Collective; every rank brings equally many."""
+
+
+def unchanged(batches: list[Batch]) -> list[Batch]:
+    """The `Columns` of an objective that reads nothing but the rows."""
+    return batches
+
+
 def further(x_BT: Tensor, by: int, cu_seqlens: Tensor, fill: int) -> Tensor:
     """What a column has `by` tokens further on in the same document; `fill` where the document ends before. No host
     synchronisation."""

@@ -34,7 +34,7 @@ from automodel_cli.pipelining.timeline.simulator import peak_activations
 from automodel_cli.pipelining.torch_runtime.compat import Runtime
 from automodel_cli.planning.plan import Plan, make_plan
 from automodel_cli.run.model import Model, empty_stages, flops_per_token
-from automodel_cli.run.plan import plan_request
+from automodel_cli.run.plan_request import plan_request
 from automodel_cli.run.recomputation import decided
 from automodel_cli.training.memory import peak_memory_gib
 from automodel_cli.training.optim import build_optimizer

@@ -138,7 +138,7 @@ def plan_change(change: Change, with_overrides: WithOverrides, num_gpus: int) ->
 def _plan(recipe: Recipe, num_gpus: int) -> Plan:
     from automodel_cli.models import shipped
     from automodel_cli.planning.plan import make_plan
-    from automodel_cli.run.plan import plan_request
+    from automodel_cli.run.plan_request import plan_request
 
     with shipped.preferred():
         return make_plan(plan_request(recipe, recipe.mesh.resolve(num_gpus)))

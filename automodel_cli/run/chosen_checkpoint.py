@@ -1,17 +1,12 @@
-"""Which checkpoint of a run a command means: the best, the last, or that of a step; and its export."""
+"""Which checkpoint of a run a command means: the best, the last, or that of a step."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.fixes import word
-from automodel_cli.run_folders.clean import EXPORTS
-from automodel_cli.training.checkpoint_dir import META, CheckpointDir, step_of
-
-if TYPE_CHECKING:
-    from automodel_cli.run.recipe import Recipe
+from automodel_cli.training.checkpoint_dir import CheckpointDir, step_of
 
 BEST, LAST = "best", "last"
 
@@ -47,15 +42,3 @@ def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool =
         f"{run_dir} has no checkpoint {choice!r}: it has those of the steps {', '.join(map(str, known))}",
         fix=f"--checkpoint {near}",
     )
-
-
-def export_of(recipe: Recipe, run_dir: Path, choice: str) -> Path:
-    """Return the checked export of a checkpoint, `RUN/exports/step-NNNNNN`, which is written where it is missing."""
-    checkpoint = chosen_checkpoint(run_dir, choice)
-    output = run_dir / EXPORTS / checkpoint.name
-    written = output / "config.json"
-    if not written.is_file() or written.stat().st_mtime < (checkpoint / META).stat().st_mtime:
-        from automodel_cli.run.results import export_run
-
-        export_run(recipe, run_dir, output, checkpoint.name)
-    return output

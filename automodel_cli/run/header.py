@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +32,18 @@ def _of_cuda(recipe: Recipe) -> list[tuple[str, str]]:
     return [*attention, ("allocator", startup.allocator())]
 
 
-def header_rows(session: Session) -> list[tuple[str, str]]:
+def show_header(session: Session, further: Sequence[tuple[str, str]] = ()) -> None:
+    """Show what is about to run, before the first step, and keep it in the run's record.
+
+    `further` rows: (short label, text).
+    """
+    rows = [*_header_rows(session), *further]
+    session.meter.header(rows)
+    if session.is_main:
+        _describe(session, dict(rows[1:]))
+
+
+def _header_rows(session: Session) -> list[tuple[str, str]]:
     """What is about to run: (short label, text)."""
     recipe, model = session.recipe, session.model
     share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
@@ -71,7 +82,7 @@ def step_size(session: Session) -> str:
     return f"{num_rows} {row_name} (about {digits} {noun})"
 
 
-def describe(session: Session, about: Mapping[str, str]) -> None:
+def _describe(session: Session, about: Mapping[str, str]) -> None:
     """Keep `about`, where the run runs and what it reads in its record. Rank 0 only."""
     device = session.mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

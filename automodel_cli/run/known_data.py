@@ -10,20 +10,32 @@ from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.head import head_problems, most_rows
 
 if TYPE_CHECKING:
-    from automodel_cli.run.recipe import Recipe
+    from automodel_cli.data.config import DataConfig
+    from automodel_cli.training.config import TrainConfig
+    from automodel_cli.training.lr_scheduler import ScheduleNode
 
 
-def data_problems(recipe: Recipe) -> Iterator[ConfigError]:
+def data_problems(
+    data: DataConfig,
+    train: TrainConfig,
+    lr_scheduler: ScheduleNode,
+    *,
+    global_batch_size: int,
+    preferences: bool,
+    prompts: bool,
+) -> Iterator[ConfigError]:
     """Data that no format reads, and a schedule that is longer than the data can make the run."""
-    found = list(head_problems(recipe.data, preferences=recipe.preferences, prompts=recipe.row_name == "prompts"))
+    found = list(head_problems(data, preferences=preferences, prompts=prompts))
     yield from found
-    if not found and (problem := _schedule_problem(recipe)) is not None:
+    if not found and (problem := _schedule_problem(data, train, lr_scheduler, global_batch_size)) is not None:
         yield problem
 
 
-def _schedule_problem(recipe: Recipe) -> ConfigError | None:
-    warmup = getattr(recipe.lr_scheduler, "num_warmup_steps", None)
-    num_steps = _most_steps(recipe)
+def _schedule_problem(
+    data: DataConfig, train: TrainConfig, lr_scheduler: ScheduleNode, global_batch_size: int
+) -> ConfigError | None:
+    warmup = getattr(lr_scheduler, "num_warmup_steps", None)
+    num_steps = _most_steps(data, train, global_batch_size)
     if warmup is None or num_steps is None:
         return None
     try:
@@ -34,17 +46,17 @@ def _schedule_problem(recipe: Recipe) -> ConfigError | None:
             "lr_scheduler.warmup_steps": "lr_scheduler.warmup_steps=null lr_scheduler.warmup_ratio=0.1",
             "lr_scheduler.decay_steps": "lr_scheduler.decay_steps=null",
         }.get(key, error.fix)
-        why = f"; the run has at most {num_steps}" if recipe.train.max_steps is None else ""
+        why = f"; the run has at most {num_steps}" if train.max_steps is None else ""
         return ConfigError(f"{error.message}{why}", keys=(key,), fix=fix)
     return None
 
 
-def _most_steps(recipe: Recipe) -> int | None:
+def _most_steps(data: DataConfig, train: TrainConfig, global_batch_size: int) -> int | None:
     """Optimizer steps that the run has at most; None where nothing bounds it."""
     try:
-        rows = most_rows(recipe.data)
+        rows = most_rows(data)
     except DataError:
         rows = None
     if rows is None:
-        return recipe.train.max_steps
-    return recipe.train.num_steps(math.ceil(rows / recipe.rows_of_a_step()["global_batch_size"]))
+        return train.max_steps
+    return train.num_steps(math.ceil(rows / global_batch_size))

@@ -12,10 +12,12 @@ from automodel_cli.distributed.layout import Layout
 from automodel_cli.launch.startup import collect_again, hold_garbage
 from automodel_cli.models import shipped
 from automodel_cli.planning.reserve import CARD_GIB, RESERVE_GIB, usable_bytes
+from automodel_cli.run.plan_request import plan_request
+from automodel_cli.run.recomputation import decided
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.planning.plan import Plan, Request
+    from automodel_cli.planning.plan import Plan
     from automodel_cli.planning.render import Traced
     from automodel_cli.run.recipe import Recipe
 
@@ -46,7 +48,6 @@ def print_plan(
     hold_garbage()
     from automodel_cli.planning import render
     from automodel_cli.planning.plan import make_plan
-    from automodel_cli.run.recomputation import decided
 
     collect_again()
 
@@ -101,27 +102,6 @@ def _export_check(recipe: Recipe, plan: Plan) -> str | None:
     return (
         f"export check: rank 0 reloads the export into {needed:.1f} GiB of host memory and runs it twice on "
         f"{NUM_TOKENS} tokens (at most {flops / 1e12:.2g} TFLOP) in at most {minutes:g} minutes; the other ranks wait"
-    )
-
-
-def plan_request(recipe: Recipe, layout: Layout) -> Request:
-    """What the plan of a recipe on these ranks depends on."""
-    from automodel_cli.objectives.base import request_of
-    from automodel_cli.planning.plan import Request
-    from automodel_cli.run.model import rows_of
-
-    return Request(
-        model=recipe.model,
-        layout=layout,
-        parallelizer=recipe.parallelizer,
-        optimizer=recipe.optimizer,
-        pipeline=recipe.pipeline,
-        rows=recipe.train.microbatch_size,
-        num_microbatches=recipe.train.num_microbatches(layout.dp),
-        seq_len=recipe.data.seq_len,
-        head=request_of(recipe.trained_objective),
-        frozen=recipe.frozen_model,
-        masks=recipe.model.attention == "sdpa" and rows_of(recipe) != "whole",
     )
 
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from automodel_cli.run.session import Columns, Session
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ConfigRoot):
@@ -162,11 +160,6 @@ class Recipe(ConfigRoot):
     def check_model(self, hf_config: PretrainedConfig) -> None:
         """What only this kind of run asks of a model, measured before anything is built. Raises ConfigError."""
 
-    def columns(self, session: Session) -> Columns:
-        """What adds the columns that the objective reads besides the rows: here nothing. Asked once, while the model is
-        as loaded. Collective."""
-        return lambda batches: batches
-
     def missing_files(self) -> list[ConfigError]:
         from automodel_cli.run.missing_files import missing_files
 
@@ -175,7 +168,16 @@ class Recipe(ConfigRoot):
     def data_problems(self) -> list[ConfigError]:
         from automodel_cli.run.known_data import data_problems
 
-        return list(data_problems(self))
+        return list(
+            data_problems(
+                self.data,
+                self.train,
+                self.lr_scheduler,
+                global_batch_size=self.rows_of_a_step()["global_batch_size"],
+                preferences=self.preferences,
+                prompts=self.row_name == "prompts",
+            )
+        )
 
     @property
     def goes_on(self) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from automodel_cli.distributed.compile_modes import AUTO
 from automodel_cli.distributed.layout import Layout
-from automodel_cli.distributed.strategies.base import AUTO, ParallelizerConfig
-from automodel_cli.run.plan import plan_request
+from automodel_cli.distributed.strategies.base import ParallelizerConfig
+from automodel_cli.run.plan_request import plan_request
 
 if TYPE_CHECKING:
     from automodel_cli.distributed.mesh import Mesh

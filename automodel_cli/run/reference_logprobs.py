@@ -20,14 +20,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from automodel_cli.data.batch import Batch
+from automodel_cli.data.batch import Batch, Columns
 from automodel_cli.data.dataset import PackedDataset
 from automodel_cli.models.source import model_files
 from automodel_cli.objectives.base import ReferenceSource
 from automodel_cli.objectives.kto import reference_point_of, reference_point_sums
 from automodel_cli.run.row_cache import RowCache, Scored, content_of
 from automodel_cli.run.scoring import ReferenceModel, logprobs_of
-from automodel_cli.run.session import Columns, Session
+from automodel_cli.run.session import Session
 
 if TYPE_CHECKING:
     from automodel_cli.run.recipe import Recipe

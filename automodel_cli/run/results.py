@@ -15,11 +15,11 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.report.page import ShownSample
 from automodel_cli.run.answers import Accuracy, Answer, before_and_after
-from automodel_cli.run.best import ended_by, further
 from automodel_cli.run.chosen_checkpoint import chosen_checkpoint
 from automodel_cli.run.exporting import export_and_verify
 from automodel_cli.run.header import step_size
 from automodel_cli.run.recomputation import decided
+from automodel_cli.run.schedule import needs_choice
 from automodel_cli.run_folders.page import write_own_page
 from automodel_cli.run_folders.record import summary_of
 from automodel_cli.training.checkpoint import Checkpointer
@@ -47,7 +47,7 @@ def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType
         )
     if session.best_restored is not None:
         found += f"; step {session.best_restored}, the best"
-    footer = [("ended", ended_by(session))]
+    footer = [("ended", _ended_by(session))]
     footer += [("export", f"{folder}   {found}")]
     _record(session, accuracy)
     if session.is_main and session.recipe.logging.report:
@@ -121,7 +121,25 @@ def _next_commands(session: Session) -> str:
     return "\n".join(
         [
             use,
-            f"automodel resume {word(session.run_dir)} {further(session)}    trains on",
+            f"automodel resume {word(session.run_dir)} {_further(session)}    trains on",
             "automodel recipes ls    more recipes; `automodel recipes cp` gives you one to edit",
         ]
     )
+
+
+def _ended_by(session: Session) -> str:
+    """Return what ended the run, for its last lines."""
+    if session.early_stop.is_over:
+        key = f"validation.patience={session.early_stop.patience}"
+        return f"by {key}, after step {session.last_step}: {session.early_stop}"
+    limit = session.recipe.train.limit(session.loader.steps_per_epoch)
+    return f"by {limit}, after step {session.last_step}"
+
+
+def _further(session: Session) -> str:
+    """Return the overrides with which a resumed run trains on."""
+    if session.early_stop.is_over and session.last_step < session.num_steps:
+        return "validation.patience=null"
+    num_steps = 2 * session.num_steps
+    choice = " train.extend_schedule=restart" if needs_choice(session.recipe, session.schedule, num_steps) else ""
+    return f"train.max_steps={num_steps}{choice}" + (" validation.patience=null" if session.early_stop.is_over else "")

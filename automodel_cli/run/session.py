@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.fixes import word
-from automodel_cli.data.batch import Batch
+from automodel_cli.data.batch import Batch, Columns, unchanged
 from automodel_cli.data.loader import StepLoader
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.device_threads import on_this_device
@@ -31,7 +31,6 @@ from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.objectives.base import metrics_of
 from automodel_cli.run import best, mixed_dtypes, out_of_memory, schedule
 from automodel_cli.run.begun_from import begun_from, other_weights
-from automodel_cli.run.header import describe, header_rows
 from automodel_cli.run.mirror import mirrored
 from automodel_cli.run.model import Model, flops_per_token
 from automodel_cli.run.recipe import Recipe
@@ -54,14 +53,20 @@ from automodel_cli.training.meter import Machine, Meter, Scalar
 from automodel_cli.training.metric_accumulator import shown_metrics
 from automodel_cli.training.optim import build_optimizer
 from automodel_cli.training.profiling import StepProfiler
+from automodel_cli.training.schedule_plan import extended_factor
 from automodel_cli.training.slow_rank import SlowRank
 from automodel_cli.training.step import NonFiniteError, StepResult, train_step
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
 
-Columns = Callable[[list[Batch]], list[Batch]]
-"""Batches with more columns in `extra`. Collective; every rank brings equally many."""
+
+@runtime_checkable
+class AddsColumns(Protocol):
+    """A recipe whose objective reads more than the rows; other recipes need not have `columns`."""
+
+    def columns(self, session: Session) -> Columns:
+        """Return the function that adds those columns. Called once, while the model is as loaded. Collective."""
 
 
 class Session:
@@ -96,9 +101,10 @@ class Session:
         self.schedule, self.extended = schedule.planned(recipe, self.num_steps, self._resumed_from)
         self.model = Model.build(recipe, mesh)
         self.after_step: list[Callable[[int], None]] = []
-        self.columns = recipe.columns(self)
+        self.columns: Columns = recipe.columns(self) if isinstance(recipe, AddsColumns) else unchanged
         self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
-        self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps, self.schedule)
+        factor = extended_factor(recipe.lr_scheduler, self.schedule)
+        self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps, factor)
         rng.seed(recipe.seed, dist.get_rank())
         self._callback_states: Mapping[str, Any] = {}
         self._begun_from = begun_from(recipe.model)
@@ -146,7 +152,7 @@ class Session:
         with self.watch:
             yield from self._steps()
             if self.early_stop.patience is not None and not self.stopped_by:
-                best.restore(self)
+                self._restore_best()
         self._keep_folder()
 
     def _steps(self) -> Iterator[tuple[int, list[Any]]]:
@@ -243,7 +249,7 @@ class Session:
             self._metrics = self.callbacks.validation(step)
         self.last_validation = step, self._metrics
         self.meter.validation(step, **self._metrics)
-        best.count_validation(self, step, self._metrics)
+        best.count_validation(self.early_stop, step, self._metrics)
 
     @property
     def _validates(self) -> bool:
@@ -284,6 +290,16 @@ class Session:
         stops: list[int] = self.data.train.taught_stops()
         return stops
 
+    def _restore_best(self) -> None:
+        """Load the weights of the best checkpoint, which are what the run leaves. Collective."""
+        with self.meter.pause(), self.watch.long("loading the best checkpoint"):
+            loaded = best.load_best(self.checkpointer, self.model.parts, self.last_step)
+        if loaded is not None:
+            self.best_restored = loaded.step
+            self.last_validation = self.last_step, loaded.metrics
+            metric = self.early_stop.goal.metric
+            self.print(f"the weights are those of {loaded.path.name} again, the best by {metric}")
+
     def _keep_folder(self) -> None:
         """What can be had again of a run folder that somebody removed, before the model is written into it."""
         if self.is_main and restored(self.run_dir, self.source):
@@ -302,14 +318,6 @@ class Session:
     def exit_code(self) -> int:
         """0, or what a run returns that a signal stopped."""
         return stop.exit_code(self.stopped_by)
-
-    def header(self, further: Sequence[tuple[str, str]] = ()) -> None:
-        """What is about to run, before the first step: shown, and kept in the run's record. `further` rows: (short
-        label, text)."""
-        rows = [*header_rows(self), *further]
-        self.meter.header(rows)
-        if self.is_main:
-            describe(self, dict(rows[1:]))
 
     def _resume(self) -> int:
         path = self._resumed_from

@@ -26,7 +26,8 @@ from automodel_cli.run.row_cache import RowCache, Scored, content_of
 from automodel_cli.run.teacher import build_teacher, check_vocabulary, taught
 
 if TYPE_CHECKING:
-    from automodel_cli.run.session import Columns, Session
+    from automodel_cli.data.batch import Columns
+    from automodel_cli.run.session import Session
 
 _BOTH = "teacher_BT2N"
 """Log-probs and then ids of the tokens, as the cache has them: ids below 2^24 are exact in float32."""

@@ -18,8 +18,6 @@ from automodel_cli.config.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from automodel_cli.training.schedule_plan import SchedulePlan
-
 
 class LRSchedule(Protocol):
     """What the loop and the checkpoint need; torch's own schedulers have it too."""
@@ -242,16 +240,13 @@ class WSD(_Decay):
 
 
 def build_lr_scheduler(
-    node: Any, optimizer: torch.optim.Optimizer, num_steps: int, plan: SchedulePlan | None = None
+    node: Any, optimizer: torch.optim.Optimizer, num_steps: int, factor: Callable[[int], float] | None = None
 ) -> LRSchedule:
     """A schedule from one of the nodes above, or from a `_partial_` of `torch.optim.lr_scheduler` (called with the
-    optimizer). `plan`: of a run that was extended.
+    optimizer). `factor`: the share of the peak as a function of the step, in place of the node's own.
     """
-    if plan is not None:
-        from automodel_cli.training.schedule_plan import SchedulePlan, factor_of
-
-        if plan != SchedulePlan.whole(num_steps) and (factor := factor_of(node, plan)) is not None:
-            return ClosedFormLR(optimizer, factor)
+    if factor is not None:
+        return ClosedFormLR(optimizer, factor)
     if hasattr(node, "build"):
         schedule: LRSchedule = node.build(optimizer, num_steps)
         return schedule

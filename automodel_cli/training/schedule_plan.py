@@ -80,6 +80,11 @@ def factor_of(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
     return factor
 
 
+def extended_factor(node: Any, plan: SchedulePlan) -> Callable[[int], float] | None:
+    """Return `factor_of` for a run that was extended; None for any other run, whose schedule the node makes itself."""
+    return None if plan == SchedulePlan.whole(plan.num_steps) else factor_of(node, plan)
+
+
 def differ(node: Any, one: SchedulePlan, other: SchedulePlan, done: int) -> bool:
     """Return whether two plans give different rates after `done` steps; False for schedules not of closed form."""
     first, second = factor_of(node, one), factor_of(node, other)

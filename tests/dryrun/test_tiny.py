@@ -31,7 +31,7 @@ from automodel_cli.dryrun.worker import load
 from automodel_cli.pipelining.timeline.simulator import peak_activations
 from automodel_cli.planning.plan import make_plan
 from automodel_cli.planning.reserve import RESERVE_GIB
-from automodel_cli.run.plan import plan_request
+from automodel_cli.run.plan_request import plan_request
 from tests.dist.harness import RankFailure, launch
 from tests.dryrun.traces import ends_of_steps, failed_in_fork, trace_in_fork
 from tests.e2e.command import automodel

@@ -20,7 +20,7 @@ from automodel_cli.training.lr_scheduler import WSD, Constant, Cosine, Linear, b
 from automodel_cli.training.newton_schulz import orthogonalise
 from automodel_cli.training.optim import AdamW, AdamW8bit, Muon, build_optimizer
 from automodel_cli.training.param_groups import trainable
-from automodel_cli.training.schedule_plan import SchedulePlan, differ, factor_of
+from automodel_cli.training.schedule_plan import SchedulePlan, differ, extended_factor, factor_of
 
 
 class RMSNorm(nn.Module):
@@ -294,7 +294,7 @@ def extended(node, how: str, done: int = 8, num_steps: int = 16, before: int = 8
     plan = SchedulePlan.whole(before).extended(done, num_steps, how)
     plan = SchedulePlan.from_json(json.loads(json.dumps(plan.as_json())))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = build_lr_scheduler(node, optimizer, num_steps, plan)
+    scheduler = build_lr_scheduler(node, optimizer, num_steps, extended_factor(node, plan))
     scheduler.load_state_dict({"step": done})
     found = []
     for _ in range(done, num_steps):

@@ -1,0 +1,25 @@
+"""The export of a chosen checkpoint, written when it is first asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automodel_cli.run.chosen_checkpoint import chosen_checkpoint
+from automodel_cli.run_folders.clean import EXPORTS
+from automodel_cli.training.checkpoint_dir import META
+
+if TYPE_CHECKING:
+    from automodel_cli.run.recipe import Recipe
+
+
+def export_of(recipe: Recipe, run_dir: Path, choice: str) -> Path:
+    """Return the checked export of a checkpoint, `RUN/exports/step-NNNNNN`, which is written where it is missing."""
+    checkpoint = chosen_checkpoint(run_dir, choice)
+    output = run_dir / EXPORTS / checkpoint.name
+    written = output / "config.json"
+    if not written.is_file() or written.stat().st_mtime < (checkpoint / META).stat().st_mtime:
+        from automodel_cli.run.results import export_run  # imports torch, which an export that exists does not need
+
+        export_run(recipe, run_dir, output, checkpoint.name)
+    return output

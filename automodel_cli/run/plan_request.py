@@ -1,0 +1,32 @@
+"""From a recipe to what its plan depends on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from automodel_cli.distributed.layout import Layout
+
+if TYPE_CHECKING:
+    from automodel_cli.planning.plan import Request
+    from automodel_cli.run.recipe import Recipe
+
+
+def plan_request(recipe: Recipe, layout: Layout) -> Request:
+    """What the plan of a recipe on these ranks depends on."""
+    from automodel_cli.objectives.base import request_of
+    from automodel_cli.planning.plan import Request
+    from automodel_cli.run.model import rows_of
+
+    return Request(
+        model=recipe.model,
+        layout=layout,
+        parallelizer=recipe.parallelizer,
+        optimizer=recipe.optimizer,
+        pipeline=recipe.pipeline,
+        rows=recipe.train.microbatch_size,
+        num_microbatches=recipe.train.num_microbatches(layout.dp),
+        seq_len=recipe.data.seq_len,
+        head=request_of(recipe.trained_objective),
+        frozen=recipe.frozen_model,
+        masks=recipe.model.attention == "sdpa" and rows_of(recipe) != "whole",
+    )
