@@ -97,6 +97,14 @@ class Replay:
         return nn.functional.pad(given_BTK, (0, 0, 0, padding), value=-1).flatten(0, 1)
 
 
+class RoutedLayers(Protocol):
+    """The layers with experts of a model whose choices can be replayed."""
+
+    def replay(self, experts_BTC: Tensor, *, counts: bool) -> Replay:
+        """Return the choices of one microbatch. `counts`: count what routers would have chosen."""
+        ...
+
+
 class _Now(threading.local):
     choices: Choices | None = None
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fixes import override
-from automodel_cli.models.tokenizer import TokenizerNode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DType = Literal["float32", "bfloat16", "float16"]
+
+
+class TokenizerNode(Protocol):
+    """What `model.tokenizer` may be besides a hub id or a folder."""
+
+    @abstractmethod
+    def build(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with a chat template if it is meant for chats."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def export_hf(
             shards.append(
                 _write_shard(folder, len(shards), [(hub_keys.get(name, name), tensor) for name, tensor in kept])
             )
-    mine = value_head.named_weights(parts)
+    mine = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
     values = list(mine if pp_group is None else over_stages(mine, pp_group, parts[0], "cpu"))
     if writer and as_classifier:
         ((_, score),) = values

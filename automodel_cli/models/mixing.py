@@ -20,7 +20,7 @@ from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.models import compat, state_layers
 from automodel_cli.models.attention import PACKED, register
 from automodel_cli.models.context import Context, OneProcess
-from automodel_cli.models.part import accepted_by
+from automodel_cli.models.model_inputs import accepted_by
 from automodel_cli.models.shrink import VOCAB, build_small, shrink
 
 if TYPE_CHECKING:

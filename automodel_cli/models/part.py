@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.batch import IGNORE_INDEX, KEY_INDEX, ON_HOST, OnHost, further
+from automodel_cli.data.batch import IGNORE_INDEX, ON_HOST, OnHost, further
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
-from automodel_cli.distributed.chosen_experts import choosing
+from automodel_cli.distributed.chosen_experts import RoutedLayers, choosing
 from automodel_cli.models import state_layers
 from automodel_cli.models.attention import PACKED
 from automodel_cli.models.context import Context, ContextGroup, local_length
 from automodel_cli.models.head import Head, HeadKind
+from automodel_cli.models.model_inputs import ROUTED, accepted_by
 from automodel_cli.models.multi_token import Depth, MultiToken, tokens_further
 from automodel_cli.models.value_head import ValueHead
 
@@ -30,44 +28,8 @@ if TYPE_CHECKING:
 
     from automodel_cli.models.composite import TextOfWhole
     from automodel_cli.models.multi_token_names import DepthNames
-    from automodel_cli.models.routing import Routing
 
 _PREFIX = "model."
-_ROUTED = "routed_experts"  # for the part, not for the library's model
-_PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", KEY_INDEX, "context")
-
-
-def model_inputs_for(ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
-    """`Batch.model_inputs()` of one row that holds documents of these lengths."""
-    bounds = [0, *itertools.accumulate(lengths)]
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=ids_BT.device)
-    positions_T = torch.cat([torch.arange(length, device=ids_BT.device) for length in lengths])
-    inputs = {
-        "input_ids": ids_BT,
-        "position_ids": positions_T[None],
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-    }
-    return inputs
-
-
-def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that this family's base model takes. One without the boundaries isolates documents only where no
-    attention has to know them; the packing probe refuses the others."""
-    model_inputs = {name: value for name, value in model_inputs.items() if name != _ROUTED}
-    if state_layers.runs_by_document(model):
-        return state_layers.told_of_rows(model_inputs)
-    if _takes_keywords(type(model.base_model).forward):
-        return model_inputs
-    return {k: v for k, v in model_inputs.items() if k not in _PACKING_KEYWORDS}
-
-
-@functools.lru_cache
-def _takes_keywords(forward: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(forward).parameters.values()
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 class ModelPart(nn.Module):
@@ -103,7 +65,7 @@ class ModelPart(nn.Module):
         self.source_config = source_config or copy.deepcopy(model.config)
         self.unclaimed: tuple[str, ...] = ()
         self.within: TextOfWhole | None = None
-        self.routing: Routing | None = None
+        self.routing: RoutedLayers | None = None
         self.unties_head = False
         self._context_group: ContextGroup | None = None
 
@@ -189,7 +151,7 @@ class ModelPart(nn.Module):
 
     def _routed(self, local_inputs: dict[str, Any]) -> AbstractContextManager[None]:
         """Around the layers: tokens go to the experts that the inputs name."""
-        experts_BTC = local_inputs.get(_ROUTED)
+        experts_BTC = local_inputs.get(ROUTED)
         if experts_BTC is None or self.routing is None:
             return nullcontext()
         return choosing(self.routing.replay(experts_BTC, counts=torch.is_grad_enabled()))
@@ -244,8 +206,8 @@ class ModelPart(nn.Module):
         bounds = model_inputs["cu_seq_lens_q"] if on_host is None else on_host.cu_seqlens
         context = Context(self._context_group, (rows, tokens), bounds, ids_BT.device)
         inputs = context.local_inputs(ids_BT, model_inputs["position_ids"])
-        if _ROUTED in model_inputs:
-            inputs[_ROUTED] = context.local(model_inputs[_ROUTED], -1)
+        if ROUTED in model_inputs:
+            inputs[ROUTED] = context.local(model_inputs[ROUTED], -1)
         return inputs
 
     def boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:

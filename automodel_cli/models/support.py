@@ -22,7 +22,8 @@ from automodel_cli.models import compat, length_rope, mixing, state_layers, ways
 from automodel_cli.models.build import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.context import Context, OneProcess
-from automodel_cli.models.part import ModelPart, accepted_by, model_inputs_for
+from automodel_cli.models.model_inputs import accepted_by, model_inputs_for
+from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
 
 if TYPE_CHECKING:

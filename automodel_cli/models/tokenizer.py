@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from automodel_cli.config import hub, trust
 from automodel_cli.config.errors import ConfigError
@@ -19,15 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     from automodel_cli.models.config import ModelConfig
-
-
-class TokenizerNode(Protocol):
-    """What `model.tokenizer` may be besides a hub id or a folder."""
-
-    @abstractmethod
-    def build(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with a chat template if it is meant for chats."""
-        ...
 
 
 _ROLES = ("system", "user", "assistant", "tool")

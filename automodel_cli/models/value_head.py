@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automodel_cli.models import compat
-
-if TYPE_CHECKING:
-    from automodel_cli.models.part import ModelPart
 
 FILE = "value_head.safetensors"
 
@@ -51,10 +47,10 @@ def _read(folder: Path | None) -> Mapping[str, Tensor]:
     return load_file(folder / FILE) if folder is not None and (folder / FILE).exists() else {}
 
 
-def named_weights(parts: Sequence[ModelPart]) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters by their names in the file. Collective over the ranks that share the part."""
-    for part in parts:
-        for name, param in () if part.value_head is None else part.value_head.named_parameters():
+def named_weights(heads: Sequence[ValueHead]) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters by their names in the file. Collective over the ranks that share the head's part."""
+    for head in heads:
+        for name, param in head.named_parameters():
             yield name, compat.gathered(param).detach()
 
 

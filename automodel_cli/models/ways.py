@@ -21,7 +21,7 @@ from torch import Tensor
 
 from automodel_cli.models import length_rope, mixing, state_layers
 from automodel_cli.models.attention import PACKED
-from automodel_cli.models.part import accepted_by, model_inputs_for
+from automodel_cli.models.model_inputs import accepted_by, model_inputs_for
 from automodel_cli.models.shrink import VOCAB
 
 if TYPE_CHECKING:

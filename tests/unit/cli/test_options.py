@@ -19,7 +19,7 @@ from automodel_cli.cli.main import run
 from automodel_cli.cli.options import page
 from automodel_cli.config import bundled, reference, schema
 from automodel_cli.data.config import TaskNode
-from automodel_cli.models.tokenizer import TokenizerNode
+from automodel_cli.models.config import TokenizerNode
 from automodel_cli.rollout.engine import EngineConfig
 from automodel_cli.rollout.environment import EnvironmentNode
 from automodel_cli.rollout.rewards.base import RewardNode

@@ -1,0 +1,55 @@
+"""The keywords of a forward pass: those of a packed row, and which of them a family's base model takes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import KEY_INDEX
+from automodel_cli.models import state_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROUTED = "routed_experts"
+"""Given to `ModelPart`, not to the library's model."""
+_PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", KEY_INDEX, "context")
+
+
+def model_inputs_for(ids_BT: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+    """`Batch.model_inputs()` of one row that holds documents of these lengths."""
+    bounds = [0, *itertools.accumulate(lengths)]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=ids_BT.device)
+    positions_T = torch.cat([torch.arange(length, device=ids_BT.device) for length in lengths])
+    inputs = {
+        "input_ids": ids_BT,
+        "position_ids": positions_T[None],
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+    return inputs
+
+
+def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that this family's base model takes. One without the boundaries isolates documents only where no
+    attention has to know them; the packing probe refuses the others."""
+    model_inputs = {name: value for name, value in model_inputs.items() if name != ROUTED}
+    if state_layers.runs_by_document(model):
+        return state_layers.told_of_rows(model_inputs)
+    if _takes_keywords(type(model.base_model).forward):
+        return model_inputs
+    return {k: v for k, v in model_inputs.items() if k not in _PACKING_KEYWORDS}
+
+
+@functools.lru_cache
+def _takes_keywords(forward: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(forward).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
