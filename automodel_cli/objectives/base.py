@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
+from automodel_cli.objectives.kl import KLType, kl_penalty
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from automodel_cli.data.batch import Batch
     from automodel_cli.data.head_output import HeadOutput
 
-KLType = Literal["k1", "k2", "k3"]
 ReferenceSource = Literal["auto", "precomputed", "adapters_off", "frozen_copy"]
 """Where the log-probs of the reference model come from: see `automodel_cli/run/reference_logprobs.py`."""
 
@@ -99,8 +99,6 @@ class RewardKL:
 
     def of(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """What is taken off at each token; float64."""
-        from automodel_cli.objectives.policy import kl_penalty
-
         return self.coef * kl_penalty(
             logprobs.double(),
             ref_logprobs.double(),

@@ -312,11 +312,12 @@ class DPO:
         return likelihood_weights(logprobs_BT, batch)
 
     def _losses(self, pairs: Pairs) -> Tensor:
-        from automodel_cli.objectives.preference import LOSSES, matched_losses
+        from automodel_cli.objectives.preference import LOSSES, LossOptions, matched_losses
 
+        options = LossOptions(self.beta, self.label_smoothing, self.gamma, self.tau)
         if self.loss in SORTED:
-            return matched_losses(pairs, self)
-        return LOSSES[self.loss](pairs.c_P, pairs.r_P, self)
+            return matched_losses(pairs, options, paired=self.loss == "aot")
+        return LOSSES[self.loss](pairs.c_P, pairs.r_P, options)
 
     def _nll(self, pairs: Pairs) -> Tensor:
         return -pairs.chosen_logprob_P / (pairs.chosen_tokens_P.clamp(min=1) if self.average_sft else 1)

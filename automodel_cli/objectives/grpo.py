@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import HeadRequest
-from automodel_cli.objectives.base import KLType, Metric, RewardKL
+from automodel_cli.objectives.base import Metric, RewardKL
+from automodel_cli.objectives.policy_settings import PolicySettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GRPO:
+class GRPO(PolicySettings):
     """Loss = mean of w x policy loss + `kl_coef` x KL - `entropy_coef` x entropy, over label tokens or over sequences,
     + `positive_nll` x the mean NLL over label tokens of responses with a reward above 0.
 
@@ -53,203 +53,6 @@ class GRPO:
     see `objectives/policy.py`.
     """
 
-    surrogate: Literal["clip", "cispo", "reinforce", "sapo"] = "clip"
-    """Policy loss: `clip` (PPO's), `cispo`, `reinforce` or `sapo` (a soft gate). Formulas: docs/algorithms.md."""
-    ratio: Literal["token", "sequence", "sequence_token", "on_policy"] = "token"
-    """Importance ratio of a `token`, of the `sequence` (GSPO), `sequence_token` (GSPO-token), or `on_policy` (1,
-    for one update per rollout)."""
-    clip_low: float = 0.2
-    """The ratio is clamped from below at 1 - `clip_low`."""
-    clip_high: float = 0.2
-    """The ratio is clamped from above at 1 + `clip_high`."""
-    dual_clip: float | None = None
-    """Bounds the loss of negative advantages by -A x `dual_clip`; above 1. null: no bound."""
-    aggregation: Literal["token", "sequence", "max_tokens"] = "token"
-    """Divide by the label tokens of the step (`token`), average per response first (`sequence`), or divide by
-    responses x `max_tokens`."""
-    max_tokens: int | None = None
-    """The constant divisor per response of `aggregation=max_tokens` (Dr. GRPO)."""
-    kl_coef: float = 0.0
-    """Weight of the KL to the reference."""
-    kl_type: KLType = "k3"
-    """Estimator of the KL, with d = reference - policy log-prob: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL to the `loss`, or subtract it from the `reward`."""
-    kl_importance: bool = False
-    """Weigh the KL by policy / sampler probability."""
-    kl_score_term: bool = True
-    """Give the KL the gradient of its expectation, with the score-function term. false: of its value alone."""
-    kl_input_clamp: float | None = 20.0
-    """Clamp of d in the KL, at plus and minus this. null: no clamp."""
-    kl_output_clamp: float | None = 10.0
-    """Clamp of the KL of a token, at plus and minus this. null: no clamp."""
-    correction: Literal["none", "plain", "truncate", "icepop", "sequence_mask"] = "none"
-    """Weight w of a token for the difference between trainer and sampler: `none`, `plain`, `truncate` (TIS),
-    `icepop` (MIS) or `sequence_mask`."""
-    correction_level: Literal["token", "sequence"] | None = None
-    """Weight w per `token`, or its product over the response (`sequence`). null: as `ratio`."""
-    correction_max: float | None = None
-    """Largest w. `truncate` clamps there, `icepop` and `sequence_mask` drop what lies above."""
-    correction_min: float | None = None
-    """Smallest w. `truncate` clamps there, `icepop` and `sequence_mask` drop what lies below."""
-    positive_nll: float = 0.0
-    """Weight of the NLL of responses with a reward above 0."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    top_entropy: float | None = None
-    """Share of an update's tokens that have a policy loss: those of highest entropy before the first update
-    (arXiv:2506.01939). null: all."""
-    sapo_positive: float = 1.0
-    """Slope of sapo's gate where the advantage is above 0."""
-    sapo_negative: float = 1.05
-    """Slope of sapo's gate where the advantage is below 0."""
-
-    def __post_init__(self) -> None:
-        self._check_surrogate()
-        self._check_aggregation()
-        self._check_kl()
-        self._check_correction()
-        if not self.positive_nll >= 0:
-            raise ConfigError(f"positive_nll={self.positive_nll} must be at least 0", keys=("positive_nll",))
-        if not self.entropy_coef >= 0:
-            self._refuse("a bonus is at least 0", "entropy_coef", fix="objective.entropy_coef=0.001")
-
-        if self.top_entropy is not None and not 0 < self.top_entropy < 1:
-            self._refuse("a share of the tokens, between 0 and 1", "top_entropy", fix="objective.top_entropy=0.2")
-
-    def _refuse(self, what: str, *keys: str, fix: str) -> None:
-        said = " with ".join(f"{key}={getattr(self, key)}" for key in keys)
-        raise ConfigError(f"{said}: {what}", keys=keys, fix=fix)
-
-    def _check_surrogate(self) -> None:
-        if not 0 <= self.clip_low <= 1:
-            self._refuse(
-                "the ratio is clamped to 1 - clip_low, so it is 0 to 1", "clip_low", fix="objective.clip_low=0.2"
-            )
-        if not self.clip_high >= 0:
-            self._refuse("must be at least 0", "clip_high", fix="objective.clip_high=0.2")
-        if self.dual_clip is not None:
-            if not self.dual_clip > 1:
-                self._refuse("must be above 1", "dual_clip", fix="objective.dual_clip=3.0")
-            if self.surrogate != "clip":
-                self._refuse(
-                    "dual clip bounds the clipped loss only", "dual_clip", "surrogate", fix="objective.dual_clip=null"
-                )
-            if self.ratio == "on_policy":
-                self._refuse(
-                    "the ratio is 1, so nothing is ever bounded", "dual_clip", "ratio", fix="objective.dual_clip=null"
-                )
-        clips = self.surrogate in ("clip", "cispo") and self.ratio != "on_policy"
-        for name, default in (("clip_low", 0.2), ("clip_high", 0.2)):
-            if getattr(self, name) != default and not clips:
-                self._refuse(
-                    "this loss has no ratio to clamp", name, "surrogate", "ratio", fix=f"objective.{name}={default}"
-                )
-        for name, default in (("sapo_positive", 1.0), ("sapo_negative", 1.05)):
-            if not getattr(self, name) > 0:
-                self._refuse("must be above 0", name, fix=f"objective.{name}={default}")
-            if getattr(self, name) != default and self.surrogate != "sapo":
-                self._refuse("only sapo has a gate", name, "surrogate", fix=f"objective.{name}={default}")
-        if self.surrogate != "clip" and self.by_sequence:
-            self._refuse("sequence ratios are for the clipped loss", "surrogate", "ratio", fix="objective.ratio=token")
-        if self.surrogate == "cispo" and self.ratio == "on_policy":
-            self._refuse(
-                "cispo weighs by the token ratio, which would be 1", "surrogate", "ratio", fix="objective.ratio=token"
-            )
-
-    def _check_aggregation(self) -> None:
-        if self.by_sequence and self.aggregation != "sequence":
-            self._refuse(
-                "a ratio of sequences needs means over sequences",
-                "ratio",
-                "aggregation",
-                fix="objective.aggregation=sequence",
-            )
-        if self.surrogate == "cispo" and self.aggregation == "sequence":
-            self._refuse("cispo is a sum over tokens", "surrogate", "aggregation", fix="objective.aggregation=token")
-        if (self.aggregation == "max_tokens") != (self.max_tokens is not None):
-            self._refuse(
-                "the two belong together",
-                "aggregation",
-                "max_tokens",
-                fix="objective.aggregation=max_tokens objective.max_tokens=1024",
-            )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            self._refuse("must be at least 1", "max_tokens", fix="objective.max_tokens=1024")
-
-    def _check_kl(self) -> None:
-        if not self.kl_coef >= 0:
-            self._refuse("must be at least 0", "kl_coef", fix="objective.kl_coef=0.01")
-        for name in ("kl_input_clamp", "kl_output_clamp"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                self._refuse("must be above 0, or null for no clamp", name, fix=f"objective.{name}=null")
-        of_kl = {
-            "kl_type": "k3",
-            "kl_in": "loss",
-            "kl_input_clamp": 20.0,
-            "kl_output_clamp": 10.0,
-            "kl_score_term": True,
-        }
-        unread = [name for name, default in of_kl.items() if getattr(self, name) != default]
-        if self.kl_coef == 0 and unread:
-            back = " ".join(f"objective.{name}={str(of_kl[name]).lower()}" for name in unread)
-            self._refuse("there is no KL", *unread, "kl_coef", fix=f"objective.kl_coef=0.01, or {back}")
-        if not self.kl_score_term and (self.kl_in == "reward" or self.kl_importance):
-            other = "kl_in" if self.kl_in == "reward" else "kl_importance"
-            reason = "the loss has no KL" if other == "kl_in" else "the weight brings a gradient of its own"
-            self._refuse(reason, "kl_score_term", other, fix="objective.kl_score_term=true")
-        if self.kl_importance and (self.kl_coef == 0 or self.kl_in == "reward"):
-            self._refuse(
-                "the loss has no KL to weigh", "kl_importance", "kl_coef", "kl_in", fix="objective.kl_importance=false"
-            )
-
-    def _check_correction(self) -> None:
-        low, high = self.correction_min, self.correction_max
-        bounded = self.correction in ("truncate", "icepop", "sequence_mask")
-        if self.correction_level is not None and self.correction in ("none", "sequence_mask"):
-            self._refuse(
-                "only the weights of plain, truncate and icepop have a level",
-                "correction_level",
-                "correction",
-                fix="objective.correction_level=null",
-            )
-        if not bounded and (low is not None or high is not None):
-            self._refuse(
-                "has no bounds", "correction", "correction_min", "correction_max", fix="objective.correction=truncate"
-            )
-        if not bounded:
-            return
-        if high is None or not high > 0:
-            self._refuse(
-                "needs an upper bound above 0", "correction", "correction_max", fix="objective.correction_max=2.0"
-            )
-        if low is None and self.correction != "truncate":
-            self._refuse("needs a lower bound", "correction", "correction_min", fix="objective.correction_min=0.5")
-        if low is not None and high is not None and low > high:
-            self._refuse(
-                "the lower bound is above the upper one",
-                "correction_min",
-                "correction_max",
-                fix=f"objective.correction_min={high}",
-            )
-        if self.correction == "sequence_mask" and self.by_sequence:
-            self._refuse("masks by token ratios", "correction", "ratio", fix="objective.correction=truncate")
-
-    @property
-    def by_sequence(self) -> bool:
-        """Whether a response has one ratio."""
-        return self.ratio in ("sequence", "sequence_token")
-
-    @property
-    def corrects_by_sequence(self) -> bool:
-        """Whether the correction has one weight for a response."""
-        return self.by_sequence if self.correction_level is None else self.correction_level == "sequence"
-
-    @property
-    def loss_kl_coef(self) -> float:
-        """The weight of the KL in the loss: 0 where it is taken off the rewards."""
-        return self.kl_coef if self.kl_in == "loss" else 0.0
-
     @property
     def columns(self) -> frozenset[str]:
         """See `PolicyObjective`."""
@@ -275,11 +78,6 @@ class GRPO:
     def corrects_staleness(self) -> bool:
         """See `PolicyObjective`."""
         return self.correction != "none"
-
-    @property
-    def uses_old_logprobs(self) -> bool:
-        """Whether batches of several updates on one rollout must carry `old_logprobs_BT`, measured before the first."""
-        return self.ratio != "on_policy"
 
     @property
     def metrics(self) -> Mapping[str, Metric]:

@@ -19,18 +19,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.objectives.base import KLType, Metric
+from automodel_cli.objectives.base import Metric
 from automodel_cli.objectives.documents import label_mask, labels_by_document, sum_by_document, to_tokens
-
-if TYPE_CHECKING:
-    from automodel_cli.objectives.grpo import GRPO
+from automodel_cli.objectives.kl import kl_penalty
+from automodel_cli.objectives.policy_settings import PolicySettings
 
 _TOKENS, _SEQUENCES, _POSITIVE = "num_response_tokens", "num_valid_samples", "num_positive_tokens"
 POSITIVE_SCALE = "positive_scale_1"
@@ -47,41 +45,7 @@ def num_positive_tokens(batch: Batch) -> Tensor:
     return (label_mask(batch) & (batch.extra["rewards_BT"] > 0)).sum()
 
 
-def kl_penalty(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    kl_type: KLType,
-    *,
-    input_clamp: float | None = 20.0,
-    output_clamp: float | None = 10.0,
-    importance: Tensor | None = None,
-    score_term: bool = True,
-) -> Tensor:
-    """Estimate of KL(policy || reference) by token.
-
-    `importance` weighs each token (policy / sampler probability). Without it the weight is 1. With `score_term` this 1
-    carries the gradient of the token's log-prob, so the gradient is that of the sampled estimate:
-    `grad(value) + value * grad(logprob)`. Without it the gradient is `grad(value)` alone.
-    """
-    difference = ref_logprobs - logprobs
-    if importance is not None:
-        weight = importance
-    elif score_term:
-        weight = (logprobs - logprobs.detach()).exp()
-    else:
-        weight = torch.ones_like(logprobs)
-    if input_clamp is not None:
-        weight = torch.where(difference.abs() > input_clamp, weight.detach(), weight)
-        difference = difference.clamp(-input_clamp, input_clamp)
-    value = {
-        "k1": lambda d: -d,
-        "k2": lambda d: d.square() / 2,
-        "k3": lambda d: d.exp() - 1 - d,
-    }[kl_type](difference) * weight
-    return value if output_clamp is None else value.clamp(-output_clamp, output_clamp)
-
-
-def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
+def metrics_of(objective: PolicySettings) -> Mapping[str, Metric]:
     """What `PolicyTerms.metrics` returns under these settings."""
     by_tokens = (
         "token_mult_prob_error",
@@ -119,7 +83,7 @@ def metrics_of(objective: GRPO) -> Mapping[str, Metric]:
 class PolicyTerms:
     """One microbatch under one objective. Columns hold 0 where the label is ignored."""
 
-    objective: GRPO
+    objective: PolicySettings
     batch: Batch
     mask_BT: Tensor
     now_BT: Tensor
@@ -129,7 +93,7 @@ class PolicyTerms:
     advantages_BT: Tensor
 
     @classmethod
-    def of(cls, objective: GRPO, output: HeadOutput, batch: Batch) -> PolicyTerms:
+    def of(cls, objective: PolicySettings, output: HeadOutput, batch: Batch) -> PolicyTerms:
         """Columns out of `batch.extra`; a KeyError names one that the recipe has not filled. Without `old_logprobs_BT`
         the update is the only one of its rollout, and its log-probs are the old ones themselves."""
         mask_BT = label_mask(batch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,15 +13,22 @@ from torch.nn.functional import logsigmoid
 from automodel_cli.data.batch import Batch
 from automodel_cli.objectives.documents import label_mask, labels_by_document, sum_by_document, to_tokens
 
-if TYPE_CHECKING:
-    from automodel_cli.objectives.dpo import DPO
-
 _CERTAIN = -1e-6
 """Log-prob above which a response counts as certain: its log-odds would be infinite."""
 
 
 _LARGEST = 80.0
 """Exponent beyond which a power would not be finite in float32."""
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The numbers in the formulas of `LOSSES`, as in `DPO`."""
+
+    beta: float
+    label_smoothing: float = 0.0
+    gamma: float | None = None
+    tau: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ def sorted_values(pairs: Pairs, *, paired: bool) -> Tensor:
     return torch.stack([first_P, second_P, pairs.valid_P], 1)
 
 
-def matched_losses(pairs: Pairs, o: DPO) -> Tensor:
+def matched_losses(pairs: Pairs, o: LossOptions, *, paired: bool) -> Tensor:
     """Of aot and aot_unpaired: -log sigmoid(beta d), d the difference of the values that have the same place in order.
 
     Which those are does not change within a step, so a pair needs its own values and two numbers. Where both have a
@@ -98,7 +104,7 @@ def matched_losses(pairs: Pairs, o: DPO) -> Tensor:
     """
     assert pairs.partners_P2 is not None, "aot needs partners"
     partner_1, partner_2 = pairs.partners_P2.unbind(1)
-    if o.loss == "aot":
+    if paired:
         return _sigmoid(pairs.chosen_logprob_P - pairs.rejected_logprob_P, partner_1, o)
     both_P = _sigmoid(pairs.c_P, partner_1, o) + _sigmoid(partner_2, pairs.r_P, o)
     return both_P - both_P.detach() / 2
@@ -134,50 +140,50 @@ def against_reference(logprobs_BT: Tensor, batch: Batch) -> Tensor:
     return (logprobs_BT - batch.extra["ref_logprobs_BT"]).masked_fill(~label_mask(batch), 0.0)
 
 
-def _sigmoid(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+def _sigmoid(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
     logits = o.beta * (c - r)
     e = o.label_smoothing
     return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
 
 
-def _robust(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+def _robust(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
     logits = o.beta * (c - r)
     e = o.label_smoothing
     return (-(1 - e) * logsigmoid(logits) + e * logsigmoid(-logits)) / (1 - 2 * e)
 
 
-def _exo_pair(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+def _exo_pair(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
     logits = o.beta * (c - r)
     e = o.label_smoothing
     right = logits.sigmoid() * (logsigmoid(logits) - math.log(1 - e))
     return right + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(e))
 
 
-def _nca_pair(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+def _nca_pair(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
     return -logsigmoid(o.beta * c) - 0.5 * logsigmoid(-o.beta * c) - 0.5 * logsigmoid(-o.beta * r)
 
 
-def _apo_zero(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+def _apo_zero(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
     return 1 - (o.beta * c).sigmoid() + (o.beta * r).sigmoid()
 
 
-def _apo_down(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+def _apo_down(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
     return (o.beta * c).sigmoid() + 1 - (o.beta * (c - r)).sigmoid()
 
 
-def _discopop(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+def _discopop(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
     logits = o.beta * (c - r)
     blend = (logits / (0.05 if o.tau is None else o.tau)).sigmoid()
     return -logsigmoid(logits) * (1 - blend) + (-logits).exp() * blend
 
 
-def _simpo(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+def _simpo(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
     logits = o.beta * (c - r) - (0.5 if o.gamma is None else o.gamma)
     e = o.label_smoothing
     return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
 
 
-def _orpo(c: Tensor, r: Tensor, o: DPO) -> Tensor:
+def _orpo(c: Tensor, r: Tensor, o: LossOptions) -> Tensor:
     return -o.beta * logsigmoid(_log_odds(c) - _log_odds(r))
 
 
@@ -186,7 +192,7 @@ def _log_odds(logprob: Tensor) -> Tensor:
     return below - torch.log(-torch.expm1(below))
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor, DPO], Tensor]] = {
+LOSSES: dict[str, Callable[[Tensor, Tensor, LossOptions], Tensor]] = {
     "sigmoid": _sigmoid,
     "sigmoid_norm": _sigmoid,
     "ipo": lambda c, r, o: (c - r - 1 / (2 * o.beta)).square(),
@@ -202,4 +208,4 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, DPO], Tensor]] = {
     "simpo": _simpo,
     "orpo": _orpo,
 }
-"""(c, r, objective) -> loss of each pair. sigmoid_norm is sigmoid on means over tokens. aot: see `matched_losses`."""
+"""(c, r, options) -> loss of each pair. sigmoid_norm is sigmoid on means over tokens. aot: see `matched_losses`."""

@@ -11,7 +11,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.denominators import with_denominators
 from automodel_cli.objectives.grpo import GRPO
-from automodel_cli.objectives.policy import kl_penalty
+from automodel_cli.objectives.kl import kl_penalty
 from tests.unit.objectives.test_vectors import judge, rows_as_batch
 
 ONE_ROW = torch.tensor([[0, 1, 1, 1]])
