@@ -13,7 +13,7 @@ from automodel_cli.run.token_ids import check_tokens
 
 if TYPE_CHECKING:
     from automodel_cli.evaluation.candidate import Candidate
-    from automodel_cli.evaluation.config import MultipleChoice
+    from automodel_cli.evaluation.settings import MultipleChoiceSettings
 
 _AT_ONCE = 16
 
@@ -27,7 +27,7 @@ class _Question:
     answer: int
 
 
-def choose(task: MultipleChoice, candidate: Candidate) -> Outcome:
+def choose(task: MultipleChoiceSettings, candidate: Candidate) -> Outcome:
     """Measures `accuracy`. Collective."""
     asked = questions(task, candidate)
     pairs = [(q, c) for q, question in enumerate(asked) for c in range(len(question.choices))]
@@ -53,12 +53,12 @@ def choose(task: MultipleChoice, candidate: Candidate) -> Outcome:
     return Outcome({"accuracy": right}, items)
 
 
-def questions(task: MultipleChoice, candidate: Candidate) -> list[_Question]:
+def questions(task: MultipleChoiceSettings, candidate: Candidate) -> list[_Question]:
     """What the task asks, read once. Raises DataError with the line that is no question."""
     return candidate.once(task, lambda: _questions(task, candidate))
 
 
-def _questions(task: MultipleChoice, candidate: Candidate) -> list[_Question]:
+def _questions(task: MultipleChoiceSettings, candidate: Candidate) -> list[_Question]:
     lines = _lines(task)
     found = [_question(line, where, candidate.tokenizer) for where, line in lines]
     tokens = [
@@ -69,13 +69,13 @@ def _questions(task: MultipleChoice, candidate: Candidate) -> list[_Question]:
     return found
 
 
-def _size(task: MultipleChoice, question: _Question, choice: int) -> int:
+def _size(task: MultipleChoiceSettings, question: _Question, choice: int) -> int:
     if task.normalise == "tokens":
         return len(question.continuations[choice])
     return max(1, len(question.choices[choice])) if task.normalise == "characters" else 1
 
 
-def _lines(task: MultipleChoice) -> list[tuple[str, Any]]:
+def _lines(task: MultipleChoiceSettings) -> list[tuple[str, Any]]:
     try:
         lines = Path(task.path).read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -7,13 +7,11 @@ part of a run's validations too (`validation.tasks`).
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.config import DataConfig
-from automodel_cli.rollout.rewards.base import RewardNode
-from automodel_cli.rollout.rewards.text import ExactAnswer
+from automodel_cli.evaluation.settings import GenerationSettings, MultipleChoiceSettings, at_least_one
 
 if TYPE_CHECKING:
     from automodel_cli.evaluation.candidate import Candidate
@@ -37,56 +35,9 @@ class Prepared(Protocol):
         """Collective."""
 
 
-def _at_least_one(**fields: int | None) -> None:
-    for name, value in fields.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1", keys=(name,), fix=f"{name}=1")
-
-
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class Generation(GenerationSettings):
     """Questions that the model answers; rewards say which answers are right."""
-
-    data: DataConfig | None = None
-    """The rows to ask, with the column that the rewards read (`answer`); all of them, but of a task or of data with a
-    validation split that one only; each gets one message. null: those of the run, its validation rows, which begin
-    conversations where the run has environments; `rewards` judge the last message, and nothing else counts."""
-    rewards: dict[str, RewardNode] = field(default_factory=lambda: {"exact": ExactAnswer()})
-    """What judges a response, by name. Default: right is the very text of `answer`."""
-    threshold: float = 1.0
-    """A response is right where the weighted sum of the rewards reaches this."""
-    num_samples: int = 1
-    """Responses to each question; 1 at `temperature` 0 is the greedy one."""
-    temperature: float = 0.0
-    """Of the samples; 0 is greedy."""
-    top_p: float = 1.0
-    """Samples come from the likeliest tokens that have this much of the probability together."""
-    max_new_tokens: int = 64
-    """Tokens of a response, or of one message of a conversation, at most."""
-    pass_at: list[int] = field(default_factory=lambda: [1])
-    """For each k the chance that one of k responses is right, estimated without bias from `num_samples`
-    (arXiv:2107.03374, equation 1)."""
-    limit: int | None = None
-    """Questions at most, the first ones."""
-    seed: int = 0
-    """Of the samples: a sample depends on it, its question and the weights alone."""
-
-    def __post_init__(self) -> None:
-        _at_least_one(num_samples=self.num_samples, max_new_tokens=self.max_new_tokens, limit=self.limit)
-        if not self.rewards:
-            raise ConfigError("no reward says which answers are right", keys=("rewards",))
-        if not self.pass_at or min(self.pass_at) < 1 or max(self.pass_at) > self.num_samples:
-            raise ConfigError(
-                f"pass_at={self.pass_at}: each must be from 1 to num_samples={self.num_samples}",
-                keys=("pass_at", "num_samples"),
-                fix="pass_at=[1]" if not self.pass_at or min(self.pass_at) < 1 else f"num_samples={max(self.pass_at)}",
-            )
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ConfigError(
-                f"num_samples={self.num_samples} at temperature=0 are the same response so many times",
-                keys=("num_samples", "temperature"),
-                fix="temperature=1.0",
-            )
 
     def prepare(self, candidate: Candidate) -> None:
         """Read the questions, and see that this model can be sampled from. Raises ConfigError and DataError."""
@@ -102,19 +53,8 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultipleChoice:
+class MultipleChoice(MultipleChoiceSettings):
     """Questions with choices; the model's is the likeliest continuation, by the log-probs of its tokens."""
-
-    path: str
-    """JSON lines with `question` (or `messages`), `choices` (texts) and `answer` (a number from 0, or the text of a
-    choice). Through the chat template where the tokenizer has one."""
-    normalise: Literal["none", "tokens", "characters"] = "none"
-    """What the log-prob of a choice is divided by: nothing, its tokens or its characters."""
-    limit: int | None = None
-    """Questions at most, the first ones."""
-
-    def __post_init__(self) -> None:
-        _at_least_one(limit=self.limit)
 
     def prepare(self, candidate: Candidate) -> None:
         """Read the questions. Raises DataError."""
@@ -137,7 +77,7 @@ class EvalConfig:
     """Draws of the bootstrap behind each interval."""
 
     def __post_init__(self) -> None:
-        _at_least_one(num_resamples=self.num_resamples)
+        at_least_one(num_resamples=self.num_resamples)
         if not self.tasks:
             raise ConfigError("an evaluation without tasks says nothing", keys=("tasks",))
 

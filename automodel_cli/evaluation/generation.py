@@ -16,13 +16,13 @@ from automodel_cli.run.token_ids import check_tokens
 
 if TYPE_CHECKING:
     from automodel_cli.evaluation.candidate import Candidate
-    from automodel_cli.evaluation.config import Generation
+    from automodel_cli.evaluation.settings import GenerationSettings
 
 _SHOWN = 4
 """Responses to a question that the results keep."""
 
 
-def ask(task: Generation, candidate: Candidate) -> Outcome:
+def ask(task: GenerationSettings, candidate: Candidate) -> Outcome:
     """Measures `pass@k` (`accuracy` of one response) and `reward`, the mean over a question's responses. Where a run
     has environments, its own questions begin conversations with them, whose last message is judged. A question of which
     a response was left out after an error (`on_error: skip`) counts in no measure. Collective."""
@@ -68,16 +68,16 @@ def _known(totals: Sequence[float | None]) -> list[float] | None:
     return known if len(known) == len(totals) else None
 
 
-def _name(k: int, task: Generation) -> str:
+def _name(k: int, task: GenerationSettings) -> str:
     return "accuracy" if task.num_samples == 1 else f"pass@{k}"
 
 
-def questions(task: Generation, candidate: Candidate) -> list[Prompt]:
+def questions(task: GenerationSettings, candidate: Candidate) -> list[Prompt]:
     """What the task asks, read once. Raises ConfigError and DataError."""
     return candidate.once(task, lambda: _prompts(task, candidate))
 
 
-def _prompts(task: Generation, candidate: Candidate) -> list[Prompt]:
+def _prompts(task: GenerationSettings, candidate: Candidate) -> list[Prompt]:
     recipe = candidate.recipe
     data = task.data if task.data is not None else recipe.data
     if data.seq_len > recipe.data.seq_len:
