@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from automodel_cli.rollout.engine_configs import CudaGraphs
     from automodel_cli.rollout.servers.http import Server
 
 FinishReason = Literal["stop", "length"]
+CudaGraphs = Literal["auto"] | bool
+"""Whether the sampler's decoding steps are CUDA graphs."""
 WeightStream = Iterable[Sequence[tuple[str, "Tensor"]]]
 """Buckets of (hub name, full tensor); every parameter of the model once."""
 Joins = Callable[[Iterator[Sequence[tuple[str, "Tensor"]]]], None]

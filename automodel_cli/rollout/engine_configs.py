@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.engine import Capabilities
+from automodel_cli.rollout.engine import Capabilities, CudaGraphs
 from automodel_cli.rollout.servers.commands import VLLM_WITH_EXPERTS
 from automodel_cli.rollout.servers.started import StartedServers
 from automodel_cli.rollout.servers.vllm_servers import VLLMServers
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from automodel_cli.rollout.servers.http import Server
     from automodel_cli.rollout.servers.live_weights import LiveWeights
     from automodel_cli.rollout.servers.transfer import SharedTransfer, Transfer
-
-CudaGraphs = Literal["auto"] | bool
-"""Whether the sampler's decoding steps are CUDA graphs."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from automodel_cli.models.routing import mark_selections
-from automodel_cli.rollout.engine import Engine, Joins
+from automodel_cli.rollout.built import Built
+from automodel_cli.rollout.engine import CudaGraphs, Engine, Joins
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import (
     RankZeroEngine,
@@ -20,40 +21,12 @@ from automodel_cli.rollout.servers.own import start
 from automodel_cli.rollout.servers.process import ServerProcess
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
     from pathlib import Path
 
     import torch
 
-    from automodel_cli.distributed.mesh import Mesh
     from automodel_cli.models.routing import Selectors
-    from automodel_cli.rollout.engine_configs import CudaGraphs
     from automodel_cli.rollout.servers.http import Server
-    from automodel_cli.run.model import Model
-    from automodel_cli.run.recipe import Recipe
-
-
-class Built(Protocol):
-    """What an engine needs of whoever has built a model: a training session, or an evaluation."""
-
-    @property
-    def recipe(self) -> Recipe: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def model(self) -> Model: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def run_dir(self) -> Path: ...
-    @property
-    def is_main(self) -> bool: ...
-    @property
-    def at_exit(self) -> ExitStack: ...
-    @property
-    def taught_stops(self) -> Sequence[int]:
-        """The tokens at which training taught the model to stop."""
-        ...
 
 
 class EngineHost:

@@ -26,7 +26,7 @@ from automodel_cli.rollout.sample_queue import Draw, SampleRequest
 if TYPE_CHECKING:
     from automodel_cli.data.config import DataConfig
     from automodel_cli.distributed.mesh import Mesh
-    from automodel_cli.rollout.engine_host import Built
+    from automodel_cli.rollout.built import Built
     from automodel_cli.rollout.rollout_config import RolloutConfig
     from automodel_cli.run.session import Session
 

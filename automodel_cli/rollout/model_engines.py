@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from automodel_cli.distributed.mesh import Mesh
-    from automodel_cli.rollout.engine_host import Built
+    from automodel_cli.rollout.built import Built
     from automodel_cli.training.stages import Stages
 
 _PROMPTS, _NEW_TOKENS = (13, 13, 5), (3, 9, 9)  # longer than every window of a shrunken config

@@ -9,7 +9,7 @@ than those that are trained on. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from automodel_cli.config.errors import DataError, RunError
 
@@ -17,16 +17,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from automodel_cli.rollout.environment import Message
-    from automodel_cli.rollout.environments.conversation import Episode
 
 _PLACE = "\N{INVISIBLE SEPARATOR}reply\N{INVISIBLE SEPARATOR}"  # stands for the model's text in a rendered conversation
 _AROUND = 4  # tokens shown on either side of a difference
 
 
+class Conversation(Protocol):
+    """What this module reads of an episode, and `rendered`, which it sets."""
+
+    name: str
+    messages: Sequence[Message]
+    tools: list[dict[str, Any]] | None
+    tokens: list[int]
+    said: list[Message]
+    rendered: list[str]
+
+    @property
+    def num_turns(self) -> int: ...
+
+
 def tokens_between(
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None,
-    episode: Episode,
+    episode: Conversation,
     observations: Sequence[Message],
 ) -> list[int]:
     """What stands between the model's last token and its next: the end of its turn, as far as it has not drawn that
@@ -72,7 +85,7 @@ def check_read(sent: Sequence[int], read: Sequence[int], where: str) -> None:
         )
 
 
-def _check_history(tokenizer: Any, episode: Episode, before: Sequence[str]) -> None:
+def _check_history(tokenizer: Any, episode: Conversation, before: Sequence[str]) -> None:
     for number, (then, now) in enumerate(zip(episode.rendered, before, strict=True)):
         if then == now:
             continue

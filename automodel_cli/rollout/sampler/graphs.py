@@ -33,7 +33,7 @@ from automodel_cli.rollout.sampling import choose, shaping_of
 
 if TYPE_CHECKING:
     from automodel_cli.distributed.mesh import Mesh
-    from automodel_cli.rollout.engine_configs import CudaGraphs
+    from automodel_cli.rollout.engine import CudaGraphs
 
 Step = Callable[[Tensor], Tensor]
 """From the inputs `[B, 3]` of a bucket to `drawn_2B`."""
