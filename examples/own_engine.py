@@ -12,9 +12,10 @@ from typing import ClassVar
 
 import torch
 
-from automodel_cli.rollout.engine import Capabilities, Completion, Host, SamplingParams, WeightStream, resolve_seeds
+from automodel_cli.rollout.engine import Capabilities, Host, resolve_seeds
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.sampling import choose, uniforms
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
 
 @dataclass(frozen=True)

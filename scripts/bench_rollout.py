@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from automodel_cli.models.attention import PACKED, packed_attention, register
 from automodel_cli.models.head import HeadKind
 from automodel_cli.models.part import ModelPart
-from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.rollout.types import SamplingParams
 
 MODELS = {
     "llama-tiny": LlamaConfig(

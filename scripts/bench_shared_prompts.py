@@ -19,8 +19,8 @@ from automodel_cli.models.attention import register
 from automodel_cli.models.build import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
-from automodel_cli.rollout.experience import RowPlan, Sample, Update, plan_updates
-from automodel_cli.rollout.rewards.combine import Score
+from automodel_cli.rollout.experience import RowPlan, Update, plan_updates
+from automodel_cli.rollout.types import Sample, Score
 
 _VOCAB = 512
 

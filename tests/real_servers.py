@@ -14,10 +14,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
+from automodel_cli.rollout.engine import Engine
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.servers.http import Server
 from automodel_cli.rollout.servers.process import ServerProcess, answers
+from automodel_cli.rollout.types import Completion, SamplingParams
 from tests.tiny import perturb
 from tests.unit.rollout.servers.test_http_servers import free_port
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.rollout.engine import Engine, SamplingParams
+from automodel_cli.rollout.engine import Engine
+from automodel_cli.rollout.types import SamplingParams
 from automodel_cli.run.answers import Accuracy, Answer
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.shaping import Shaping
-from automodel_cli.rollout.experience import Sample, Update
+from automodel_cli.rollout.experience import Update
+from automodel_cli.rollout.types import Sample
 
 MAX_PROMPTS, MAX_NEW_TOKENS = 16, 16
 """How many prompts over all ranks are answered, and how long the answers are at most."""

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from automodel_cli.objectives.advantages import Advantages, group_advantages
 from automodel_cli.objectives.base import PolicyObjective, selection_of
-from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
+from automodel_cli.rollout.experience import RowPlan, Update, kl_sums, plan_updates
 from automodel_cli.rollout.phases import Phases
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.routing_replay import RoutingReplay
 from automodel_cli.rollout.scorer import Scorer
 from automodel_cli.rollout.token_advantages import TokenAdvantages
+from automodel_cli.rollout.types import Sample
 
 if TYPE_CHECKING:
     from automodel_cli.run.session import Session

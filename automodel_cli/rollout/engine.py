@@ -4,93 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.errors import RunError
+from automodel_cli.rollout.types import Completion, CudaGraphs, SamplingParams, WeightStream
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
     import torch
     from torch import Tensor
 
     from automodel_cli.rollout.servers.http import Server
 
-FinishReason = Literal["stop", "length"]
-CudaGraphs = Literal["auto"] | bool
-"""Whether the sampler's decoding steps are CUDA graphs."""
-WeightStream = Iterable[Sequence[tuple[str, "Tensor"]]]
-"""Buckets of (hub name, full tensor); every parameter of the model once."""
 Joins = Callable[[Iterator[Sequence[tuple[str, "Tensor"]]]], None]
 """What a rank that does not speak to a server does with the stream of new weights."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How completions are drawn.
-
-    `temperature` 0 is greedy, and then `top_p` and `top_k` have nothing to do and must be left alone. `top_k` 0 keeps
-    all tokens. `seed` makes one call repeatable without touching the caller's random state; None draws from that state.
-    `routing`: completions shall tell which experts each token went to.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    routing: bool = False
-
-    def __post_init__(self) -> None:
-        rules = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1", "max_new_tokens=256"),
-            ("temperature", self.temperature >= 0, "must be at least 0 (0 is greedy)", "temperature=1.0"),
-            ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1", "top_p=1.0"),
-            ("top_k", self.top_k >= 0, "must be at least 0 (0 keeps all tokens)", "top_k=0"),
-        )
-        for name, holds, rule, fix in rules:
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)} {rule}", keys=(name,), fix=fix)
-        if self.greedy and (self.top_p != 1 or self.top_k != 0):
-            raise ConfigError(
-                f"top_p={self.top_p}, top_k={self.top_k} do nothing at temperature=0",
-                keys=("temperature", "top_p", "top_k"),
-                fix="top_p=1.0 top_k=0",
-            )
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What followed one prompt.
-
-    `tokens` includes the end-of-sequence token when `finish_reason` is "stop". `logprobs[i]` is the log-probability of
-    `tokens[i]` under the distribution it was drawn from: after temperature, top-k and top-p; the plain softmax when
-    greedy. `weight_version` counts the weight updates that the engine had seen when it drew the oldest of the tokens;
-    `token_versions` says it of each, None where it is the same (or known) for all. `prompt_tokens`: what the engine
-    says that it read where that is not the prompt. `routed_experts`, where it was asked for: small integers
-    `[tokens, layers, k]`, the experts of each token that the model read, which is all of prompt and completion but the
-    last; layers are those with experts, or all of the model's.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
-    weight_version: int
-    prompt_tokens: list[int] | None = None
-    token_versions: list[int] | None = None
-    routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def versions(self) -> list[int]:
-        """The weight version of each token."""
-        return [self.weight_version] * len(self.tokens) if self.token_versions is None else self.token_versions
 
 
 @dataclass(frozen=True)

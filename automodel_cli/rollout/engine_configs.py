@@ -15,16 +15,18 @@ from urllib.parse import urlsplit
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.engine import Capabilities, CudaGraphs
+from automodel_cli.rollout.engine import Capabilities
 from automodel_cli.rollout.servers.commands import VLLM_WITH_EXPERTS
 from automodel_cli.rollout.servers.started import StartedServers
 from automodel_cli.rollout.servers.vllm_servers import VLLMServers
+from automodel_cli.rollout.types import CudaGraphs
 
 if TYPE_CHECKING:
-    from automodel_cli.rollout.engine import Engine, Host, SamplingParams
+    from automodel_cli.rollout.engine import Engine, Host
     from automodel_cli.rollout.servers.http import Server
     from automodel_cli.rollout.servers.live_weights import LiveWeights
     from automodel_cli.rollout.servers.transfer import SharedTransfer, Transfer
+    from automodel_cli.rollout.types import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.models.routing import mark_selections
 from automodel_cli.rollout.built import Built
-from automodel_cli.rollout.engine import CudaGraphs, Engine, Joins
+from automodel_cli.rollout.engine import Engine, Joins
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import (
     RankZeroEngine,
@@ -19,6 +19,7 @@ from automodel_cli.rollout.sampler.graphs import settled
 from automodel_cli.rollout.sampler.slots import num_slots as slots_for
 from automodel_cli.rollout.servers.own import start
 from automodel_cli.rollout.servers.process import ServerProcess
+from automodel_cli.rollout.types import CudaGraphs
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,16 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import OnError, check_on_error
-
-Message = dict[str, Any]
-EpisodeEnd = Literal["stop", "length", "turns", "error", "timeout"]
-"""`stop`: the environment is done. `length`: a message was cut off, or the row has no room for another. `turns`: the
-environment would have gone on after the last turn. `error`: the environment raised; `timeout`: it took too long. After
-these two the episode has failed."""
+from automodel_cli.rollout.types import Message
 
 
 @dataclass(frozen=True)

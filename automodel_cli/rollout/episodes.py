@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from automodel_cli.data.template_choice import resolve_chat_template
-from automodel_cli.rollout.engine import Completion, Engine, SamplingParams
+from automodel_cli.rollout.engine import Engine
 from automodel_cli.rollout.environment import EnvironmentNode
 from automodel_cli.rollout.environments.conversation import Episode, Player, Reply, sample_name
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.environments.token_turns import check_read
-from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.model_engines import RankZeroEngine, Start, at_once
 from automodel_cli.rollout.rewards.base import Judged
-from automodel_cli.rollout.rewards.combine import RewardSum, Score
+from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.rules import ENVIRONMENT
 from automodel_cli.rollout.sample_queue import Draw, SampleRequest
+from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
 
 if TYPE_CHECKING:
     from automodel_cli.data.config import DataConfig

@@ -9,8 +9,7 @@ Shapes: N samples, B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,83 +17,13 @@ from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX, NO_RUN, ROUTED_EXPERTS, Batch, Run, SeenKeys
 from automodel_cli.data.packing import best_fit_decreasing
-from automodel_cli.data.prompts import Prompt
 from automodel_cli.objectives.base import RewardKL
-from automodel_cli.rollout.environment import EpisodeEnd, Message
-from automodel_cli.rollout.environments.pool import Account
-from automodel_cli.rollout.rewards.combine import Score
+from automodel_cli.rollout.types import Sample
 
 _PARTS = (1, 2, 3, 4)
 """Into how many parts a row may be cut, for blocks that fill it better."""
 Spread = tuple[int, int, int]
 """Of one sample in a microbatch: its row there, the position of its first label, its number among all samples."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The `index`-th response to `prompt`; `place` is where the prompt stands in the endless stream of prompts, and
-    names the group.
-
-    Of several turns `tokens` holds what the environment said too: `generated` tells the model's own apart (None: all of
-    them), `said` are the messages after the prompt, and `text` is the last of the model's; `environment` is the name of
-    who answered, and `account` what that cost. `routed_experts` `[tokens, layers, k]`: of prompt and response, as
-    far as it is known.
-    """
-
-    place: int
-    index: int
-    prompt: Prompt
-    tokens: list[int]
-    logprobs: list[float]
-    text: str
-    finish_reason: EpisodeEnd
-    weight_version: int
-    score: Score
-    generated: list[bool] | None = None
-    said: list[Message] = field(default_factory=list)
-    environment: str | None = None
-    account: Account | None = None
-    token_versions: list[int] | None = None
-    routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def failed(self) -> bool:
-        """Whether its environment failed."""
-        return self.finish_reason in ("error", "timeout")
-
-    @property
-    def truncated(self) -> bool:
-        return self.finish_reason in ("length", "turns")
-
-    @cached_property
-    def length(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.prompt.tokens) + len(self.tokens)
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens that the model drew."""
-        return len(self.tokens) if self.generated is None else sum(self.generated)
-
-    @property
-    def drawn_versions(self) -> list[int]:
-        """By which weights each token was drawn that the model drew; the oldest of the sample's where it is not known
-        of each."""
-        known = [self.weight_version] * len(self.tokens) if self.token_versions is None else self.token_versions
-        return known if self.generated is None else [v for v, drawn in zip(known, self.generated, strict=True) if drawn]
-
-    @property
-    def num_turns(self) -> int:
-        """Messages of the model."""
-        return 1 if self.generated is None else sum(message["role"] == "assistant" for message in self.said)
-
-    def generated_T(self) -> Tensor:
-        """Which of `tokens` the model drew."""
-        return torch.tensor([True] * len(self.tokens) if self.generated is None else self.generated)
-
-    def at_generated(self, value: float) -> Tensor:
-        """`value` at those of `tokens` that the model drew, 0 at the others; float32."""
-        return torch.full((len(self.tokens),), value) if self.generated is None else value * self.generated_T()
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from transformers.generation.logits_process import (
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed.chosen_experts import Recorder, choosing
-from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, WeightStream, resolve_seeds
+from automodel_cli.rollout.engine import Capabilities, resolve_seeds
 from automodel_cli.rollout.routing_record import compact
 from automodel_cli.rollout.sampling import draw, streams
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

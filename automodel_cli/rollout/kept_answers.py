@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from automodel_cli.rollout.engine import Completion
 from automodel_cli.rollout.environments.conversation import Episode
-from automodel_cli.rollout.environments.pool import Account
 from automodel_cli.rollout.routing_record import from_text, to_text
+from automodel_cli.rollout.types import Account, Completion
 
 Answer = Completion | Episode
 Place = tuple[int, int]

@@ -22,18 +22,11 @@ from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shrink import build_small, shrink
 from automodel_cli.models.source import stop_ids
 from automodel_cli.pipelining.torch_runtime.compat import reshards_after_forward
-from automodel_cli.rollout.engine import (
-    Capabilities,
-    Completion,
-    Engine,
-    Joins,
-    SamplingParams,
-    WeightStream,
-    resolve_seeds,
-)
+from automodel_cli.rollout.engine import Capabilities, Engine, Joins, resolve_seeds
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.sampler.decoder import Decoder, DecoderStage, fsdp_gathered
 from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 from automodel_cli.run.token_ids import pad_id
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.types import Sample
 
 
 def is_right(sample: Sample) -> bool:

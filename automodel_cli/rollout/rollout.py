@@ -13,7 +13,7 @@ from torch import Tensor
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.rollout.environments.metrics import environment_metrics
-from automodel_cli.rollout.experience import Sample, Update
+from automodel_cli.rollout.experience import Update
 from automodel_cli.rollout.reward_means import (
     by_group,
     counted,
@@ -25,6 +25,7 @@ from automodel_cli.rollout.reward_means import (
     mean_reward,
 )
 from automodel_cli.rollout.rules import ENVIRONMENT
+from automodel_cli.rollout.types import Sample
 
 _MOST_SOURCES = 32  # more names than that are no sources
 

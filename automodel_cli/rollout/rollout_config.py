@@ -10,10 +10,11 @@ from typing import Any, Literal
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.launch.servers import GenerationServers
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.rollout.engine import EngineConfig, SamplingParams
+from automodel_cli.rollout.engine import EngineConfig
 from automodel_cli.rollout.engine_configs import LiveServerConfig, SamplerConfig
 from automodel_cli.rollout.environment import EnvironmentNode
 from automodel_cli.rollout.servers.started import Wanted
+from automodel_cli.rollout.types import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from automodel_cli.config.files import open_own
-from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.reward_means import counted, has_reward, mean_reward
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
+from automodel_cli.rollout.types import Sample
 from automodel_cli.run.answers import Accuracy, Answer
 from automodel_cli.run_folders.rollouts import said
 from automodel_cli.training.metrics import keep_rows_until

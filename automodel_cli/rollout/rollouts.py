@@ -24,7 +24,7 @@ from automodel_cli.rollout.agreement import MAX_NEW_TOKENS, MAX_PROMPTS, check_a
 from automodel_cli.rollout.alarms import Alarms, measured_entropies
 from automodel_cli.rollout.credit import Credit
 from automodel_cli.rollout.engine import sample_seed
-from automodel_cli.rollout.experience import RowPlan, Sample, plan_updates
+from automodel_cli.rollout.experience import RowPlan, plan_updates
 from automodel_cli.rollout.phases import Idle, Phases
 from automodel_cli.rollout.reward_means import counted, mean_reward, of_k_samples
 from automodel_cli.rollout.rewards.base import RewardNode
@@ -36,6 +36,7 @@ from automodel_cli.rollout.sample_source import SampleSource, Seconds
 from automodel_cli.rollout.sampling import shaping_of
 from automodel_cli.rollout.scorer import Scorer
 from automodel_cli.rollout.shared_prompts import why_apart
+from automodel_cli.rollout.types import Sample
 from automodel_cli.run.answers import Accuracy
 from automodel_cli.run.reference_update import ReferenceUpdate
 from automodel_cli.run.scoring import logprobs_of, shaped

@@ -18,8 +18,9 @@ from torch import Tensor
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS, Batch
 from automodel_cli.models.routing import Routing, install_routing
-from automodel_cli.rollout.experience import Sample, Update
+from automodel_cli.rollout.experience import Update
 from automodel_cli.rollout.scorer import Scorer
+from automodel_cli.rollout.types import Sample
 from automodel_cli.run.scoring import logprobs_of
 
 if TYPE_CHECKING:

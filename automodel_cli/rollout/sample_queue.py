@@ -27,10 +27,11 @@ import torch.distributed as dist
 
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.distributed.device_threads import threads_on_this_device
-from automodel_cli.rollout.engine import Engine, SamplingParams, WeightStream
+from automodel_cli.rollout.engine import Engine
 from automodel_cli.rollout.environments.conversation import Episode
 from automodel_cli.rollout.kept_answers import Answer, Place, packed, unpacked
 from automodel_cli.rollout.model_engines import RankZeroEngine, Start
+from automodel_cli.rollout.types import SamplingParams, WeightStream
 
 SampleRequest = tuple[int, int, Prompt]
 """Place of the prompt, index of the sample in its group, prompt."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.models.routing import Selectors
-from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, WeightStream, sample_seed
+from automodel_cli.rollout.engine import Engine, sample_seed
 from automodel_cli.rollout.engine_host import EngineHost
 from automodel_cli.rollout.environments.conversation import Episode
 from automodel_cli.rollout.environments.pool import EnvironmentPool, check_rows
@@ -26,7 +26,6 @@ from automodel_cli.rollout.episodes import (
     unscored_samples,
     what_plays,
 )
-from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.model_engines import RankZeroEngine
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.rollout.rewards.combine import RewardSum
@@ -35,6 +34,7 @@ from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.routing_replay import RoutingReplay
 from automodel_cli.rollout.rules import check_routing_engine
 from automodel_cli.rollout.sample_queue import Generated, SampleQueue, SampleRequest
+from automodel_cli.rollout.types import Completion, Sample, SamplingParams, WeightStream
 
 if TYPE_CHECKING:
     from automodel_cli.run.session import Session

@@ -15,7 +15,7 @@ from torch import Tensor
 from automodel_cli.models.shaping import Shaping
 
 if TYPE_CHECKING:
-    from automodel_cli.rollout.engine import SamplingParams
+    from automodel_cli.rollout.types import SamplingParams
 
 
 def shaping_of(params: SamplingParams) -> Shaping:

@@ -16,9 +16,10 @@ from automodel_cli.models.shaping import Shaping
 from automodel_cli.objectives.base import PolicyObjective, selection_of
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.grpo import GRPO
-from automodel_cli.rollout.experience import Sample, Update
+from automodel_cli.rollout.experience import Update
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.sampling import shaping_of
+from automodel_cli.rollout.types import Sample
 from automodel_cli.rollout.uncertain import with_uncertain
 from automodel_cli.run.reference_update import ReferenceUpdate
 from automodel_cli.run.scoring import ReferenceModel, draws_while_training, fields_of, logprobs_of, shaped

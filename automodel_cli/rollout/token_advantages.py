@@ -15,7 +15,8 @@ from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import RewardKL
 from automodel_cli.objectives.returns import generalised_advantages, moments, whitened
-from automodel_cli.rollout.experience import Sample, Update
+from automodel_cli.rollout.experience import Update
+from automodel_cli.rollout.types import Sample
 
 
 @dataclass(frozen=True)

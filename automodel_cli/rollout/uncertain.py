@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.rollout.experience import Sample, Update
+from automodel_cli.rollout.experience import Update
+from automodel_cli.rollout.types import Sample
 
 _TIE = 1e-5
 """Nats. First tokens of a group have the same prompt, and so one entropy but for rounding, which layouts do apart."""

@@ -23,8 +23,9 @@ from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.experience import Sample, Update
+from automodel_cli.rollout.experience import Update
 from automodel_cli.rollout.token_advantages import TokenAdvantages
+from automodel_cli.rollout.types import Sample
 from automodel_cli.rollout.uncertain import with_uncertain
 from tests import tiny
 from tests.dist.harness import launch, launch_all

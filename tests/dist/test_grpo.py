@@ -24,12 +24,12 @@ from automodel_cli.parity.reference import Original, Reference, exact_process
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.rollout import experience
-from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
-from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
+from automodel_cli.rollout.engine import sample_seed
+from automodel_cli.rollout.experience import RowPlan, Update, kl_sums, plan_updates
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import RankZeroEngine, at_once, build_sampler
-from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.rollout.sampling import shaping_of
+from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch, launch_all

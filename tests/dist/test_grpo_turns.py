@@ -19,15 +19,16 @@ from automodel_cli.objectives.base import RewardKL
 from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.parity.rows import Row
-from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.engine import sample_seed
 from automodel_cli.rollout.environments.calculator import Calculator
 from automodel_cli.rollout.environments.conversation import Episode, Player
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.episodes import exchange_replies, scored_samples, with_environment
-from automodel_cli.rollout.experience import RowPlan, Sample, Update, kl_sums, plan_updates
+from automodel_cli.rollout.experience import RowPlan, Update, kl_sums, plan_updates
 from automodel_cli.rollout.model_engines import build_sampler
-from automodel_cli.rollout.rewards.combine import RewardSum, Score
+from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.rewards.text import FormatRegex
+from automodel_cli.rollout.types import Sample, SamplingParams, Score
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch, launch_all

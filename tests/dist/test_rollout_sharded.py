@@ -29,11 +29,12 @@ from automodel_cli.parity.rows import FP32
 from automodel_cli.pipelining.build import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.torch_runtime.compat import fsdp_roots
-from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.engine import sample_seed
 from automodel_cli.rollout.model_engines import build_sampler
 from automodel_cli.rollout.sampler import graphs
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.rollout.types import SamplingParams
 from automodel_cli.training.stages import SingleStage
 from tests import tiny
 from tests.dist.harness import launch_all

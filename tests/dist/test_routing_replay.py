@@ -25,10 +25,10 @@ from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, exact_process
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.engine import Completion, SamplingParams, sample_seed
-from automodel_cli.rollout.experience import Sample
+from automodel_cli.rollout.engine import sample_seed
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import build_sampler
+from automodel_cli.rollout.types import Completion, Sample, SamplingParams
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch, launch_all

@@ -17,7 +17,8 @@ from automodel_cli.objectives.online_dpo import OnlineDPO
 from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
 from automodel_cli.parity.gradients import full_gradients
 from automodel_cli.parity.reference import Original, Reference
-from automodel_cli.rollout.experience import RowPlan, Sample, Update, plan_updates
+from automodel_cli.rollout.experience import RowPlan, Update, plan_updates
+from automodel_cli.rollout.types import Sample
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch

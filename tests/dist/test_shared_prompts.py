@@ -26,8 +26,8 @@ from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
 from automodel_cli.parity.reference import Original, Reference, exact_process
 from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.experience import RowPlan, Sample, Update, plan_updates
-from automodel_cli.rollout.rewards.combine import Score
+from automodel_cli.rollout.experience import RowPlan, Update, plan_updates
+from automodel_cli.rollout.types import Sample, Score
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist import cuda_stand_in

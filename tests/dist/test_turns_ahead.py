@@ -18,13 +18,14 @@ from automodel_cli.data.prompts import Prompt
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import Capabilities, Completion, SamplingParams, sample_seed
+from automodel_cli.rollout.engine import Capabilities, sample_seed
 from automodel_cli.rollout.environment import Environment, Turn
 from automodel_cli.rollout.environments.conversation import Episode, Player
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.episodes import episodes_beside
 from automodel_cli.rollout.model_engines import RankZeroEngine
 from automodel_cli.rollout.sample_queue import SampleQueue, SampleRequest
+from automodel_cli.rollout.types import Completion, SamplingParams
 from tests.dist.harness import launch, launch_all
 
 PARAMS = SamplingParams(max_new_tokens=8)

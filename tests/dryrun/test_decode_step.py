@@ -19,10 +19,10 @@ from automodel_cli.dryrun.rank import _materialise
 from automodel_cli.models.attention import packed_attention, register
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
-from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.sampler import graphs
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
 from tests.dist.harness import launch
 

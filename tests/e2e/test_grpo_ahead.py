@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.engine import sample_seed
 from automodel_cli.rollout.hf import HFEngine
+from automodel_cli.rollout.types import SamplingParams
 from tests.e2e.command import automodel, curve, environment, kill_after_step, metrics, start
 from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config
 

@@ -19,10 +19,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from automodel_cli.distributed.expert_parallel import experts_modules
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.servers.process import answers
 from automodel_cli.rollout.servers.sglang import SGLangEngine
 from automodel_cli.rollout.servers.transfer import FileTransfer
+from automodel_cli.rollout.types import SamplingParams
 from tests.e2e.command import automodel, curve
 from tests.real_servers import RUN, prompts
 from tests.sglang.server import MARKS, OPTIONS, PROGRAM, SGLangServed

@@ -14,12 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, sample_seed
-from automodel_cli.rollout.environment import EpisodeEnd, Message, Turn
+from automodel_cli.rollout.engine import Engine, sample_seed
+from automodel_cli.rollout.environment import Turn
 from automodel_cli.rollout.environments.loop_thread import in_thread
-from automodel_cli.rollout.environments.pool import Account, EnvironmentPool, Failure
+from automodel_cli.rollout.environments.pool import EnvironmentPool, Failure
 from automodel_cli.rollout.environments.token_turns import check_read, tokens_between
 from automodel_cli.rollout.routing_record import first_known
+from automodel_cli.rollout.types import Account, Completion, EpisodeEnd, Message, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

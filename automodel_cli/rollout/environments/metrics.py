@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from automodel_cli.rollout.environments.pool import Account
-from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.reward_means import mean_reward
+from automodel_cli.rollout.types import Account, Sample
 
 
 def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:

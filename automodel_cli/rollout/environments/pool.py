@@ -19,25 +19,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.environment import EnvironmentNode, EpisodeEnd, Message, Turn
+from automodel_cli.rollout.environment import EnvironmentNode, Turn
 from automodel_cli.rollout.environments.loop_thread import LoopThread, in_thread
+from automodel_cli.rollout.types import Account, EpisodeEnd, Message
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _FIRST_PAUSE = 0.5  # seconds before a step is tried again; doubled for each further try
-
-
-@dataclass
-class Account:
-    """What an episode has cost its environment so far: `seconds` of all steps with their tries and pauses, `slowest` of
-    one step; tries that raised or took too long and were made again (`retries`), and tries that took too long."""
-
-    seconds: float = 0.0
-    slowest: float = 0.0
-    retries: int = 0
-    timeouts: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from automodel_cli.config.errors import DataError, RunError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from automodel_cli.rollout.environment import Message
+    from automodel_cli.rollout.types import Message
 
 _PLACE = "\N{INVISIBLE SEPARATOR}reply\N{INVISIBLE SEPARATOR}"  # stands for the model's text in a rendered conversation
 _AROUND = 4  # tokens shown on either side of a difference

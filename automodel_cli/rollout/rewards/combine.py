@@ -10,7 +10,6 @@ import math
 import queue
 import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
@@ -19,6 +18,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.device_threads import threads_on_this_device
 from automodel_cli.rollout.rewards.base import Judged, JudgesTogether, Many, RewardNode, check_on_error
 from automodel_cli.rollout.rewards.helper import Helper
+from automodel_cli.rollout.types import Score
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +31,6 @@ _RAISED = (Exception, SystemExit)  # belongs to the sample, also where a script 
 _CONCURRENCY = 32
 _MOST_WORDS = 300  # characters of an error that are printed and kept with the sample
 _SHOWN = 5  # errors of one reward that one call prints, each once in a run; the rest is counted
-
-
-@dataclass(frozen=True)
-class Score:
-    """What one sample got. `parts` are the rewards before their weights, without those that went wrong and those that
-    gave None; `errors` says why the former did. `valid` False: leave the sample out of training."""
-
-    total: float
-    parts: dict[str, float]
-    errors: dict[str, str]
-    valid: bool = True
 
 
 class RewardSum:

@@ -28,12 +28,12 @@ from torch.distributed.fsdp import FSDPModule
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.state_layers import StateLayer
 from automodel_cli.pipelining.torch_runtime.compat import forwards_of_gathered, fsdp_roots
-from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.sampling import choose, shaping_of
+from automodel_cli.rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from automodel_cli.distributed.mesh import Mesh
-    from automodel_cli.rollout.engine import CudaGraphs
+    from automodel_cli.rollout.types import CudaGraphs
 
 Step = Callable[[Tensor], Tensor]
 """From the inputs `[B, 3]` of a bucket to `drawn_2B`."""

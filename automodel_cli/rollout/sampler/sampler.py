@@ -21,19 +21,13 @@ from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.chosen_experts import Recorder, choosing
-from automodel_cli.rollout.engine import (
-    Capabilities,
-    Completion,
-    FinishReason,
-    SamplingParams,
-    WeightStream,
-    resolve_seeds,
-)
+from automodel_cli.rollout.engine import Capabilities, resolve_seeds
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.graphs import Capture, DecodeGraphs, GraphsFailed
 from automodel_cli.rollout.sampler.kv_cache import Decode, KVCache, Prefill, WholeAttention
 from automodel_cli.rollout.sampler.state_slots import StateSlots
 from automodel_cli.rollout.sampling import choose, streams
+from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams, WeightStream
 
 _logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.rollout.engine import Completion, SamplingParams, WeightStream
 from automodel_cli.rollout.servers.served import ServedEngine
 from automodel_cli.rollout.servers.transfer import Transfer
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
 
 class LiveWeights(ServedEngine):

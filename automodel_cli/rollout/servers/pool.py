@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.rollout.engine import Completion, SamplingParams, WeightStream, resolve_seeds
+from automodel_cli.rollout.engine import resolve_seeds
 from automodel_cli.rollout.servers.http import ServerError
 from automodel_cli.rollout.servers.live_weights import LiveWeights
 from automodel_cli.rollout.servers.served import ServedEngine
 from automodel_cli.rollout.servers.transfer import FileTransfer, SharedTransfer
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
 E = TypeVar("E", bound=ServedEngine)
 logger = logging.getLogger(__name__)

@@ -7,16 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from automodel_cli.rollout.engine import (
-    Capabilities,
-    Completion,
-    FinishReason,
-    SamplingParams,
-    WeightStream,
-    resolve_seeds,
-)
+from automodel_cli.rollout.engine import Capabilities, resolve_seeds
 from automodel_cli.rollout.servers.http import Server, ServerError
 from automodel_cli.rollout.servers.open_requests import OpenRequests
+from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams, WeightStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,10 +11,11 @@ from automodel_cli.rollout.servers.commands import SGLANG_WITH_EXPERTS
 from automodel_cli.rollout.servers.sglang_servers import SGLangServers
 
 if TYPE_CHECKING:
-    from automodel_cli.rollout.engine import Engine, Host, SamplingParams
+    from automodel_cli.rollout.engine import Engine, Host
     from automodel_cli.rollout.servers.http import Server
     from automodel_cli.rollout.servers.live_weights import LiveWeights
     from automodel_cli.rollout.servers.transfer import Transfer
+    from automodel_cli.rollout.types import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from automodel_cli.rollout.engine import Completion, Engine, SamplingParams, WeightStream
+from automodel_cli.rollout.engine import Engine
 from automodel_cli.rollout.servers.live_weights import LiveWeights
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
 _AWAKE = frozenset({"weights", "kv_cache"})
 

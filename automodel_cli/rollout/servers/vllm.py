@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.engine import Capabilities, SamplingParams
+from automodel_cli.rollout.engine import Capabilities
 from automodel_cli.rollout.servers.commands import VLLM
 from automodel_cli.rollout.servers.http import Server, ServerError
 from automodel_cli.rollout.servers.live_weights import LiveWeights
 from automodel_cli.rollout.servers.openai import OpenAIEngine
 from automodel_cli.rollout.servers.release import check_release
 from automodel_cli.rollout.servers.transfer import Transfer, once
+from automodel_cli.rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

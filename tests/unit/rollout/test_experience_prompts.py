@@ -12,8 +12,8 @@ import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS
 from automodel_cli.data.prompts import Prompt
-from automodel_cli.rollout.experience import RowPlan, Sample, Update, plan_updates
-from automodel_cli.rollout.rewards.combine import Score
+from automodel_cli.rollout.experience import RowPlan, Update, plan_updates
+from automodel_cli.rollout.types import Sample, Score
 
 
 def group(place: int, prompt: int, responses: Sequence[int]) -> list[Sample]:

@@ -12,8 +12,8 @@ import transformers
 from automodel_cli.config.errors import ConfigError, DataError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.rollout.accuracy import measure_accuracy
-from automodel_cli.rollout.engine import Completion, SamplingParams
 from automodel_cli.rollout.hf import HFEngine
+from automodel_cli.rollout.types import Completion, SamplingParams
 from tests import tiny
 
 PAD, STOP = 0, 2

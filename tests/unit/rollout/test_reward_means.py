@@ -11,12 +11,10 @@ import torch
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.prompts import Prompt
 from automodel_cli.rollout.alarms import Alarms
-from automodel_cli.rollout.environments.pool import Account
-from automodel_cli.rollout.experience import Sample
 from automodel_cli.rollout.reward_means import is_wrong, of_k_samples
-from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.rollout.rollout import Rollout
 from automodel_cli.rollout.rollout_config import RolloutConfig
+from automodel_cli.rollout.types import Account, Sample, Score
 
 
 def sample(place: int, index: int, total: float, source: str = "a", *, failed: bool = False, **parts: float) -> Sample:

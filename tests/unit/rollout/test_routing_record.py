@@ -22,12 +22,10 @@ from automodel_cli.models.attention import packed_attention
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.routing import Routing, install_routing, mark_selections, selectors_of
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import Completion, SamplingParams
 from automodel_cli.rollout.engine_configs import VLLMConfig
-from automodel_cli.rollout.experience import RowPlan, Sample, plan_updates
+from automodel_cli.rollout.experience import RowPlan, plan_updates
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.kept_answers import packed, unpacked
-from automodel_cli.rollout.rewards.combine import Score
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.routing_record import compact, first_known, from_text, joined, to_text
 from automodel_cli.rollout.routing_replay import RoutingReplay
@@ -40,6 +38,7 @@ from automodel_cli.rollout.servers.sglang_config import SGLangConfig
 from automodel_cli.rollout.servers.told_experts import experts_told, from_int32
 from automodel_cli.rollout.servers.transfer import FileTransfer
 from automodel_cli.rollout.servers.vllm import VLLMEngine
+from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
 from tests import tiny
 from tests.dist.parity import tiny_part
 from tests.unit.rollout.servers.test_http_servers import VLLMDouble

@@ -18,7 +18,8 @@ from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
 from automodel_cli.rollout.environments.mcp import MCPTools
-from automodel_cli.rollout.environments.pool import Account, EnvironmentPool, Failure
+from automodel_cli.rollout.environments.pool import EnvironmentPool, Failure
+from automodel_cli.rollout.types import Account
 
 SERVER = """
 import asyncio, os, sys

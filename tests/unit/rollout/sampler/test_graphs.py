@@ -15,10 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from automodel_cli.models.attention import packed_attention, register
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
-from automodel_cli.rollout.engine import Completion, SamplingParams
 from automodel_cli.rollout.sampler import graphs
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.rollout.types import Completion, SamplingParams
 from tests import tiny
 from tests.marks import slow
 

@@ -16,12 +16,13 @@ from automodel_cli.models.attention import packed_attention, register
 from automodel_cli.models.head import detect_head
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.shaping import Shaping
-from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.engine import sample_seed
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.model_engines import check_decoding
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
 from automodel_cli.rollout.sampling import choose, draw, shaping_of, streams, uniforms
+from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
 from tests.marks import slow
 

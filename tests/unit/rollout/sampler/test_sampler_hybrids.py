@@ -22,11 +22,12 @@ from automodel_cli.models.build import part_of
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.state_layers import StateLayer
-from automodel_cli.rollout.engine import SamplingParams, sample_seed
+from automodel_cli.rollout.engine import sample_seed
 from automodel_cli.rollout.model_engines import check_decoding
 from automodel_cli.rollout.sampler.decoder import Decoder
 from automodel_cli.rollout.sampler.sampler import Sampler
 from automodel_cli.rollout.sampling import shaping_of
+from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
 from tests.hybrids import HYBRIDS, hybrid
 from tests.marks import slow

@@ -32,7 +32,6 @@ from safetensors.torch import load_file
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.environment import Environment, Turn
 from automodel_cli.rollout.environments.conversation import Episode, Player
 from automodel_cli.rollout.environments.pool import EnvironmentPool
@@ -41,6 +40,7 @@ from automodel_cli.rollout.servers.http import Server
 from automodel_cli.rollout.servers.openai import OpenAIEngine
 from automodel_cli.rollout.servers.transfer import FileTransfer, Watch, check_gpus
 from automodel_cli.rollout.servers.vllm import VLLMEngine
+from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
 from tests.signatures import bind
 

@@ -8,8 +8,8 @@ import pytest
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.servers.shared_gpus import SharedGPUs
+from automodel_cli.rollout.types import SamplingParams
 from tests.unit.rollout.servers.test_http_servers import Refused, VLLMDouble, make_oracle
 from tests.unit.rollout.servers.test_pool import SEEN, dropped, pool_of
 

@@ -15,7 +15,6 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.engine_configs import ServerConfig, VLLMConfig
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.servers.http import Server
@@ -23,6 +22,7 @@ from automodel_cli.rollout.servers.openai import OpenAIEngine
 from automodel_cli.rollout.servers.pool import LivePool, ServerPool
 from automodel_cli.rollout.servers.transfer import FileTransfer
 from automodel_cli.rollout.servers.vllm import VLLMEngine
+from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
 from tests.unit.rollout.servers.test_http_servers import Refused, VLLMDouble, build_model, make_oracle
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import SamplingParams
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.rollout_config import RolloutConfig
 from automodel_cli.rollout.servers.http import Server
@@ -26,6 +25,7 @@ from automodel_cli.rollout.servers.sglang import SGLangEngine
 from automodel_cli.rollout.servers.sglang_config import SGLangConfig
 from automodel_cli.rollout.servers.shared_gpus import SharedGPUs
 from automodel_cli.rollout.servers.transfer import FileTransfer
+from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
 from tests.signatures import SIGNATURES, bind
 from tests.unit.rollout.servers.test_http_servers import Refused, VLLMDouble, build_model, make_oracle
