@@ -29,7 +29,6 @@ from automodel_cli.dryrun.strategies import Strategies
 from automodel_cli.models import attention_flex, compat, head_kernels, shipped
 from automodel_cli.models.part import ModelPart
 from automodel_cli.models.source import hf_config
-from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
 from automodel_cli.pipelining.timeline.simulator import peak_activations
 from automodel_cli.pipelining.torch_runtime.compat import Runtime
 from automodel_cli.planning.plan import Plan, make_plan
@@ -80,8 +79,7 @@ class Traced:
 
     def watch_stages(self) -> None:
         """Time their actions; nothing has to be connected, and torch's handshake would read what is not there."""
-        for runtime in (Runtime, EagerRuntime):
-            runtime.warm_up = lambda self: None  # type: ignore[method-assign]
+        Runtime.warm_up = lambda self: None  # type: ignore[method-assign]
 
         def begin() -> None:
             self.clock.host_waits()  # actions are timed apart; the simulator puts them together

@@ -69,15 +69,10 @@ def _mesh(axes: Sequence[str]) -> MeshConfig:
 
 
 def small_pipeline(config: PipelineConfig | None) -> PipelineConfig | None:
-    """The same schedule and runtime; how the stages are cut is about layers that the small copy does not have."""
+    """The same schedule; how the stages are cut is about layers that the small copy does not have."""
     if config is None:
         return None
-    return PipelineConfig(
-        schedule=config.schedule or "1f1b",
-        runtime=config.runtime,
-        balance=config.balance,
-        overlap_p2p_comm=config.overlap_p2p_comm,
-    )
+    return PipelineConfig(schedule=config.schedule or "1f1b", balance=config.balance)
 
 
 def small_attention(attention: str) -> str:

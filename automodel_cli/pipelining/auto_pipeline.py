@@ -85,8 +85,9 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
             quotient is the number of microbatches that `build` checks against the schedule and that `info.schedule` is
             made for. A step may bring another number: it is checked when it comes.
         layers_per_stage, round_virtual_stages_to_pp_multiple, module_fqns_per_model_part, layout, balance,
-            microbatch_group_size, runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints:
-            see `PipelineConfig`.
+            microbatch_group_size: see `PipelineConfig`.
+        runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints: only their defaults are
+            supported. The functions of `pipelining.megatron_core` have these options.
         patch_inner_model, patch_causal_lm_model: make stages of the base model, and of the causal LM around it, by
             stand-ins for what other stages have. False: that forward takes and returns hidden states by itself
             (`cut.stage_part.Ready`), which `build` checks on a small copy.
@@ -122,10 +123,8 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
                 balance=balance,
                 microbatch_group_size=microbatch_group_size,
                 dtype=_dtype_name(dtype),  # type: ignore[arg-type]
-                runtime=runtime,
-                overlap_p2p_comm=overlap_p2p_comm,
-                num_microbatches_with_partial_activation_checkpoints=num_microbatches_with_partial_activation_checkpoints,
             )
+            _check_runtime(runtime, overlap_p2p_comm, num_microbatches_with_partial_activation_checkpoints)
             config.read_program()  # a file that cannot be run is refused here rather than in `build`
         super().__init__(
             config,
@@ -214,6 +213,23 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         schedule = self._built().schedule
         assert schedule is not None
         return listing.draw_program(schedule.program, None if filename is None else Path(filename))
+
+
+def _check_runtime(runtime: str, overlap_p2p_comm: bool, num_partial: int | None) -> None:
+    """Raise ConfigError for options that only the functions of `pipelining.megatron_core` have."""
+    partial_key = "num_microbatches_with_partial_activation_checkpoints"
+    for key, value, default in (
+        ("runtime", runtime, "torch"),
+        ("overlap_p2p_comm", overlap_p2p_comm, False),
+        (partial_key, num_partial, None),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"{key}={value!r} is not supported because AutoPipeline runs every schedule on "
+                "torch.distributed.pipelining. Only the functions of pipelining.megatron_core have this option",
+                keys=(key,),
+                fix=f"{key}={default!r}",
+            )
 
 
 def _with_gradient_over(loss: LossFn, num_microbatches: int) -> LossFn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from automodel_cli.config.errors import ConfigError
@@ -10,7 +10,6 @@ from automodel_cli.pipelining.schedule.program import Program, read_csv
 from automodel_cli.pipelining.schedule.schedules import Schedule, check_schedule, find_schedule
 
 WAYS = ("layout", "module_fqns_per_model_part", "layers_per_stage")
-EAGER_SCHEDULES = ("1F1B", "Interleaved1F1B")
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,6 @@ class PipelineConfig:
     balance: how layers spread where only their number is known: "even", or "cost" with the head weighed.
     microbatch_group_size: microbatches per chunk and round of interleaved_1f1b; null is torch's grouping.
     dtype: of the tensors between stages; null is what the model computes in.
-    runtime: "torch" executes every schedule on torch.distributed.pipelining; "eager" executes 1f1b and interleaved_1f1b
-        with Megatron-core's functions, to the same losses and gradients, and releases what it has sent. Options of the
-        eager runtime: overlap_p2p_comm posts receives early, in interleaved_1f1b and where the microbatches of a step
-        are equally long; num_microbatches_with_partial_activation_checkpoints is how many of the microbatches that are
-        alive at once keep their activations (the others are recomputed), null leaves that to the parallelizer.
     """
 
     schedule: str | None = "1f1b"
@@ -52,14 +46,6 @@ class PipelineConfig:
     """Microbatches per chunk and round of interleaved_1f1b. null: torch's grouping."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the tensors between stages. null: the compute dtype."""
-    runtime: Literal["torch", "eager"] = "torch"
-    """`torch` executes every schedule on torch.distributed.pipelining. `eager` executes 1f1b and interleaved_1f1b
-    with Megatron-core's functions."""
-    overlap_p2p_comm: bool = False
-    """Post receives early, in the eager runtime's interleaved_1f1b."""
-    num_microbatches_with_partial_activation_checkpoints: int | None = None
-    """In the eager runtime, how many live microbatches keep their activations; the others recompute. null: as the
-    parallelizer."""
 
     def __post_init__(self) -> None:
         if self.schedule is None and self.csv is None:
@@ -71,7 +57,6 @@ class PipelineConfig:
         if self.schedule is not None:
             find_schedule(self.schedule)
         _check_cut(self)
-        _check_runtime(self)
 
     @property
     def named_schedule(self) -> Schedule | None:
@@ -95,35 +80,7 @@ class PipelineConfig:
         if schedule is None:
             return
         chunks = num_chunks or (1 if schedule.kind == "single" else 2)
-        check_schedule(schedule, pp_size, num_microbatches, chunks, self.group_size(pp_size, num_microbatches))
-
-    def without_runtime(self, pp_size: int, num_microbatches: int) -> PipelineConfig:
-        """The same stages and order of work, whatever executes them: for a plan, which compares schedules."""
-        return replace(
-            self,
-            runtime="torch",
-            overlap_p2p_comm=False,
-            num_microbatches_with_partial_activation_checkpoints=None,
-            microbatch_group_size=self.group_size(pp_size, num_microbatches),
-        )
-
-    def group_size(self, pp_size: int, num_microbatches: int) -> int | None:
-        """Microbatches per chunk and round of a training step: the user's choice, else the runtime's grouping, which
-        is None for torch's own.
-
-        Raises ConfigError where the eager Interleaved1F1B cannot run a number of microbatches that torch's can.
-        """
-        schedule = self.named_schedule
-        if self.runtime != "eager" or schedule is None or schedule.name != "Interleaved1F1B":
-            return self.microbatch_group_size
-        if num_microbatches < pp_size:
-            raise ConfigError(
-                f"the eager Interleaved1F1B needs at least pp_size={pp_size} microbatches, not {num_microbatches}: "
-                "a rank would wait for its own output",
-                keys=("runtime", "train.global_batch_size"),
-                fix=f"runtime=torch, or {pp_size} microbatches per step (train.global_batch_size)",
-            )
-        return self.microbatch_group_size or num_microbatches // (num_microbatches // pp_size)
+        check_schedule(schedule, pp_size, num_microbatches, chunks, self.microbatch_group_size)
 
 
 def _check_cut(config: PipelineConfig) -> None:
@@ -150,45 +107,3 @@ def _check_cut(config: PipelineConfig) -> None:
             keys=("microbatch_group_size",),
             fix="microbatch_group_size=null",
         )
-
-
-def _check_runtime(config: PipelineConfig) -> None:
-    """Refuse a schedule that the runtime does not have, and options that would do nothing."""
-    partial_key = "num_microbatches_with_partial_activation_checkpoints"
-    partial = config.num_microbatches_with_partial_activation_checkpoints
-    if config.runtime not in ("torch", "eager"):
-        raise ConfigError(
-            f"runtime={config.runtime!r} must be 'torch' or 'eager'", keys=("runtime",), fix="runtime=torch"
-        )
-    if config.runtime == "torch":
-        for key, given in (("overlap_p2p_comm", config.overlap_p2p_comm), (partial_key, partial is not None)):
-            if given:
-                raise ConfigError(
-                    f"{key} is an option of the eager runtime, and runtime=torch",
-                    keys=(key, "runtime"),
-                    fix=f"{key}={'false' if key == 'overlap_p2p_comm' else 'null'}, or runtime=eager",
-                )
-        return
-    torch = "runtime=torch" + (" overlap_p2p_comm=false" if config.overlap_p2p_comm else "")
-    torch += f" {partial_key}=null" if partial is not None else ""
-    schedule = config.named_schedule
-    if schedule is None:
-        raise ConfigError(
-            "the eager runtime executes 1f1b and interleaved_1f1b, not a program from a CSV file",
-            keys=("runtime", "csv"),
-            fix=torch,
-        )
-    if schedule.name not in EAGER_SCHEDULES:
-        raise ConfigError(
-            f"the eager runtime has the schedules {' and '.join(EAGER_SCHEDULES)}, not {schedule.name}",
-            keys=("runtime", "schedule"),
-            fix=f"{torch}, or schedule=interleaved_1f1b",
-        )
-    if config.overlap_p2p_comm and schedule.name == "1F1B":
-        raise ConfigError(
-            "overlap_p2p_comm: 1F1B needs every tensor at once, only interleaved chunks leave time between",
-            keys=("overlap_p2p_comm",),
-            fix="overlap_p2p_comm=false, or schedule=interleaved_1f1b",
-        )
-    if partial is not None and partial < 0:
-        raise ConfigError(f"{partial_key}={partial} must be at least 0", keys=(partial_key,), fix=f"{partial_key}=null")

@@ -15,7 +15,6 @@ from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 
 if TYPE_CHECKING:
     from automodel_cli.pipelining.cut.stage_plan import StagePlan
-    from automodel_cli.pipelining.megatron_core.runtime import EagerRuntime
     from automodel_cli.pipelining.torch_runtime.compat import Runtime, Stage
 
 
@@ -25,7 +24,7 @@ class PipelineInfo:
     ends."""
 
     enabled: bool
-    schedule: Runtime | EagerRuntime | None
+    schedule: Runtime | None
     has_first_stage: bool
     has_last_stage: bool
     model_parts: list[nn.Module] | None

@@ -26,7 +26,6 @@ from automodel_cli.pipelining.cut.probe import check_split
 from automodel_cli.pipelining.cut.stage_part import PATCHED, Ready, StagePart, cut_stage, num_streams
 from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
 from automodel_cli.pipelining.listing import PipelineInfo
-from automodel_cli.pipelining.megatron_core.runtime import EagerConnections, EagerRuntime
 from automodel_cli.pipelining.mesh_axes import Axes, default_device
 from automodel_cli.pipelining.schedule.schedules import check_composition
 from automodel_cli.pipelining.spelling import as_yaml
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LossFn = Callable[[HeadOutput, Batch], Tensor]
-AnyRuntime = Runtime | EagerRuntime
 
 
 class PipelineStages:
@@ -76,10 +74,9 @@ class PipelineStages:
         self._defer_sync, self._defer_nested, self._spelling = defer_sync, defer_nested, spelling
         self._ready = ready
         self._plan: StagePlan | None = None
-        self._eager: EagerConnections | None = None
         self._loss_fn: LossFn | None = None
         self._table_stages: set[int] = set()
-        self._runtimes: dict[tuple[int, bool], AnyRuntime] = {}
+        self._runtimes: dict[tuple[int, bool], Runtime] = {}
         self._info = PipelineInfo(False, None, False, False, None, None)
 
     # Building
@@ -134,7 +131,6 @@ class PipelineStages:
         self._table_stages = {0, *([plan.num_stages - 1] if tied_embedding(part.model) else [])}
         self._table_stages |= set() if plan.depths is None else {plan.depths}
         stages = self._make_stages(part, parts, plan, math.prod(anatomy.streams))
-        self._eager = EagerConnections(stages, self._config) if self._config.runtime == "eager" else None
         first, last = plan.owner[0] == rank, plan.owner[-1] == rank
         self._info = PipelineInfo(True, None, first, last, parts, stages)
         self._info.schedule = self._runtime(self._num_microbatches, train=True)
@@ -257,9 +253,9 @@ class PipelineStages:
 
     @contextmanager
     def in_float32(self) -> Iterator[bool]:
-        """See `Stages.in_float32`. Hidden states travel in float32 too; the eager runtime has fixed their dtype."""
+        """See `Stages.in_float32`. Hidden states travel in float32 too."""
         stages = self._built().stages or []
-        if self._eager is not None or not all(isinstance(part, FSDPModule) for part in self.parts):
+        if not all(isinstance(part, FSDPModule) for part in self.parts):
             yield False
             return
         before = [(stage, stage.boundary_dtype, stage.compute_dtype) for stage in stages]
@@ -275,7 +271,7 @@ class PipelineStages:
                     stage.boundary_dtype, stage.compute_dtype = boundary_dtype, compute_dtype
 
     def _run(
-        self, runtime: AnyRuntime, batches: Sequence[Batch], on_last: LossFn, request: HeadRequest
+        self, runtime: Runtime, batches: Sequence[Batch], on_last: LossFn, request: HeadRequest
     ) -> dict[int, Tensor]:
         keywords = [{**batch.head_inputs(request), **batch.model_inputs()} for batch in batches]
         shapes = [self._boundary_shape(*batch.shape) for batch in batches]
@@ -283,25 +279,14 @@ class PipelineStages:
             stage.further = request.further
         return runtime.run(shapes, keywords, lambda output, index: on_last(output, batches[index]))
 
-    def _runtime(self, num_microbatches: int, train: bool) -> AnyRuntime:
+    def _runtime(self, num_microbatches: int, train: bool) -> Runtime:
         """The runtime for this many microbatches; made once."""
         info, plan, key = self._built(), self._plan, (num_microbatches, train)
         assert plan is not None and info.stages is not None
         if key not in self._runtimes:
             every = not self._defer_sync
             program = plan.program(num_microbatches) if train else plan.forward_program(num_microbatches)
-            if self._eager is not None:
-                group = self._config.group_size(plan.pp_size, num_microbatches) if train else None
-                self._runtimes[key] = EagerRuntime(
-                    info.stages,
-                    program,
-                    self._eager,
-                    train=train,
-                    group_size=group,
-                    reduce_every_microbatch=every,
-                )
-            else:
-                self._runtimes[key] = Runtime(info.stages, program, train=train, reduce_every_microbatch=every)
+            self._runtimes[key] = Runtime(info.stages, program, train=train, reduce_every_microbatch=every)
         return self._runtimes[key]
 
     def _share(self, values: list[Tensor]) -> list[Tensor]:

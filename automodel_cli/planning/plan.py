@@ -59,9 +59,9 @@ class Request:
 
     @property
     def stages(self) -> PipelineConfig:
-        """What the pipeline section says about stages and schedule, with the groups of its runtime."""
+        """The pipeline section of a run with pipeline stages."""
         assert self.pipeline is not None
-        return self.pipeline.without_runtime(self.layout.pp, self.num_microbatches)
+        return self.pipeline
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rows of the eager runtime's parity: Megatron-core's functions called as its users call them, on real models."""
+"""Rows of parity for Megatron-core's functions, called as its users call them, on real models."""
 
 from __future__ import annotations
 
@@ -70,6 +70,18 @@ def run_row(rank: int, world: int, row: Row) -> float:
     num_layers = 8 if world * (row.v or 1) > 4 else 4
     whole = pipeline_cases.whole_part(case, num_layers)
     batches = pipeline_cases.make_batches(case, row.m, 0, 0)
+    chunks, stored = step(whole, batches, rank, world, row)
+    losses, want = reference(whole, batches, row.loss)
+    assert len(stored) == (row.m if rank == world - 1 else 0)
+    got = pipeline_cases.gather_gradients([chunk.part for chunk in chunks])
+    errors = [abs(s["loss"].item() - w) / max(abs(w), 1e-3) for s, w in zip(stored, losses, strict=bool(stored))]
+    return max([gradient_error(want, got), *errors])
+
+
+def step(
+    whole: ModelPart, batches: Sequence[Batch], rank: int, world: int, row: Row, *, finalize: bool = True
+) -> tuple[list[Chunk], list[Any]]:
+    """One step on this rank's chunks of `whole`, and what the functions return. Not `finalize`: gradients are sums."""
     group = dist.group.WORLD
     assert group is not None
     groups = ProcessGroupCollection(pp=group)
@@ -79,7 +91,9 @@ def run_row(rank: int, world: int, row: Row) -> float:
         virtual_pipeline_model_parallel_size=row.v,
         variable_seq_lengths=row.kind == "variable",
         calculate_per_token_loss=row.loss == "token",
-        finalize_model_grads_func=lambda models, tokens: finalize_model_grads(models, tokens, pg_collection=groups),
+        finalize_model_grads_func=(
+            (lambda models, tokens: finalize_model_grads(models, tokens, pg_collection=groups)) if finalize else None
+        ),
         **dict(row.flags),
     )
     chunks = make_chunks(whole, rank, world, row, config)
@@ -93,11 +107,7 @@ def run_row(rank: int, world: int, row: Row) -> float:
         micro_batch_size=tokens,
         pg_collection=groups,
     )
-    losses, want = reference(whole, batches, row.loss)
-    assert len(stored) == (row.m if rank == world - 1 else 0)
-    got = pipeline_cases.gather_gradients([chunk.part for chunk in chunks])
-    errors = [abs(s["loss"].item() - w) / max(abs(w), 1e-3) for s, w in zip(stored, losses, strict=bool(stored))]
-    return max([gradient_error(want, got), *errors])
+    return chunks, stored
 
 
 def make_chunks(whole: ModelPart, rank: int, world: int, row: Row, config: ModelParallelConfig) -> list[Chunk]:

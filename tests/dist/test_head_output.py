@@ -80,8 +80,7 @@ class Everything:
 
 def row(*, dp: int = 1, pp: int = 1, cp: int = 1, tp: int = 1, schedule: str = "1f1b", **options: object) -> Row:
     mesh = MeshConfig(dp_size=dp, pp_size=pp, cp_size=cp, tp_size=tp)
-    runtime = options.pop("runtime", "torch")
-    pipeline = PipelineConfig(schedule=schedule, runtime=runtime) if pp > 1 else None  # type: ignore[arg-type]
+    pipeline = PipelineConfig(schedule=schedule) if pp > 1 else None
     config = FSDP2Config(mp_policy=FP32, **options)  # type: ignore[arg-type]
     return Row(mesh, config, pipeline, objective=Everything(), num_microbatches=4)
 
@@ -91,7 +90,6 @@ LAYOUTS = {
     "ddp": replace(row(dp=2), parallelizer=DDPConfig()),
     "pp": row(pp=2),
     "pp-zbv": row(pp=2, schedule="zbv"),
-    "pp-eager": row(pp=2, runtime="eager"),
     "cp": row(cp=2),
     "tp": row(tp=2),
     "tp-recomputed": row(tp=2, sequence_parallel=True, activation_checkpointing=True),

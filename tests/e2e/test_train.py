@@ -85,7 +85,6 @@ MORE_LAYOUTS = {
     "pp2": ["mesh.pp_size=2", "pipeline=1f1b"],
     "hsdp": ["mesh.dp_size=4", "mesh.dp_replicate_size=2"],
     "ddp": ["mesh.dp_size=2", "parallelizer=ddp", "~parallelizer.mp_policy", "train.microbatch_size=2"],
-    "pp2-eager": ["mesh.pp_size=2", "pipeline=1f1b", "pipeline.runtime=eager"],
 }
 
 

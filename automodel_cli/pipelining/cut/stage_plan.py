@@ -81,7 +81,7 @@ class StagePlan:
             self.pp_size,
             num_microbatches,
             self.num_stages // self.pp_size,
-            group_size=self.config.group_size(self.pp_size, num_microbatches),
+            group_size=self.config.microbatch_group_size,
         )
 
     def forward_program(self, num_microbatches: int) -> Program:
@@ -129,12 +129,6 @@ def _stage_of_depths(config: PipelineConfig, part: ModelPart, anatomy: Anatomy, 
     if config.layout is None:
         return num_stages - 1
     stage = next(s for s, letters in enumerate(parse_layout(config.layout).letters) if "m" in letters)
-    if stage < num_stages - 1 and config.runtime == "eager":
-        raise ConfigError(
-            "runtime=eager has one shape between all stages, but a stage with m before the last one sends more",
-            keys=("runtime", "layout"),
-            fix="runtime=torch",
-        )
     if stage < num_stages - 1 and anatomy.streams:
         raise ConfigError(
             "the layers hand on several residual streams, of which a stage with m before the last one sends their sum",

@@ -1,1 +1,1 @@
-"""Megatron-core's documented pipeline interface, kept by name. `AutoPipeline(runtime="eager")` runs on it."""
+"""Megatron-core's documented pipeline interface, kept by name for programs written against it."""

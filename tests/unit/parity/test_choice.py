@@ -83,8 +83,8 @@ def test_every_row_fits_its_ranks_and_its_parallelizer(pp: int, cp: int, sizes: 
 
 
 def test_the_cut_into_stages_is_left_out_and_the_schedule_kept():
-    small = small_pipeline(PipelineConfig(schedule="interleaved_1f1b", layout="Et*3|(tt|)*28,t|t|L", runtime="eager"))
-    assert small == PipelineConfig(schedule="interleaved_1f1b", runtime="eager")
+    small = small_pipeline(PipelineConfig(schedule="interleaved_1f1b", layout="Et*3|(tt|)*28,t|t|L"))
+    assert small == PipelineConfig(schedule="interleaved_1f1b")
 
 
 def test_rows_by_words():

@@ -21,22 +21,6 @@ REFUSED = {
     "two ways": ["pipeline=1f1b", "pipeline.layers_per_stage=4", "pipeline.layout=Et*4|t*4L"],
     "name": ["pipeline=1f1b", "pipeline.schedule=zb-h3"],
     "nothing": ["pipeline=1f1b", "pipeline.schedule=null"],
-    "runtime": ["pipeline=zbv", "pipeline.runtime=eager"],
-    "overlap": ["pipeline=interleaved_1f1b", "pipeline.overlap_p2p_comm=true"],
-    "eager overlap": ["pipeline=1f1b", "pipeline.runtime=eager", "pipeline.overlap_p2p_comm=true"],
-    "eager csv": [
-        "pipeline=interleaved_1f1b",
-        "pipeline.csv=program.csv",
-        "pipeline.runtime=eager",
-        "pipeline.overlap_p2p_comm=true",
-        "pipeline.num_microbatches_with_partial_activation_checkpoints=1",
-    ],
-    "partial": [
-        "pipeline=1f1b",
-        "pipeline.runtime=eager",
-        "pipeline.num_microbatches_with_partial_activation_checkpoints=-1",
-    ],
-    "partial without eager": ["pipeline=1f1b", "pipeline.num_microbatches_with_partial_activation_checkpoints=1"],
     "stages": ["pipeline=1f1b", "pipeline.layers_per_stage=1"],
 }
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, ProcessGroupCollection
 from automodel_cli.pipelining.megatron_core.forward_backward import (
     forward_backward_no_pipelining,
@@ -324,31 +322,3 @@ def test_adjusted_shapes_are_received():
         adjust_tensor_shapes_fn=lambda receive, send: ([(7, 1, HIDDEN)], send),
     )
     assert asked == [(7, 1, HIDDEN)] * 4
-
-
-@pytest.mark.parametrize(
-    ("options", "message", "fix"),
-    [
-        (
-            {"schedule": "zbv"},
-            "1F1B and Interleaved1F1B, not ZBVZeroBubble",
-            "runtime=torch",
-        ),
-        ({"schedule": None, "csv": "program.csv"}, "not a program from a CSV file", "runtime=torch"),
-        ({"overlap_p2p_comm": True}, "only interleaved chunks leave time", "schedule=interleaved_1f1b"),
-        ({"num_microbatches_with_partial_activation_checkpoints": -1}, "at least 0", "checkpoints=null"),
-        ({"runtime": "torch", "overlap_p2p_comm": True}, "an option of the eager runtime", "runtime=eager"),
-    ],
-)
-def test_runtime_refusals(options, message, fix):
-    with pytest.raises(ConfigError, match=message) as error:
-        PipelineConfig(**{"runtime": "eager", **options})
-    assert fix in error.value.fix
-
-
-def test_runtime_needs_a_microbatch_per_rank_to_interleave():
-    config = PipelineConfig(schedule="interleaved_1f1b", runtime="eager")
-    with pytest.raises(ConfigError, match="at least pp_size=4 microbatches, not 3"):
-        config.check(4, 3)
-    config.check(4, 10)
-    PipelineConfig(schedule="interleaved_1f1b").check(4, 3)
