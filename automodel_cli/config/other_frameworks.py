@@ -68,7 +68,7 @@ _STOPS = Foreign(
 )
 
 FOREIGN: dict[str, Foreign] = {
-    # batch and steps: HF/TRL, LLaMA-Factory, axolotl, torchtune, NeMo, torchtitan
+    # batch and steps: HF/TRL, LLaMA-Factory, axolotl, NeMo, torchtitan
     "per_device_train_batch_size": Foreign("train.microbatch_size"),
     "micro_batch_size": Foreign("train.microbatch_size"),
     "batch_size": Foreign("train.microbatch_size", "microbatch is one forward, global batch one step"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from automodel_cli.config.imports import axolotl, llama_factory, nemo_automodel, prime_rl, torchtune, trl, verl
+from automodel_cli.config.imports import axolotl, llama_factory, nemo_automodel, prime_rl, trl, verl
 from automodel_cli.config.imports.engine import Table, flatten
 
 TABLES: dict[str, Table] = {
-    module.TABLE.slug: module.TABLE
-    for module in (axolotl, llama_factory, trl, torchtune, nemo_automodel, verl, prime_rl)
+    module.TABLE.slug: module.TABLE for module in (axolotl, llama_factory, trl, nemo_automodel, verl, prime_rl)
 }
 
 
@@ -20,8 +19,6 @@ def recognise(tree: Mapping[str, Any], unknown: Collection[str] | None = None) -
     """
     if unknown is not None:
         tree = {key: tree[key] for key in unknown if key in tree}
-    if any(isinstance(section, Mapping) and "_component_" in section for section in tree.values()):
-        return TABLES["torchtune"]  # says `_component_` where Hydra says `_target_`
     keys = set(flatten(tree)) | set(tree)
     found = {slug: len(keys & set(table.signs[1])) for slug, table in TABLES.items()}
     likely = max(TABLES, key=lambda slug: found[slug] / TABLES[slug].signs[0])

@@ -266,7 +266,6 @@ template: llama3
 cutoff_len: 2048
 lr_scheduler_type: cosine
 """
-TORCHTUNE = "tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/x}\nbatch_size: 2\n"
 TRL = """\
 model_name_or_path: org/name
 dataset_name: org/rows
@@ -298,7 +297,6 @@ use_peft: true
                 "lr_scheduler=cosine"
             ),
         ),
-        ("torchtune", TORCHTUNE, "train.microbatch_size=2"),
         (
             "TRL",
             TRL,

@@ -84,19 +84,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "rollout.engine.url": "http://127.0.0.1:8000",
         "lr_scheduler._target_": "automodel_cli.training.lr_scheduler.Linear",
     },
-    "torchtune_lora.yaml": {
-        "train.global_batch_size": 128,
-        "train.max_grad_norm": None,
-        "data.mask": "all",  # train_on_input of alpaca_cleaned_dataset
-        "model.lora.target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "model.dtype": "bfloat16",
-    },
-    "torchtune_dpo.yaml": {
-        "objective.beta": 0.05,
-        "data.columns": {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
-        "train.max_steps": 1000,
-        "parallelizer.activation_checkpointing": "full",
-    },
     "nemo_automodel_peft.yaml": {
         "train.global_batch_size": 64,
         "lr_scheduler.min_lr_ratio": 0.1,
@@ -591,12 +578,6 @@ def test_warm_up_stable_decay_of_nemo_automodel(tmp_path: Path) -> None:
         ("verl_grpo.yaml", "project_name: verl_grpo_example_gsm8k", "project_name: p", {"project": "p"}),
         ("nemo_automodel_moe.yaml", "project: automodel_convergence_runs", "group: g", {"group": "g"}),
         ("prime_rl_rl.toml", 'project = "reverse-text"', 'project = "p"', {"project": "p"}),
-        (
-            "torchtune_lora.yaml",
-            "_component_: torchtune.training.metric_logging.DiskLogger",
-            "_component_: torchtune.training.metric_logging.WandBLogger\n  project: p",
-            {"project": "p"},
-        ),
     ],
 )
 def test_weights_and_biases_keeps_its_project(
