@@ -208,7 +208,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
     def visualize_current_schedule(self, filename: str | Path | None = None) -> str:
         """Draw the running schedule with its number of microbatches and equal stage costs.
 
-        Writes an SVG or PNG file; returns its path, or the drawing as text when no name is given.
+        Writes an SVG file; returns its path, or the drawing as text when no name is given.
         """
         schedule = self._built().schedule
         assert schedule is not None

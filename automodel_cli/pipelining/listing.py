@@ -73,8 +73,7 @@ def summary(info: PipelineInfo, plan: StagePlan | None, num_microbatches: int) -
 
 
 def draw_program(program: Program, path: Path | None) -> str:
-    """The program's timeline with equal costs: text without `path`, else an SVG or PNG file at it; returns text or
-    path."""
+    """The program's timeline with equal costs: text without `path`, else an SVG file at it; returns text or path."""
     from automodel_cli.pipelining.timeline import svg as drawing
 
     timeline = simulate(program, even_costs(program))
@@ -82,13 +81,9 @@ def draw_program(program: Program, path: Path | None) -> str:
         return drawing.draw_text(timeline)
     if path.suffix.lower() == ".svg":
         path.write_text(drawing.draw_svg(timeline), encoding="utf-8")
-    elif path.suffix.lower() == ".png":
-        from automodel_cli.pipelining.timeline.png import draw_png
-
-        path.write_bytes(draw_png(timeline))
     else:
         raise ConfigError(
-            f"filename={str(path)!r} must end in .svg or .png",
+            f"filename={str(path)!r} must end in .svg",
             keys=("filename",),
             fix=f"filename={path.with_suffix('.svg')}",
         )

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
 import xml.etree.ElementTree as ElementTree
-import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.pipelining.schedule.programs import build_program
-from automodel_cli.pipelining.timeline.picture import Box, schedule_picture
-from automodel_cli.pipelining.timeline.png import SCALE, draw_png
 from automodel_cli.pipelining.timeline.simulator import (
     Costs,
     even_costs,
@@ -126,36 +121,6 @@ def test_svg_boxes_are_the_spans(name, v, overlap):
     per_rank = {rect.get("y") for rect in rects}
     assert len(per_rank) == 4 * (2 if overlap else 1)
     assert root.get("viewBox") and "a < b" in "".join(root.itertext())
-
-
-def test_png_is_painted_where_the_spans_are():
-    program = build_program("ZBVZeroBubble", 2, 4, 2)
-    timeline = simulate(program, even_costs(program))
-    pixels = _decode_png(draw_png(timeline, title="zero bubble, 100%"))
-    picture = schedule_picture(timeline)
-    boxes = [shape for shape in picture.shapes if isinstance(shape, Box) and shape.tip]
-    assert len(boxes) == sum(len(spans) for spans in timeline.spans)
-    assert pixels.shape == (picture.height * SCALE, picture.width * SCALE, 3)
-    for box in boxes:
-        colour = [int(box.fill[k : k + 2], 16) for k in (1, 3, 5)]
-        corner = pixels[round((box.y + 4) * SCALE), round((box.x + 3) * SCALE)]  # beside the number
-        assert corner.tolist() == colour, box
-    heading = pixels[: 70 * SCALE].reshape(-1, 3)
-    assert (heading.min(axis=1) < 64).sum() > 500  # the title is there
-
-
-def _decode_png(data: bytes) -> np.ndarray:
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks, at = {}, 8
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
-        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length]) == (zlib.crc32(kind + body),)
-        chunks[kind] = body
-        at += 12 + length
-    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, 1 + 3 * width)
-    return rows[:, 1:].reshape(height, width, 3)
 
 
 def test_text_drawing():
