@@ -61,7 +61,7 @@ class DPORecipe(PreferenceRecipe):
                 fix="reference=auto",
             )
         has_reference = "ref_logprobs_BT" in self.objective.columns
-        check_reference_update(self, self.reference_update, has_reference=has_reference)
+        check_reference_update(self.model, self.parallelizer, self.reference_update, has_reference=has_reference)
         if self.reference_update is not None and self.reference not in ("auto", "frozen_copy"):
             raise ConfigError(
                 f"reference={self.reference} is the model as it was loaded, which cannot follow the policy",

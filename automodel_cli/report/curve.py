@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from automodel_cli.report.axes import Point, padded_range, series, smoothed, step_range, thinned
-from automodel_cli.report.drawing import Anchor, Plane, Style, document, element, text
+from automodel_cli.report.drawing import Anchor, FrameStyles, Plane, Style, document, element, text
 
 WIDTH = 880
 _LEFT, _RIGHT, _TOP = 64, 24, 64
@@ -101,11 +101,9 @@ def _legend(train: list[Point], val: list[Point]) -> list[str]:
 
 def _frame(plane: Plane, name: str, *, labels_x: bool, about: int = 5) -> list[str]:
     """Grid, axis line and labels of one plane."""
-    label = {**_PAINT["lc-dim"], "font-size": 12}
+    styles = FrameStyles(_PAINT["lc-grid"], _PAINT["lc-axis"], {**_PAINT["lc-dim"], "font-size": 12})
     parts = [_text(_LEFT, plane.top - 10, name, "lc-dim")]
-    parts += plane.frame(
-        grid=_PAINT["lc-grid"], axis=_PAINT["lc-axis"], label=label, about=(8, about), labels_x=labels_x
-    )
+    parts += plane.frame(styles, (8, about), labels_x=labels_x)
     if labels_x:
         parts.append(_text((_LEFT + WIDTH - _RIGHT) / 2, plane.bottom + 38, "step", "lc-dim", anchor="middle"))
     return parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from automodel_cli.report.axes import Point, nice_ticks, tick_label
 
@@ -40,6 +40,14 @@ def document(width: float, height: float, parts: Sequence[str], attributes: Styl
     return f"{head}>\n{body}\n</svg>"
 
 
+class FrameStyles(NamedTuple):
+    """Attributes of grid lines, of the x axis with its ticks, and of labels."""
+
+    grid: Style
+    axis: Style
+    label: Style
+
+
 @dataclass(frozen=True)
 class Plane:
     """A rectangle in pixels, and the range of data that it shows."""
@@ -69,11 +77,9 @@ class Plane:
     def dot(self, point: Point, style: Style, radius: float = 3) -> str:
         return element("circle", {**style, "cx": self.x(point[0]), "cy": self.y(point[1]), "r": radius})
 
-    def frame(
-        self, *, grid: Style, axis: Style, label: Style, about: tuple[int, int], labels_x: bool = True
-    ) -> list[str]:
+    def frame(self, styles: FrameStyles, about: tuple[int, int], *, labels_x: bool = True) -> list[str]:
         """Return grid lines, the x axis with ticks at whole numbers, and labels: about so many on x and on y."""
-        parts = []
+        parts, (grid, axis, label) = [], styles
         y_ticks = nice_ticks(*self.y_range, about[1])
         for tick in y_ticks:
             y = self.y(tick)

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from automodel_cli.report.axes import padded_range, series, smoothed, step_range, thinned
-from automodel_cli.report.drawing import Plane, Style, document
+from automodel_cli.report.drawing import FrameStyles, Plane, document
 
 NUM_COLOURS = 8
 """Runs beyond them begin again, dashed."""
 WIDTH, HEIGHT = 460, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 34
 _MOST_POINTS, _SMOOTH_FROM, _RAW_OF = 400, 30, 3
-FRAME: dict[str, Style] = {"grid": {"class": "grid"}, "axis": {"class": "axis"}, "label": {}}
+FRAME = FrameStyles({"class": "grid"}, {"class": "axis"}, {})
 """Classes of the page's style sheet."""
 
 Rows = Sequence[Mapping[str, Any]]
@@ -32,7 +32,7 @@ def panel_svg(runs: Sequence[Rows], key: str, *, label: str, smooth: bool = True
         return ""
     ranges = step_range([x for x, _ in points]), padded_range([y for _, y in points])
     plane = Plane(_LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM, *ranges)
-    parts = plane.frame(**FRAME, about=(6, 4))
+    parts = plane.frame(FRAME, (6, 4))
     for index, (train, val) in enumerate(zip(trains, vals, strict=True)):
         css = style_of(index)
         if smooth and len(train) >= _SMOOTH_FROM:

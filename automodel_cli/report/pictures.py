@@ -20,7 +20,7 @@ def histogram_svg(edges: Sequence[float], counts: Sequence[int], *, label: str) 
     if not most or not edges[-1] > edges[0]:
         return ""
     plane = Plane(_LEFT, _WIDTH - _RIGHT, _TOP, _HEIGHT - _BOTTOM, (edges[0], edges[-1]), (0, most))
-    parts = plane.frame(**FRAME, about=(6, 3))
+    parts = plane.frame(FRAME, (6, 3))
     for (begin, end), count in zip(pairwise(edges), counts, strict=True):
         x, y = plane.x(begin), plane.y(count)
         place = {"x": x + 0.5, "y": y, "width": max(1.0, plane.x(end) - x - 1), "height": plane.bottom - y}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from automodel_cli.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from automodel_cli.run.recipe import Recipe
+    from automodel_cli.distributed.strategies.base import Strategy
+    from automodel_cli.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class ReferenceUpdate:
         return step % self.every == 0
 
 
-def check_reference_update(recipe: Recipe, update: ReferenceUpdate | None, *, has_reference: bool) -> None:
+def check_reference_update(
+    model: ModelConfig, parallelizer: Strategy, update: ReferenceUpdate | None, *, has_reference: bool
+) -> None:
     """What a reference cannot follow. Raises ConfigError."""
     if update is None:
         return
@@ -45,17 +48,17 @@ def check_reference_update(recipe: Recipe, update: ReferenceUpdate | None, *, ha
             keys=("reference_update", "objective"),
             fix=off,
         )
-    if recipe.model.lora is not None and update.alpha < 1:
+    if model.lora is not None and update.alpha < 1:
         raise ConfigError(
             f"reference_update.alpha={update.alpha} mixes weights, but an adapter's are factors, and a mix of "
             "factors is no mix of what they make",
             keys=("reference_update.alpha", "model.lora"),
             fix="reference_update.alpha=1.0",
         )
-    if "sampler" not in recipe.parallelizer.supports:
+    if "sampler" not in parallelizer.supports:
         raise ConfigError(
             f"reference_update writes to the reference's weights where they are, which has not been tried as "
-            f"{recipe.parallelizer.name} shards them",
+            f"{parallelizer.name} shards them",
             keys=("reference_update", "parallelizer"),
             fix=f"parallelizer=fsdp2, or {off}",
         )

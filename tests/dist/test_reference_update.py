@@ -150,5 +150,5 @@ def test_what_a_reference_cannot_follow_is_refused(change, has_reference, update
     recipe = _Recipe()
     vars(recipe).update(change)
     with pytest.raises(ConfigError) as caught:
-        check_reference_update(recipe, update, has_reference=has_reference)
+        check_reference_update(recipe.model, recipe.parallelizer, update, has_reference=has_reference)
     assert key in caught.value.keys

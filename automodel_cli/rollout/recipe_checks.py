@@ -1,0 +1,278 @@
+"""Rules between the sections of a GRPO recipe. Torch-free: `automodel check` runs them too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.objectives.base import PolicyObjective, selection_of
+from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.rewards.combine import check_nodes
+from automodel_cli.rollout.rollout_config import RolloutConfig
+from automodel_cli.rollout.rules import (
+    check_environment,
+    check_indexer,
+    check_prompt_data,
+    check_routing,
+    refuse_shared_prompts,
+)
+from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from automodel_cli.data.config import DataConfig
+    from automodel_cli.distributed.strategies.base import Strategy
+    from automodel_cli.models.config import ModelConfig, TeacherConfig
+    from automodel_cli.training.config import TrainConfig
+
+_OF_ADVANTAGES: tuple[tuple[str, str | bool | None], ...] = (
+    ("baseline", "group"),
+    ("leave_one_out", False),
+    ("scale", "group"),
+)
+
+
+class PolicyRecipe(Protocol):
+    """The sections and properties of a GRPO recipe that checks read."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def train(self) -> TrainConfig: ...
+    @property
+    def parallelizer(self) -> Strategy: ...
+    @property
+    def objective(self) -> PolicyObjective: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def rewards(self) -> Mapping[str, RewardNode]: ...
+    @property
+    def teacher(self) -> TeacherConfig | None: ...
+    @property
+    def reference_update(self) -> ReferenceUpdate | None: ...
+    @property
+    def compares_reference(self) -> bool: ...
+    @property
+    def sample_len(self) -> int: ...
+    @property
+    def why_prompts_are_apart(self) -> str: ...
+
+
+def check_rollout(recipe: PolicyRecipe) -> None:
+    """Sizes of rollouts against those of updates, and what the objective needs of a rollout."""
+    rollout, per_update = recipe.rollout, recipe.train.global_batch_size
+    if rollout.samples_per_step % per_update:
+        raise ConfigError(
+            f"rollout.prompts_per_step={rollout.prompts_per_step} x group_size={rollout.group_size} samples are no "
+            f"whole number of updates of train.global_batch_size={per_update} samples",
+            keys=("rollout.prompts_per_step", "rollout.group_size", "train.global_batch_size"),
+            fix=f"train.global_batch_size={rollout.samples_per_step}",
+        )
+    weighs_once = "advantages_BT" in recipe.objective.columns and "old_logprobs_BT" not in recipe.objective.columns
+    if weighs_once and rollout.samples_per_step * rollout.passes > per_update:
+        raise ConfigError(
+            "this objective compares with no earlier log-probs (ratio=on_policy): it is right for one update per "
+            "rollout only",
+            keys=("objective", "rollout.passes", "train.global_batch_size"),
+            fix=f"rollout.passes=1 train.global_batch_size={rollout.samples_per_step}",
+        )
+    critic = "old_values_BT" in recipe.objective.columns
+    if critic != (rollout.baseline == "critic"):
+        raise ConfigError(
+            f"rollout.baseline={rollout.baseline}, but this objective trains {'a' if critic else 'no'} critic",
+            keys=("rollout.baseline", "objective"),
+            fix="rollout.baseline=critic" if critic else "objective=ppo",
+        )
+    if rollout.max_staleness and not recipe.objective.corrects_staleness:
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, and this objective "
+            "(correction=none) takes them for the policy's own",
+            keys=("rollout.max_staleness", "objective"),
+            fix="objective.correction=truncate objective.correction_max=2.0",
+        )
+    if rollout.max_new_tokens >= recipe.sample_len:
+        samples = recipe.data.seq_len // recipe.sample_len
+        raise ConfigError(
+            f"data.seq_len={recipe.data.seq_len} has no room for {'two prompts' if samples > 1 else 'a prompt'} and "
+            f"rollout.max_new_tokens={rollout.max_new_tokens}{' each' if samples > 1 else ''}",
+            keys=("data.seq_len", "rollout.max_new_tokens"),
+            fix=f"data.seq_len={2 * samples * rollout.max_new_tokens}",
+        )
+
+
+def check_replay(recipe: PolicyRecipe) -> None:
+    compares = "sampler_logprobs_BT" in recipe.objective.columns
+    check_routing(recipe.rollout, recipe.parallelizer, compares=compares)
+
+
+def check_teacher(recipe: PolicyRecipe) -> None:
+    asks = "teacher_ids_BTN" in recipe.objective.columns
+    if asks and recipe.teacher is None:
+        raise ConfigError(
+            f"{type(recipe.objective).__name__} learns from a teacher, and there is none",
+            keys=("teacher", "objective"),
+            fix="teacher={pretrained: <a model of the same tokens>}, or objective=grpo",
+        )
+    if recipe.teacher is not None and not (asks or recipe.compares_reference):
+        raise ConfigError(
+            "this objective compares the samples with no other model, so the teacher would say nothing",
+            keys=("teacher", "objective"),
+            fix="objective=gkd, or teacher=null",
+        )
+    if asks and (recipe.rollout.top_k or recipe.rollout.top_p < 1):
+        raise ConfigError(
+            f"rollout.top_k={recipe.rollout.top_k}, top_p={recipe.rollout.top_p}: a token that the sampler filters out "
+            "has no log-prob to compare with the teacher's",
+            keys=("rollout.top_k", "rollout.top_p", "objective"),
+            fix="rollout.top_k=0 rollout.top_p=1.0",
+        )
+
+
+def check_reference(recipe: PolicyRecipe) -> None:
+    update, compares = recipe.reference_update, recipe.compares_reference
+    check_reference_update(recipe.model, recipe.parallelizer, update, has_reference=compares)
+    if update is not None and recipe.teacher is not None:
+        raise ConfigError(
+            "the teacher is another model, which does not follow the policy",
+            keys=("reference_update", "teacher"),
+            fix="reference_update=null",
+        )
+
+
+def check_selection(recipe: PolicyRecipe) -> None:
+    selecting, rollout = selection_of(recipe.objective), recipe.rollout
+    if selecting is None:
+        return
+    name = type(recipe.objective).__name__
+    if selecting.samples_of_group > rollout.group_size:
+        raise ConfigError(
+            f"{name} takes up to {selecting.samples_of_group} samples of each group, and rollout.group_size="
+            f"{rollout.group_size}",
+            keys=("objective", "rollout.group_size"),
+            fix=f"rollout.group_size={selecting.samples_of_group}",
+        )
+    if "pairs_P2" in recipe.objective.columns and rollout.played:
+        raise ConfigError(
+            f"an episode may fill a whole row, and {name} needs two samples in one",
+            keys=("rollout.environment", "objective"),
+            fix="rollout.environment=null, or objective=best_of_n",
+        )
+
+
+def check_unread(recipe: PolicyRecipe) -> None:
+    """Refuse settings of advantages and rewards that this objective would not read."""
+    if "advantages_BT" in recipe.objective.columns:
+        return
+    chooses = selection_of(recipe.objective) is not None
+    missing = "chooses samples by their rewards, and has no advantages" if chooses else "has no advantages"
+    unread = [(key, default, missing) for key, default in _OF_ADVANTAGES]
+    if not chooses and "rewards_BT" not in recipe.objective.columns:
+        unread += [(f"overlong.{key}", None, "learns from no reward") for key in ("buffer", "factor")]
+        if not recipe.rollout.played and not any(reward.weight for reward in recipe.rewards.values()):
+            unread.append(("dynamic_sampling", None, "has no rewards here, so no two of a group would differ"))
+    for key, default, reason in unread:
+        value = attrgetter(key)(recipe.rollout)
+        if value != default:
+            raise ConfigError(
+                f"rollout.{key}={value}: {type(recipe.objective).__name__} {reason}",
+                keys=(f"rollout.{key}", "objective"),
+                fix=f"rollout.{key}={'null' if default is None else str(default).lower()}",
+            )
+
+
+def check_judged(recipe: PolicyRecipe) -> None:
+    """Somebody says what a good response is: a reward that counts, an environment, or a teacher."""
+    counts = recipe.rollout.played or any(node.weight for node in recipe.rewards.values())
+    if counts or (recipe.teacher is not None and selection_of(recipe.objective) is None):
+        return
+    if recipe.rewards:
+        raise ConfigError(
+            "every reward has weight 0: all samples would be worth the same",
+            keys=tuple(f"rewards.{name}.weight" for name in recipe.rewards),
+            fix=f"rewards.{next(iter(recipe.rewards))}.weight=1.0",
+        )
+    raise ConfigError(
+        "no reward says what a good response is",
+        keys=("rewards",),
+        fix="rewards=exact",
+    )
+
+
+def check_groups_differ(recipe: PolicyRecipe) -> None:
+    """With a teacher and without rewards all responses of a group are worth the same, so none would be trained."""
+    by_group = "advantages_BT" in recipe.objective.columns and recipe.rollout.baseline == "group"
+    judged = recipe.rollout.played or any(node.weight for node in recipe.rewards.values())
+    if recipe.teacher is not None and by_group and not judged:
+        raise ConfigError(
+            "rollout.baseline=group: no reward tells the responses of a group apart, so none of them would be "
+            "trained on, whatever the teacher says of their tokens",
+            keys=("rollout.baseline", "rewards", "teacher"),
+            fix="rollout.baseline=batch rollout.gamma=0.0 rollout.normalise=false",
+        )
+
+
+def check_engine(recipe: PolicyRecipe) -> None:
+    """An engine in this process reads the weights where the parallelizer keeps them."""
+    engine = recipe.rollout.engine
+    if "sampler" not in recipe.parallelizer.supports and engine.capabilities.live_weights:
+        raise ConfigError(
+            f"{type(engine).__name__} cannot read weights as {recipe.parallelizer.name} shards them",
+            keys=("parallelizer", "rollout.engine"),
+            fix="parallelizer=fsdp2, or rollout=hf",
+        )
+
+
+CHECKS: tuple[Callable[[PolicyRecipe], Any], ...] = (
+    lambda recipe: check_prompt_data(recipe.data),
+    check_rollout,
+    lambda recipe: check_environment(recipe.rollout, recipe.data, recipe.rewards),
+    lambda recipe: check_indexer(recipe.model, recipe.rollout),
+    check_replay,
+    lambda recipe: refuse_shared_prompts(recipe.rollout, recipe.why_prompts_are_apart),
+    lambda recipe: check_nodes(recipe.rewards),
+    check_teacher,
+    check_reference,
+    check_selection,
+    check_unread,
+    lambda recipe: recipe.rollout.generation_servers(recipe.model, recipe.data.seq_len),
+    check_judged,
+    check_groups_differ,
+    check_engine,
+)
+"""What `GRPORecipe` asks, in this order. Each raises ConfigError."""
+
+
+def check_prompts_per_rank(recipe: PolicyRecipe, dp_size: int) -> None:
+    """The prompts of a step are dealt out evenly to `dp_size` data-parallel ranks. Raises ConfigError."""
+    prompts = recipe.rollout.prompts_per_step
+    if prompts % dp_size:
+        raise ConfigError(
+            f"rollout.prompts_per_step={prompts} is not a multiple of the {dp_size} data-parallel ranks",
+            keys=("rollout.prompts_per_step",),
+            fix=f"rollout.prompts_per_step={max(1, prompts // dp_size) * dp_size}",
+        )
+
+
+def check_sampled_model(recipe: PolicyRecipe, hf_config: PretrainedConfig) -> None:
+    """Measure that responses are sampled exactly: up to their longest, token by token with our sampler, and with the
+    prompt sharing and routing replay that the config asks for. Raises ConfigError."""
+    from automodel_cli.rollout.model_engines import check_decoding, check_lengths
+
+    model, rollout = recipe.model, recipe.rollout
+    check_lengths(hf_config, recipe.data.seq_len)
+    if rollout.engine.capabilities.live_weights:
+        check_decoding(hf_config, attention=model.attention, trust_remote_code=model.trust_remote_code)
+    if rollout.share_prompts is True:
+        from automodel_cli.models.support import why_not_shared
+
+        refuse_shared_prompts(rollout, why_not_shared(hf_config, trust_remote_code=model.trust_remote_code))
+    if rollout.replay_routing:
+        from automodel_cli.models.routing import selectors_of
+
+        selectors_of(hf_config, trust_remote_code=model.trust_remote_code)
