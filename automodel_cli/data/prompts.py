@@ -25,8 +25,7 @@ from automodel_cli.data.report import MANY, SpecialReport, round_length
 from automodel_cli.data.row_reader import RowReader
 from automodel_cli.data.rows import Rejected, RowError, SourceRow, attempt, refuse_damaged, rows_error
 from automodel_cli.data.sources import Source, TaskSource, first_rows, open_source
-from automodel_cli.data.special_chats import SpecialChats
-from automodel_cli.data.special_text import SpecialText
+from automodel_cli.data.special_text import SpecialChats, SpecialText
 from automodel_cli.data.template_choice import resolve_chat_template
 from automodel_cli.data.unread import MEDIA, IgnoredNames, KnownKeys, check_ignored
 

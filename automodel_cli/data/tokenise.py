@@ -24,8 +24,7 @@ from automodel_cli.data.preferences import judged_document
 from automodel_cli.data.readers import Row
 from automodel_cli.data.row_reader import RowReader
 from automodel_cli.data.rows import RowError, attempt
-from automodel_cli.data.special_chats import SpecialChats
-from automodel_cli.data.special_text import SpecialText
+from automodel_cli.data.special_text import SpecialChats, SpecialText
 from automodel_cli.data.unread import KnownKeys
 
 BATCH_ROWS = 256

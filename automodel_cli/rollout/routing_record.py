@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+
+from automodel_cli.config.errors import RunError
 
 
 def compact(chosen_TLK: np.ndarray) -> np.ndarray:
@@ -49,3 +51,24 @@ def from_text(text: str) -> np.ndarray:
     """What `to_text` made; also what vLLM sends."""
     found: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     return found
+
+
+def experts_told(text: str | None, num_read: int, decoded: Callable[[str], np.ndarray], *, start: str) -> np.ndarray:
+    """`[T, L, K]` of the `num_read` tokens that were read, from an answer's `text`, which `decoded` understands. Raises
+    RunError for an answer without them (the command that starts a server which tells them is `start`), or with those of
+    other tokens."""
+    if text is None:
+        raise RunError(
+            "the server told no experts this time, which it did before",
+            keys=("rollout.replay_routing", "rollout.engine.url"),
+            fix=start,
+        )
+    found = compact(decoded(text))
+    if len(found) != num_read:
+        raise RunError(f"the server read {num_read} tokens and told the experts of {len(found)}")
+    return found
+
+
+def from_int32(text: str) -> np.ndarray:
+    """What SGLang sends: int32, without their shape."""
+    return np.frombuffer(base64.b64decode(text), "<i4")

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Capabilities
-from automodel_cli.rollout.routing_record import from_text
+from automodel_cli.rollout.routing_record import experts_told, from_text
 from automodel_cli.rollout.servers.commands import VLLM_WITH_EXPERTS
 from automodel_cli.rollout.servers.http import Server
 from automodel_cli.rollout.servers.served import ServedEngine
-from automodel_cli.rollout.servers.told_experts import experts_told
 from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams, WeightStream
 
 if TYPE_CHECKING:

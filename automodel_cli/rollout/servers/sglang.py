@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.rollout.engine import Capabilities
+from automodel_cli.rollout.routing_record import experts_told, from_int32
 from automodel_cli.rollout.servers.commands import SGLANG, SGLANG_WITH_EXPERTS
 from automodel_cli.rollout.servers.http import Server, ServerError
 from automodel_cli.rollout.servers.live_weights import LiveWeights
 from automodel_cli.rollout.servers.release import check_release
-from automodel_cli.rollout.servers.told_experts import experts_told, from_int32
 from automodel_cli.rollout.servers.transfer import Transfer, once
 from automodel_cli.rollout.types import Completion, SamplingParams
 

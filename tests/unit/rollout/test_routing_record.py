@@ -27,7 +27,15 @@ from automodel_cli.rollout.experience import RowPlan, plan_updates
 from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.kept_answers import packed, unpacked
 from automodel_cli.rollout.rollout_config import RolloutConfig
-from automodel_cli.rollout.routing_record import compact, first_known, from_text, joined, to_text
+from automodel_cli.rollout.routing_record import (
+    compact,
+    experts_told,
+    first_known,
+    from_int32,
+    from_text,
+    joined,
+    to_text,
+)
 from automodel_cli.rollout.routing_replay import RoutingReplay
 from automodel_cli.rollout.rules import check_routing_engine
 from automodel_cli.rollout.sampler.decoder import Decoder
@@ -35,7 +43,6 @@ from automodel_cli.rollout.sampler.sampler import Sampler
 from automodel_cli.rollout.servers.http import Server
 from automodel_cli.rollout.servers.sglang import SGLangEngine
 from automodel_cli.rollout.servers.sglang_config import SGLangConfig
-from automodel_cli.rollout.servers.told_experts import experts_told, from_int32
 from automodel_cli.rollout.servers.transfer import FileTransfer
 from automodel_cli.rollout.servers.vllm import VLLMEngine
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
