@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,22 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import torch_compat
 from automodel_cli.distributed.activation_checkpointing import apply_activation_checkpointing
 from automodel_cli.distributed.fused import compilations
-from automodel_cli.distributed.strategies.base import ParallelizerConfig, torch_dtype
 
 
-def prepare_layers(model: nn.Module, config: ParallelizerConfig, device_type: str) -> list[nn.Module]:
+class LayerOptions(Protocol):
+    """The options of a strategy that concern layers, as in `ParallelizerConfig`."""
+
+    @property
+    def activation_checkpointing(self) -> bool | int | str: ...
+    @property
+    def autocast_dtype(self) -> str | None: ...
+    @property
+    def enable_compile(self) -> bool | str: ...
+    @property
+    def compile_backend(self) -> str: ...
+
+
+def prepare_layers(model: nn.Module, config: LayerOptions, device_type: str) -> list[nn.Module]:
     """What comes before data parallelism, the same for every strategy. Returns the layers."""
     layers = transformer_layers(model)
     mode = config.activation_checkpointing
@@ -30,7 +43,7 @@ def prepare_layers(model: nn.Module, config: ParallelizerConfig, device_type: st
             if whole or not getattr(layer, "gradient_checkpointing", False):
                 layer.compile(backend=backend, fullgraph=whole)
     if config.autocast_dtype is not None:
-        autocast = torch.autocast(device_type, torch_dtype(config.autocast_dtype))
+        autocast = torch.autocast(device_type, getattr(torch, config.autocast_dtype))
         model.forward = autocast(model.forward)  # type: ignore[method-assign]  # the whole part, whoever calls it
     return layers
 

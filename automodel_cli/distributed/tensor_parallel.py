@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.expert_parallel import is_experts
 from automodel_cli.distributed.layers import transformer_layers
 from automodel_cli.distributed.sequence_parallel import apply_sequence_parallel, blocks, scattering, share_input
-from automodel_cli.distributed.strategies.base import AxisOptions
 from automodel_cli.distributed.tp_plan import Plan, custom_plan, get_hf_tp_shard_plan, name_of, wildcard
 from automodel_cli.distributed.tp_styles import (
     ExpertsOverTP,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO, GLUE
 from automodel_cli.distributed.layout import MeshConfig
 
@@ -25,21 +26,6 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 BACKENDS = ("nccl", "gloo")
 DEFAULT_COMPILE_BACKEND = "inductor"
-
-
-@dataclass(frozen=True)
-class AxisOptions:
-    """How a strategy wants the axes that are applied before it.
-
-    `tp_plan`: tensor-parallel styles by module name, null for the model's own. `ring`: attention passes keys and values
-    around instead of gathering them. `expert_dispatch`: "all_to_all" or "deepep".
-    """
-
-    tp_plan: Any = None
-    sequence_parallel: bool = False
-    async_tensor_parallel: bool = False
-    ring: bool = False
-    expert_dispatch: str = "all_to_all"
 
 
 @dataclass(frozen=True)

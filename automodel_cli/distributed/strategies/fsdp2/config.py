@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO
 from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.strategies.base import (
-    AxisOptions,
     BuiltInStrategy,
     Storage,
     check_choice,
