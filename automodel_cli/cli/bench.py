@@ -15,9 +15,20 @@ if TYPE_CHECKING:
     from automodel_cli.run.bench import Config
 
 _MEASURE = "measure"
-_json = click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write figures here.")
-_warmup = click.option("--warmup", default=5, show_default=True, type=click.IntRange(min=1), help="Steps before.")
-_steps = click.option("--steps", default=20, show_default=True, type=click.IntRange(min=2), help="Steps measured.")
+_json = click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures to this file."
+)
+_warmup = click.option(
+    "--warmup",
+    metavar="N",
+    default=5,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Steps before the measurement.",
+)
+_steps = click.option(
+    "--steps", metavar="N", default=20, show_default=True, type=click.IntRange(min=2), help="Measured steps."
+)
 
 
 class _Bench(click.Group):
@@ -28,11 +39,12 @@ class _Bench(click.Group):
         return super().parse_args(ctx, args if known else [_MEASURE, *args])
 
 
-@click.group(cls=_Bench, short_help="Time the steps of a config, or of two in turns.")
+@click.group(cls=_Bench)
 def bench() -> None:
-    """Time the steps of a config on this machine: `bench -c CONF`, or of two configs in turns: `bench compare A B`.
+    """Time the steps of a config, or of two configs alternately.
 
-    Checkpoints and validations are left out, as are the config's callbacks. Nothing is kept but what --json writes.
+    `bench -c CONF` is short for `bench measure -c CONF`. Checkpoints, validations and callbacks are excluded. Only
+    --json writes a file.
     """
 
 
@@ -44,7 +56,10 @@ def bench() -> None:
 def measure(
     conf: str, overrides: tuple[str, ...], trust: Trust, warmup: int, steps: int, json_file: Path | None
 ) -> int:
-    """Time CONF: median and spread of a step, tokens per second, memory, and where one step's time goes."""
+    """Time the steps of a config.
+
+    Prints median and spread of the step time, tokens per second, memory, and a breakdown of one step.
+    """
     config = _config(conf, overrides, trust)
     from automodel_cli.run import bench as of_run
 
@@ -56,9 +71,16 @@ def measure(
 @_warmup
 @_steps
 @_json
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="How often each is run.")
-@click.option("--a", "only_a", multiple=True, metavar="KEY=VALUE", help="An override of A alone; repeatable.")
-@click.option("--b", "only_b", multiple=True, metavar="KEY=VALUE", help="An override of B alone; repeatable.")
+@click.option(
+    "--rounds",
+    metavar="N",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="How often each config runs.",
+)
+@click.option("--a", "only_a", multiple=True, metavar="KEY=VALUE", help="Override of A only. Repeatable.")
+@click.option("--b", "only_b", multiple=True, metavar="KEY=VALUE", help="Override of B only. Repeatable.")
 @common.trust_option
 @common.override_arguments
 def compare(
@@ -69,9 +91,10 @@ def compare(
     only_b: tuple[str, ...],
     **options: Any,
 ) -> int:
-    """Time A and B in turns on the same rows, and say how many times as fast B is.
+    """Time two configs alternately on the same data.
 
-    A and B are configs, or the same one twice with overrides of each: `--b parallelizer.enable_compile=true`.
+    Prints how many times as fast B is. A and B are two configs, or one config with different overrides: `--b
+    parallelizer.enable_compile=true`.
     """
     first, second = (_config(c, (*overrides, *own), trust) for c, own in zip(confs, (only_a, only_b), strict=True))
     if first.arguments == second.arguments:

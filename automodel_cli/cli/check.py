@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from automodel_cli.run.config_root import ConfigRoot
 
 
-@click.command(short_help="Check a config; nothing is run.")
+@click.command()
 @common.config_options
 @click.option("--resolved", is_flag=True, help="Print the composed config with the origin of every value instead.")
-@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Dry-run its step on so many GPUs, too.")
-@click.option("--gpu", type=click.Choice(common.GPUS), help="Which GPU, with --gpus.  [default: h100]")
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Also dry-run the step on N GPUs.")
+@click.option("--gpu", type=click.Choice(common.GPUS), help="GPU type for --gpus.  [default: h100]")
 def check(
     conf: str, overrides: tuple[str, ...], trust: Trust, *, resolved: bool, gpus: int | None, gpu: str | None
 ) -> None:
-    """Check a config without running it: no GPU, no network, no torch.
+    """Check a config without a GPU, the network or torch.
 
-    Every error at once, missing files and folders too; else a line for each section and ok. The first rows of local
-    data files are read: columns that no row has, and a warm-up that outlasts the run, are refused. With --gpus a rank
-    of each stage also runs its step as `dryrun` does: that kernels take its shapes, and that it fits in memory.
+    Prints all errors at once, including missing files. If there are none, prints a line for each section and `ok`. Also
+    reads the first rows of local data files: a column that no row has, or a warm-up longer than the run, is an error.
+
+    With --gpus, one rank of each stage also runs its step as `dryrun` does. This checks that kernels support the shapes
+    and that the step fits in memory.
     """
     from automodel_cli.config.bundled import conf_dir, display
 

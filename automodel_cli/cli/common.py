@@ -39,14 +39,14 @@ def trust_option(function: F) -> F:
         expose_value=False,
         is_eager=True,  # before `--trust`, which takes it up
         callback=lambda context, _, names: context.meta.update({_PACKAGES: names}),
-        help="Let the config name classes and functions of this package too.",
+        help="Allow the config to name classes and functions of this package. Repeatable.",
     )
     words = click.option(
         "--trust",
         multiple=True,
         type=click.Choice(WORDS),
         callback=lambda context, _, words: Trust(frozenset(words), context.meta[_PACKAGES]),
-        help="Let the config start a command, or run Python code that comes with a model.",
+        help="Allow the config to start a command, or to run Python code that comes with a model. Repeatable.",
     )
     return words(packages(function))
 
@@ -54,7 +54,9 @@ def trust_option(function: F) -> F:
 def checkpoint_option(function: F) -> F:
     """`--checkpoint best|last|STEP` as the argument `checkpoint`."""
     return click.option(
-        "--checkpoint", metavar="best|last|STEP", help="Which checkpoint of the run.  [last; best with early stopping]"
+        "--checkpoint",
+        metavar="best|last|STEP",
+        help="Checkpoint of the run.  [default: last; with early stopping: best]",
     )(function)
 
 

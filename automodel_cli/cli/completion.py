@@ -1,15 +1,17 @@
-"""`completion bash|zsh|fish`: the script that makes the shell ask us."""
+"""`completion bash|zsh|fish`: a script for the shell."""
 
 from __future__ import annotations
 
 import click
 
 
-@click.command(short_help="Print a completion script for the shell.")
+@click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print a shell's completion script: recipe names for -c, config keys for overrides.
+    """Print a shell completion script.
+
+    It completes recipe names after -c, config keys and names of runs.
 
     \b
     bash   automodel completion bash > ~/.local/share/bash-completion/completions/automodel

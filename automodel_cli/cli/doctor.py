@@ -46,15 +46,16 @@ class Diagnosis:
     fix: str = ""
 
 
-@click.command(short_help="Check this machine, or the files of a run, with fixes.")
+@click.command()
 @click.argument("run", required=False, metavar="[RUN]")
-@click.option("--nodes", is_flag=True, help="Inside an allocation: bandwidth and folders between its nodes.")
+@click.option("--nodes", is_flag=True, help="Check the nodes of this allocation: network and shared folder.")
 @common.trust_option
 def doctor(run: str | None, nodes: bool, trust: Trust) -> int:
-    """Check versions, clashes, GPU, disk and optional packages; exit code 1 if something fails.
+    """Check the installation, or the files of a run.
 
-    With RUN, a folder or a name below runs/: whether every byte of its checkpoints is as it was written. With --nodes,
-    in a Slurm allocation or under torchrun: whether the nodes reach each other, how fast, and see the same folder.
+    Checks versions, conflicts, GPU, disk and optional packages. Exits with 1 if a check fails. With RUN, verifies every
+    byte of its checkpoints. With --nodes, in a Slurm allocation or under torchrun, measures the network between nodes
+    and checks that they share the folder.
     """
     if nodes:
         if run:

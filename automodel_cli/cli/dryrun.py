@@ -15,33 +15,63 @@ _file = click.Path(path_type=Path, dir_okay=False)
 _gigabytes = click.FloatRange(min=0, min_open=True)
 
 
-@click.command(short_help="Memory, waits, kernels and time of the real step, without a GPU.")
-@click.option("--gpus", required=True, type=click.IntRange(min=1), metavar="N", help="GPUs of the whole run.")
+@click.command()
+@click.option("--gpus", required=True, type=click.IntRange(min=1), metavar="N", help="Number of GPUs of the run.")
 @click.option(
-    "--rank", default="0", show_default=True, metavar=f"R|{_ALL}", help="Whose step: one rank, or each stage's."
+    "--rank", default="0", show_default=True, metavar=f"R|{_ALL}", help="Rank to run, or one rank of each stage."
 )
-@click.option("--gpu", default="h100", show_default=True, type=click.Choice(common.GPUS), help="Which GPU.")
-@click.option("--json", "json_file", type=_file, help="Write the figures here.")
-@click.option("--svg", type=_file, help="Write the pipeline's timeline here.")
+@click.option("--gpu", default="h100", show_default=True, type=click.Choice(common.GPUS), help="GPU type.")
+@click.option("--json", "json_file", type=_file, help="Write the figures to this file.")
+@click.option("--svg", type=_file, help="Write the pipeline's timeline to this file.")
 @click.option(
-    "--route", default="balanced", show_default=True, type=click.Choice(("balanced", "worst")), help="Routers."
+    "--route",
+    default="balanced",
+    show_default=True,
+    type=click.Choice(("balanced", "worst")),
+    help="Distribution of tokens over experts.",
 )
-@click.option("--document", type=click.IntRange(min=1), metavar="TOKENS", help="Length of documents in packed rows.")
-@click.option("--data", is_flag=True, help="Take lengths of documents from the config's data; prepares it if need be.")
-@click.option("--microbatches", type=click.IntRange(min=3), metavar="N", help="To run; default: enough to tell.")
-@click.option("--node-gbs", type=_gigabytes, help="GB/s between GPUs of a machine, one way.  [default: the GPU's]")
 @click.option(
-    "--network-gbs", default=50.0, show_default=True, type=_gigabytes, help="GB/s of a GPU to other machines."
+    "--document", type=click.IntRange(min=1), metavar="TOKENS", help="Length of documents in packed sequences."
 )
-@click.option("--host-gbs", type=_gigabytes, help="GB/s to a machine's memory, one way.  [default: the GPU's]")
-@click.option("--gpus-per-node", default=8, show_default=True, type=click.IntRange(min=1), help="GPUs of a machine.")
+@click.option(
+    "--data", is_flag=True, help="Use the document lengths of the config's data. Prepares the data if necessary."
+)
+@click.option(
+    "--microbatches",
+    type=click.IntRange(min=3),
+    metavar="N",
+    help="Number of microbatches to run.  [default: as few as necessary]",
+)
+@click.option(
+    "--node-gbs",
+    metavar="GB/S",
+    type=_gigabytes,
+    help="GB/s between GPUs of a node, one way.  [default: of the GPU type]",
+)
+@click.option(
+    "--network-gbs",
+    metavar="GB/S",
+    default=50.0,
+    show_default=True,
+    type=_gigabytes,
+    help="GB/s from a GPU to other nodes.",
+)
+@click.option(
+    "--host-gbs",
+    metavar="GB/S",
+    type=_gigabytes,
+    help="GB/s from a GPU to host memory, one way.  [default: of the GPU type]",
+)
+@click.option(
+    "--gpus-per-node", metavar="N", default=8, show_default=True, type=click.IntRange(min=1), help="GPUs of a node."
+)
 @click.option(
     "--changes",
     default=3,
     show_default=True,
     type=click.IntRange(min=0),
     metavar="N",
-    help="Where it does not fit: dry-run the N changes of the config that promise most.",
+    help="If the step does not fit, dry-run the N most promising changes of the config.",
 )
 @common.config_options
 def dryrun(
@@ -58,10 +88,11 @@ def dryrun(
     changes: int,
     **options: object,
 ) -> int:
-    """Run the optimizer step of CONF as a rank would, on tensors that have shapes and no values, and say what it holds,
-    waits for, sends and launches.
+    """Run the real optimizer step without a GPU and print its costs.
 
-    Needs no GPU, no weights and, for models of bundled recipes, no network.
+    The step runs on fake CUDA tensors, which have shapes but no values. The output has memory, host synchronizations,
+    communication and kernels of a rank, and an estimated step time. Needs no weights. For models of bundled recipes, it
+    needs no network.
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)

@@ -23,26 +23,28 @@ if TYPE_CHECKING:
 _BEFORE = "before"
 
 
-@click.command(name="eval", short_help="Judge a run or a model on held-out questions.")
+@click.command(name="eval")
 @click.argument("target", metavar="RUN|MODEL", shell_complete=complete.runs)
 @click.option("-c", "--conf", metavar="EVAL", help="A .yaml file, or the name of a bundled evaluation.")
 @click.option(
     "--harness",
     metavar="TASK,...",
-    help="Tasks of lm-evaluation-harness in place of EVAL, on the export; KEY=VALUE are its options.",
+    help="Run these lm-evaluation-harness tasks on the export instead of EVAL. KEY=VALUE sets its options.",
 )
-@click.option(
-    "--include", type=click.Path(path_type=Path, exists=True), help="A folder of --harness tasks of your own."
-)
-@click.option("--harness-python", metavar="PYTHON", help="The interpreter that has lm-eval.  [this one]")
+@click.option("--include", type=click.Path(path_type=Path, exists=True), help="Folder with your own --harness tasks.")
+@click.option("--harness-python", metavar="PYTHON", help="Python interpreter that has lm-eval.  [default: this one]")
 @click.option(
     "--against",
     multiple=True,
     metavar=f"{_BEFORE}|RUN|MODEL",
-    help="Compare with this on the same questions; repeatable.  [of a run: what it began with]",
+    help="Also evaluate this model, and compare. Repeatable.  [default for a run: before]",
 )
-@click.option("--alone", is_flag=True, help="Compare with nothing.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Results.  [RUN/eval/EVAL.json]")
+@click.option("--alone", is_flag=True, help="Compare with no other model.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the results.  [default: RUN/eval/EVAL.json]",
+)
 @common.checkpoint_option
 @common.trust_option
 @common.override_arguments
@@ -61,11 +63,11 @@ def evaluate(
     alone: bool,
     out: Path | None,
 ) -> int:
-    """Ask a model the questions of EVAL and say how many it answers, with intervals.
+    """Evaluate a run or a model on held-out questions.
 
-    A run is judged by its newest checkpoint (with early stopping the best one, or by --checkpoint another) under its
-    own layout, on as many ranks; MODEL is a hub id or a folder.
-    Overrides are those of EVAL. Differences are paired: both models answer the same questions.
+    Prints scores with confidence intervals. A run is evaluated at its newest checkpoint, or at the best one with early
+    stopping, with its own layout and number of ranks. MODEL is a hub id or a folder. Overrides change EVAL. Comparisons
+    are paired: both models answer the same questions.
     """
     if alone and against:
         raise ConfigError(f"--alone and --against {against[0]} exclude each other", fix=f"--against {against[0]}")

@@ -10,16 +10,16 @@ from automodel_cli.cli import common
 from automodel_cli.config.trust import Trust
 
 
-@click.command(short_help="Write a run for transformers, and verify it.")
+@click.command()
 @click.argument("run", metavar="RUN")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to write; default RUN/export.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write.  [default: RUN/export]")
 @common.checkpoint_option
 @common.trust_option
 def export(run: str, out: Path | None, trust: Trust, checkpoint: str | None) -> int:
-    """Write a checkpoint of a run as a Hugging Face folder and verify it by reloading.
+    """Write a checkpoint as a Hugging Face folder and verify it.
 
-    RUN is a folder or a name below runs/. Without --checkpoint the newest is written, or the best one of a run with
-    early stopping (`validation.patience`).
+    Verification reloads the folder. RUN is a folder, a name below runs/, or a URL. Without --checkpoint, exports the
+    newest checkpoint, or the best one with early stopping (`validation.patience`).
     """
     folder = common.run_folder(run, "checkpoint")
     _, recipe = common.load_recipe(folder / "config.yaml", (), trust, run_dir=folder)

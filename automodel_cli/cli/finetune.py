@@ -35,17 +35,20 @@ class ModelGroup(click.Group):
 
 @click.group(cls=ModelGroup)
 def finetune() -> None:
-    """Train the recipe that a config names: `finetune -c CONF` is `finetune llm -c CONF`."""
+    """Train a model with the recipe that a config names.
+
+    `finetune -c CONF` is short for `finetune llm -c CONF`.
+    """
 
 
 @finetune.command()
 @common.config_options
 @click.pass_obj
 def llm(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
-    """Fine-tune a language model.
+    """Train a language model.
 
-    Starts the ranks that the mesh asks for; under torchrun or srun it is one of them. Ctrl-C and SIGTERM stop at a
-    step boundary with a checkpoint.
+    Starts the ranks that the mesh needs. Under torchrun or srun, this process is one of the ranks. On Ctrl-C or
+    SIGTERM, the run saves a checkpoint at the end of the step and stops.
     """
     return _begin(arguments, conf, overrides, trust)
 
@@ -57,7 +60,7 @@ def of_kind(kind: str, what: str) -> click.Group:
     def group() -> None:
         pass
 
-    @group.command(name="llm", help=f"{what}\n\nLike `finetune llm`, for configs whose recipe is of kind {kind} only.")
+    @group.command(name="llm", help=f"{what}\n\nSame as `finetune llm`, but accepts only recipes of kind {kind}.")
     @common.config_options
     @click.pass_obj
     def llm_of_kind(arguments: list[str], conf: str, overrides: tuple[str, ...], trust: Trust) -> int:
@@ -85,22 +88,22 @@ def _begin(
     return start(composed, recipe, arguments)
 
 
-dpo = of_kind("dpo", "Train on preferences: pairs of responses, or responses judged good or bad.")
-rm = of_kind("rm", "Train a reward model: pairs of responses, of which one is better.")
-kd = of_kind("kd", "Distil a teacher: what it says of each token of the rows.")
-grpo = of_kind("grpo", "Train on the model's own samples and what rewards say of them.")
+dpo = of_kind("dpo", "Train on preferences: pairs or single rated responses.")
+rm = of_kind("rm", "Train a reward model on preference pairs.")
+kd = of_kind("kd", "Distill a teacher's token distributions into a student.")
+grpo = of_kind("grpo", "Train on the model's own samples with rewards.")
 
 
-@click.command(short_help="Continue a run in its folder.")
+@click.command()
 @click.argument("run", metavar="RUN")
 @common.override_arguments
 @common.trust_option
 @click.pass_obj
 def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: Trust) -> int:
-    """Continue a run in its folder, from its newest checkpoint.
+    """Continue a run from its newest checkpoint.
 
-    RUN is a folder, a name below runs/, or a URL, from which comes what is missing here. Overrides change its config
-    from here on.
+    RUN is a folder, a name below runs/, or a URL. Files that exist only at the URL are downloaded. Overrides change the
+    run's config from now on.
     """
     folder = common.run_folder(run, "checkpoint")
     return _begin(arguments, folder / "config.yaml", overrides, trust, run_dir=folder)

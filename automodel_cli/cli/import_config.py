@@ -12,19 +12,35 @@ from automodel_cli.config.fixes import word
 from automodel_cli.config.imports.tables import TABLES
 
 
-@click.command(name="import-config", short_help="Translate a config of axolotl, TRL, LLaMA-Factory, ...")
+@click.command(name="import-config")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--from", "slug", type=click.Choice(list(TABLES)), help="Whose config it is.  [told by its keys]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="OUT", help="Write OUT.yaml; else print it.")
-@click.option("--gpus", default=1, show_default=True, type=click.IntRange(min=1), metavar="N", help="Ranks it ran on.")
-@click.option("--kind", type=click.Choice(["sft", "dpo", "kd", "grpo"]), help="What it trains.  [told by its keys]")
+@click.option(
+    "--from",
+    "slug",
+    type=click.Choice(list(TABLES)),
+    help="Tool that the config belongs to.  [default: detected from its keys]",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="OUT", help="File to write.  [default: print]")
+@click.option(
+    "--gpus",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of GPUs of the old run.",
+)
+@click.option(
+    "--kind",
+    type=click.Choice(["sft", "dpo", "kd", "grpo"]),
+    help="Training method.  [default: detected from its keys]",
+)
 def import_config(file: Path, slug: str | None, output: Path | None, gpus: int, kind: str | None) -> None:
-    """Print another tool's config as one of ours.
+    """Translate a config of another tool.
 
-    Each key of FILE stands in it: translated, with what it was there, or in the list at the end with the reason why it
-    has no counterpart. What you must decide stands at the top: what theirs does and ours does not, and what `check`
-    says against the file. Defaults of the tool that would change the loss are written out. Batch sizes of theirs are
-    per device, ours is of the whole step: --gpus says how many there were.
+    The result contains each key of FILE: translated, with its old value, or listed at the end with the reason why it
+    has no counterpart. The top lists your open decisions: differences in behavior, and errors that `automodel check`
+    finds. Defaults of the other tool that would change the loss are written out. Other tools count batch sizes per
+    device, automodel per step: set --gpus to the number of GPUs of the old run.
     """
     from automodel_cli.config.imports.write import imported
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import itertools
 import re
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
@@ -30,34 +31,48 @@ _FAILED, _USAGE, _OUT_OF_MEMORY, _INTERRUPTED = 1, 2, 4, 130
 
 _CLICK = str(Path(click.__file__).parent)
 
+
+class Entry(NamedTuple):
+    """A command: its group in `automodel --help`, its module in `cli/`, its function there, and its summary.
+
+    The table has the summaries, so that `automodel --help` imports no command. They have at most 60 characters.
+    """
+
+    group: str
+    module: str
+    function: str
+    summary: str
+
+
 COMMANDS = {
-    "finetune": ("automodel_cli.cli.finetune", "finetune"),
-    "dpo": ("automodel_cli.cli.finetune", "dpo"),
-    "rm": ("automodel_cli.cli.finetune", "rm"),
-    "kd": ("automodel_cli.cli.finetune", "kd"),
-    "grpo": ("automodel_cli.cli.finetune", "grpo"),
-    "resume": ("automodel_cli.cli.finetune", "resume"),
-    "sweep": ("automodel_cli.cli.sweep", "sweep"),
-    "submit": ("automodel_cli.cli.submit", "submit"),
-    "check": ("automodel_cli.cli.check", "check"),
-    "plan": ("automodel_cli.cli.plan", "plan"),
-    "dryrun": ("automodel_cli.cli.dryrun", "dryrun"),
-    "verify": ("automodel_cli.cli.verify", "verify"),
-    "bench": ("automodel_cli.cli.bench", "bench"),
-    "data": ("automodel_cli.cli.data", "data"),
-    "runs": ("automodel_cli.cli.runs", "runs"),
-    "import-config": ("automodel_cli.cli.import_config", "import_config"),
-    "report": ("automodel_cli.cli.report", "report"),
-    "eval": ("automodel_cli.cli.evaluate", "evaluate"),
-    "chat": ("automodel_cli.cli.chat", "chat"),
-    "serve": ("automodel_cli.cli.serve", "serve"),
-    "push": ("automodel_cli.cli.push", "push"),
-    "export": ("automodel_cli.cli.export", "export"),
-    "recipes": ("automodel_cli.cli.recipes", "recipes"),
-    "options": ("automodel_cli.cli.options", "options"),
-    "doctor": ("automodel_cli.cli.doctor", "doctor"),
-    "completion": ("automodel_cli.cli.completion", "completion"),
+    "finetune": Entry("Train", "finetune", "finetune", "Fine-tune a model, or run any other recipe."),
+    "dpo": Entry("Train", "finetune", "dpo", "Train on preferences: pairs or single rated responses."),
+    "rm": Entry("Train", "finetune", "rm", "Train a reward model on preference pairs."),
+    "kd": Entry("Train", "finetune", "kd", "Distill a teacher's token distributions into a student."),
+    "grpo": Entry("Train", "finetune", "grpo", "Train on the model's own samples with rewards."),
+    "resume": Entry("Train", "finetune", "resume", "Continue a run from its newest checkpoint."),
+    "sweep": Entry("Train", "sweep", "sweep", "Run a config once for each combination of values."),
+    "submit": Entry("Train", "submit", "submit", "Run a config on Slurm, or write a Kubernetes job."),
+    "check": Entry("Inspect", "check", "check", "Check a config. Nothing runs."),
+    "plan": Entry("Inspect", "plan", "plan", "Estimate stages, memory and idle time. Nothing runs."),
+    "dryrun": Entry("Inspect", "dryrun", "dryrun", "Measure memory and time of the real step without a GPU."),
+    "verify": Entry("Inspect", "verify", "verify", "Compare every layout of a recipe with one process."),
+    "bench": Entry("Inspect", "bench", "bench", "Time the steps of one config, or of two alternately."),
+    "data": Entry("Inspect", "data", "data", "Print a config's data with its trained tokens."),
+    "options": Entry("Inspect", "options", "options", "List config keys with type, default and meaning."),
+    "recipes": Entry("Inspect", "recipes", "recipes", "List, print and copy bundled recipes."),
+    "eval": Entry("Evaluate", "evaluate", "evaluate", "Evaluate a run or a model on held-out questions."),
+    "chat": Entry("Evaluate", "chat", "chat", "Chat with a run, also side by side with another model."),
+    "serve": Entry("Evaluate", "serve", "serve", "Serve a run with an OpenAI-compatible server."),
+    "report": Entry("Evaluate", "report", "report", "Write an offline page of curves, samples and configs."),
+    "runs": Entry("Manage", "runs", "runs", "List, follow, compare and clean up runs."),
+    "export": Entry("Manage", "export", "export", "Write a Hugging Face folder and verify it."),
+    "push": Entry("Manage", "push", "push", "Upload a run's export to the Hugging Face hub."),
+    "import-config": Entry("Manage", "import_config", "import_config", "Translate a config of another tool."),
+    "doctor": Entry("Manage", "doctor", "doctor", "Check the installation, or the files of a run."),
+    "completion": Entry("Manage", "completion", "completion", "Print a shell completion script."),
 }
+"""Every command, in the order of `automodel --help`."""
 
 
 class LazyGroup(click.Group):
@@ -69,9 +84,18 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, name = COMMANDS[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), name)
+        entry = COMMANDS[cmd_name]
+        module = importlib.import_module(f"automodel_cli.cli.{entry.module}")
+        command: click.Command = getattr(module, entry.function)
+        command.short_help = entry.summary
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section per group, with columns that align across sections."""
+        width = max(map(len, COMMANDS))
+        for group, entries in itertools.groupby(COMMANDS.items(), key=lambda item: item[1].group):
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(width), entry.summary) for name, entry in entries])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -90,12 +114,12 @@ class LazyGroup(click.Group):
 
 @click.group(
     cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="\b\nShort form  automodel CONF [KEY=VALUE]...\nStart here  automodel recipes ls",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="\b\nStart here: automodel recipes ls\nShort form: automodel CONF [KEY=VALUE]...",
 )
 @click.version_option(__version__, message="automodel %(version)s")
 def cli() -> None:
-    """One YAML file in, one training run out, for any Hugging Face causal language model."""
+    """Post-train Hugging Face causal language models from one YAML file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

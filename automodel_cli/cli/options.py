@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from automodel_cli.config.reference import Key, Node
 
 
-@click.command(short_help="List the keys of a config.")
+@click.command()
 @click.argument("section", required=False, metavar="[SECTION]")
 @click.option("--markdown", is_flag=True, help="Print docs/config.md.")
 def options(section: str | None, markdown: bool) -> None:
-    """List every key of a config with its type, default and meaning.
+    """List config keys with type, default and meaning.
 
-    SECTION is a section (data), a key or a part below it (model.lora), or the option of a group (megatron_fsdp).
+    SECTION is a section (data), a key or part below it (model.lora), or an option of a group (megatron_fsdp).
     """
     from automodel_cli.config.reference import nodes
 

@@ -11,15 +11,18 @@ from automodel_cli.cli import common
 from automodel_cli.config.trust import Need, Trust
 
 
-@click.command(short_help="Stages, memory and idle time of a run; nothing is run.")
-@click.option("--gpus", required=True, type=click.IntRange(min=1), metavar="N", help="GPUs of the whole run.")
+@click.command()
+@click.option("--gpus", required=True, type=click.IntRange(min=1), metavar="N", help="Number of GPUs of the run.")
 @click.option(
     "--memory-gib",
+    metavar="GIB",
     type=click.FloatRange(min=0, min_open=True),
-    help="Of one GPU, for torch; default: that of an 80 GB card, 79.1.",
+    help="Memory of one GPU that torch can use.  [default: 79.1, an 80 GB card]",
 )
-@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the pipeline's timeline here.")
-@click.option("--traced", is_flag=True, help="Take memory from a dry run of every stage: exact to a tensor, slower.")
+@click.option(
+    "--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the pipeline's timeline to this file."
+)
+@click.option("--traced", is_flag=True, help="Measure memory with a dry run of every stage. Exact, but slower.")
 @common.config_options
 def plan(
     conf: str,
@@ -31,10 +34,10 @@ def plan(
     *,
     traced: bool,
 ) -> int:
-    """Print stages, memory of a GPU, the schedule's timeline and every other schedule, from the model's config alone.
+    """Print pipeline stages, memory per GPU, timeline and schedules.
 
-    Memory is an estimate, or with --traced what the real step holds on fake CUDA tensors, as `dryrun` measures it.
-    Loads torch; without --traced it starts no process.
+    Reads only the model's config, and needs no GPU. Memory is an estimate. With --traced, it is measured: the real step
+    runs on fake CUDA tensors, as in `dryrun`. Loads torch. Without --traced, starts no process.
     """
     untrusted: list[Need] = []
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)

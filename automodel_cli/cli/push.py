@@ -13,19 +13,20 @@ from automodel_cli.config.errors import ConfigError
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-@click.command(short_help="Upload a run's export to the hub, with a model card.")
+@click.command()
 @click.argument("run", metavar="RUN", shell_complete=complete.runs)
 @click.argument("repository", metavar="OWNER/NAME")
 @common.checkpoint_option
-@click.option("--private", is_flag=True, help="Only its owner sees a repository that is made now.")
-@click.option("--license", "licence", metavar="ID", help="The licence to publish under (apache-2.0, ...).")
-@click.option("--dry-run", is_flag=True, help="Print the card and the files; send nothing, ask no network.")
+@click.option("--private", is_flag=True, help="If the repository is new, make it private.")
+@click.option("--license", "licence", metavar="ID", help="License of the model, for example apache-2.0.")
+@click.option("--dry-run", is_flag=True, help="Print the card and the files. Upload nothing, and use no network.")
 def push(run: str, repository: str, checkpoint: str | None, private: bool, licence: str | None, dry_run: bool) -> None:
-    """Upload RUN/export to the Hugging Face hub: weights, tokenizer, a card with data, scores and curve, the config.
+    """Upload a run's export to the Hugging Face hub.
 
-    With --checkpoint the export of that checkpoint, RUN/exports/step-NNNNNN, is written first where it is missing.
+    Uploads weights, tokenizer, config, and a model card with data, scores and loss curve. First log in with `hf auth
+    login`, or set HF_TOKEN. Read the card with --dry-run before you publish it, because it names your files.
 
-    Log in first with `hf auth login`, or set HF_TOKEN. Look at the card with --dry-run: it names your files.
+    With --checkpoint, RUN/exports/step-NNNNNN is written first if it is missing.
     """
     if not _ID.fullmatch(repository):
         raise ConfigError(f"{repository} is no repository: owner/name is expected", fix=f"your-name/{repository}")

@@ -16,12 +16,12 @@ from automodel_cli.config.fixes import word
 
 @click.group()
 def recipes() -> None:
-    """List, read and copy the bundled recipes."""
+    """List, print and copy bundled recipes."""
 
 
 @recipes.command()
 def ls() -> None:
-    """One line for each bundled recipe."""
+    """List the bundled recipes."""
     names = bundled.names()
     width = max(map(len, names), default=0)
     for name in names:
@@ -43,7 +43,10 @@ def show(name: str) -> None:
 @click.argument("name", shell_complete=complete.names)
 @click.argument("target", required=False, type=click.Path(path_type=Path))
 def cp(name: str, target: Path | None) -> None:
-    """Copy a bundled recipe to TARGET (default: NAME.yaml here). An existing file is never overwritten."""
+    """Copy a bundled recipe to a new file.
+
+    TARGET defaults to NAME.yaml in this folder. Existing files are never overwritten.
+    """
     source = _path(name)
     destination = target or Path(source.name)
     if destination.is_dir():

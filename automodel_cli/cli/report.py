@@ -12,17 +12,18 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fixes import word
 
 
-@click.command(short_help="One offline page of curves, samples and configs, for one run or several.")
+@click.command()
 @click.argument("names", nargs=-1, required=True, metavar="RUN...", shell_complete=complete.runs)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file to write; default: RUN/report.html of one run, report.html here of several.",
+    help="File to write.  [default: RUN/report.html; for several runs: report.html]",
 )
 def report(names: tuple[str, ...], out: Path | None) -> None:
-    """Write one HTML file that shows runs, also those that go on; it loads nothing.
+    """Write one offline HTML page for one or more runs.
 
-    RUN is a folder, a name below runs/ or a URL, whose records come here first; a folder of runs stands for all in it.
+    Runs in progress are included. The page loads nothing from the network. RUN is a folder, a name below runs/, or a
+    URL, whose records are downloaded. A folder of runs stands for all runs in it.
     """
     from automodel_cli.run_folders.catalogue import named
     from automodel_cli.run_folders.page import FILE, write_own_page, write_page

@@ -25,14 +25,17 @@ _run = click.argument("run", required=False, metavar="[RUN]", shell_complete=com
 
 @click.group()
 def runs() -> None:
-    """List, follow, compare and clear runs."""
+    """List, follow, compare and clean up runs."""
 
 
 @runs.command()
 @click.argument("folder", default="runs", metavar="[FOLDER|URL]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def ls(folder: str, as_json: bool) -> None:
-    """One line for each run in FOLDER (default: runs) or at a URL of object storage, the newest last."""
+    """List the runs in a folder or at a URL, newest last.
+
+    FOLDER defaults to runs. URL names object storage.
+    """
     from automodel_cli.run.storage import is_url
     from automodel_cli.run_folders.catalogue import find
 
@@ -71,9 +74,12 @@ def _at_url(url: str, home: Path) -> list[tuple[str, Run]]:
 
 @runs.command()
 @_run
-@click.option("--json", "as_json", is_flag=True, help="The record of the run as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record of the run as JSON.")
 def show(run: str | None, as_json: bool) -> None:
-    """What a run is, how it went and what it left. Without RUN: the newest."""
+    """Show the config, progress and results of a run.
+
+    Without RUN: the newest run.
+    """
     found = _one(run)
     if as_json:
         click.echo(json.dumps({**_as_json(found), "record": found.record}, indent=1))
@@ -89,10 +95,21 @@ def show(run: str | None, as_json: bool) -> None:
 
 @runs.command()
 @_run
-@click.option("-n", "count", default=10, show_default=True, type=click.IntRange(min=0), help="Rows to begin with.")
-@click.option("--no-follow", is_flag=True, help="Do not wait for more while the run goes on.")
+@click.option(
+    "-n",
+    "count",
+    metavar="N",
+    default=10,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Number of steps to print first.",
+)
+@click.option("--no-follow", is_flag=True, help="Do not wait for new steps.")
 def tail(run: str | None, count: int, no_follow: bool) -> None:
-    """The newest steps of a run, and those to come while it goes on. Without RUN: the newest."""
+    """Print the newest steps of a run and follow it.
+
+    Without RUN: the newest run.
+    """
     found = _one(run)
     from automodel_cli.run_folders.follow import follow
 
@@ -103,15 +120,29 @@ def tail(run: str | None, count: int, no_follow: bool) -> None:
 
 @runs.command()
 @_run
-@click.option("-n", "count", default=5, show_default=True, type=click.IntRange(min=1), help="Samples to show.")
-@click.option("--order", default="newest", show_default=True, type=click.Choice(["newest", "best", "worst"]))
-@click.option("--step", metavar="N|N:M", help="Of this step, or from the one to the other: 40, 40:60, 40: or :60.")
-@click.option("--least", type=float, metavar="REWARD", help="With at least this reward.")
-@click.option("--most", type=float, metavar="REWARD", help="With at most this reward.")
-@click.option("--prompt", default="", metavar="TEXT", help="With this in the prompt.")
-@click.option("--completion", default="", metavar="TEXT", help="With this in what the model said.")
-@click.option("--trained", is_flag=True, help="Trained on: not of a group with equal rewards.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, as in rollouts.jsonl.")
+@click.option(
+    "-n",
+    "count",
+    metavar="N",
+    default=5,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Number of samples to print.",
+)
+@click.option(
+    "--order",
+    default="newest",
+    show_default=True,
+    type=click.Choice(["newest", "best", "worst"]),
+    help="Which samples to print.",
+)
+@click.option("--step", metavar="N|N:M", help="Only samples of these steps: 40, 40:60, 40: or :60.")
+@click.option("--least", type=float, metavar="REWARD", help="Only samples with at least this reward.")
+@click.option("--most", type=float, metavar="REWARD", help="Only samples with at most this reward.")
+@click.option("--prompt", default="", metavar="TEXT", help="Only samples whose prompt contains this text.")
+@click.option("--completion", default="", metavar="TEXT", help="Only samples whose response contains this text.")
+@click.option("--trained", is_flag=True, help="Only samples used for training: no groups with equal rewards.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line, as in rollouts.jsonl.")
 def rollouts(
     run: str | None,
     count: int,
@@ -124,7 +155,10 @@ def rollouts(
     trained: bool,
     as_json: bool,
 ) -> None:
-    """What the model said, and what it was worth. Without RUN: the newest."""
+    """Print generated samples with their rewards.
+
+    Without RUN: the newest run.
+    """
     from automodel_cli.run_folders import rollouts as samples
 
     wanted = samples.Wanted(_steps(step), least, most, prompt, completion, trained)
@@ -160,13 +194,17 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
 @click.argument("second", shell_complete=complete.runs)
 @click.option(
     "--tolerance",
+    metavar="X",
     default=1e-3,
     show_default=True,
     type=click.FloatRange(min=0),
-    help="Relative difference from which two losses are apart.",
+    help="Relative difference from which losses count as different.",
 )
 def diff(first: str, second: str, tolerance: float) -> None:
-    """What differs between two runs in config, data, code and environment, and the step at which their losses part."""
+    """Compare two runs.
+
+    Prints differences in config, data, code and environment, and the step at which their losses diverge.
+    """
     from automodel_cli.run_folders.compare import differences
 
     a, b = _one(first), _one(second)
@@ -190,14 +228,14 @@ def diff(first: str, second: str, tolerance: float) -> None:
 
 @runs.command()
 @click.argument("names", nargs=-1, metavar="[RUN|FOLDER]...", shell_complete=complete.runs)
-@click.option("--yes", is_flag=True, help="Remove it; otherwise it is only said.")
-@click.option("--last-checkpoint", is_flag=True, help="All checkpoints too, of runs that have an export.")
-@click.option("--empty", is_flag=True, help="The folders of runs that never took a step too.")
+@click.option("--yes", is_flag=True, help="Remove the files. Without it, they are only listed.")
+@click.option("--last-checkpoint", is_flag=True, help="Also remove the last checkpoint of runs that have an export.")
+@click.option("--empty", is_flag=True, help="Also remove runs that never took a step.")
 def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool) -> None:
-    """Remove what runs no longer need: leftovers, damaged checkpoints, and all but the newest and the best.
+    """Remove leftovers and checkpoints that no run needs.
 
-    Without --yes it says what would go and removes nothing. What goes on is left alone; the last whole checkpoint of
-    a run stays unless --last-checkpoint asks for it.
+    Keeps the newest and the best checkpoint of each run, and skips runs that are in progress. Without --yes, only
+    prints what it would remove. Keeps the last complete checkpoint of a run unless you set --last-checkpoint.
     """
     from automodel_cli.run_folders.catalogue import named
     from automodel_cli.run_folders.clean import removable, remove

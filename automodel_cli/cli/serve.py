@@ -21,15 +21,23 @@ _NAME_OPTION = "--served-model-name"
 
 
 @click.command(
-    short_help="Serve a run with OpenAI's interface, by transformers or vLLM.",
     context_settings={"ignore_unknown_options": True},
 )
 @click.argument("run", metavar="RUN", shell_complete=complete.runs)
 @common.checkpoint_option
-@click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0 lets other machines in.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535))
-@click.option("--with", "server", type=click.Choice(_SERVERS), help="Default: vllm where it is installed.")
-@click.option("--dry-run", is_flag=True, help="Print the commands; start nothing.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on. 0.0.0.0 accepts other machines."
+)
+@click.option(
+    "--port", metavar="PORT", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on."
+)
+@click.option(
+    "--with",
+    "server",
+    type=click.Choice(_SERVERS),
+    help="Server to start.  [default: vllm if installed, else transformers]",
+)
+@click.option("--dry-run", is_flag=True, help="Print the commands. Start nothing.")
 @click.argument("more", nargs=-1, metavar="[-- OPTIONS]")
 def serve(
     run: str,
@@ -40,9 +48,11 @@ def serve(
     dry_run: bool,
     more: tuple[str, ...],
 ) -> None:
-    """Start a server on RUN/export and say how to ask it. What follows goes to the server as it is.
+    """Serve a run with an OpenAI-compatible server.
 
-    With --checkpoint the export of that checkpoint, RUN/exports/step-NNNNNN, is written first where it is missing.
+    Prints an example request. Arguments after -- are passed to the server.
+
+    With --checkpoint, RUN/exports/step-NNNNNN is written first if it is missing.
     """
     folder = common.run_folder(run, "export", *common.with_checkpoints(checkpoint))
     export = common.export_that_talks(folder, checkpoint)

@@ -35,28 +35,36 @@ _CPUS_PER_GPU = 4
 def cluster_options(*, required: bool) -> Callable[[F], F]:
     """What a job needs of a cluster, as arguments of a command; nodes and GPUs are `required` or may be left out."""
     options = (
-        click.option("--nodes", required=required, type=click.IntRange(min=1), metavar="N", help="Nodes of the job."),
+        click.option("--nodes", required=required, type=click.IntRange(min=1), metavar="N", help="Number of nodes."),
         click.option(
             "--gpus-per-node",
             required=required,
             type=click.IntRange(min=0),
             metavar="G",
-            help="A rank each; 0: CPU ranks.",
+            help="GPUs of each node, one rank each. 0: CPU ranks.",
         ),
         click.option(
-            "--ranks-per-node", type=click.IntRange(min=1), metavar="R", help="CPU ranks, with --gpus-per-node 0."
+            "--ranks-per-node",
+            type=click.IntRange(min=1),
+            metavar="R",
+            help="With --gpus-per-node 0: CPU ranks of each node.",
         ),
-        click.option("--cpus-per-task", type=click.IntRange(min=1), metavar="C", help="Cores of a rank.  [GPUs: 4]"),
-        click.option("--partition", metavar="NAME"),
-        click.option("--account", metavar="NAME"),
-        click.option("--time", metavar="LIMIT", help="Minutes, H:MM:SS or D-HH:MM:SS."),
+        click.option(
+            "--cpus-per-task",
+            type=click.IntRange(min=1),
+            metavar="C",
+            help="CPU cores of each rank.  [default with GPUs: 4]",
+        ),
+        click.option("--partition", metavar="NAME", help="Slurm partition."),
+        click.option("--account", metavar="NAME", help="Slurm account."),
+        click.option("--time", metavar="LIMIT", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS."),
         click.option(
             "--notice",
             default=300,
             show_default=True,
             type=click.IntRange(1, 65535),
             metavar="SECONDS",
-            help="Time to save in, before the limit.",
+            help="Time before the limit at which ranks save.",
         ),
         click.option(
             "--max-requeues",
@@ -64,17 +72,19 @@ def cluster_options(*, required: bool) -> Callable[[F], F]:
             show_default=True,
             type=click.IntRange(min=0),
             metavar="N",
-            help="How often a stopped run goes on by itself.",
+            help="How often a stopped job is requeued.",
         ),
-        click.option("--setup", multiple=True, metavar="LINE", help="Shell line before the ranks; repeatable."),
+        click.option(
+            "--setup", multiple=True, metavar="LINE", help="Shell line to run before the ranks start. Repeatable."
+        ),
         click.option(
             "--sbatch",
             "options",
             multiple=True,
             metavar="OPTION",
-            help="A further #SBATCH option (--qos=high); repeatable.",
+            help="Additional #SBATCH option, for example --qos=high. Repeatable.",
         ),
-        click.option("--image", help="Start the ranks in this container image (needs Slurm's pyxis plugin)."),
+        click.option("--image", help="Container image of the ranks. On Slurm, this needs the pyxis plugin."),
     )
 
     def add(function: F) -> F:
@@ -83,40 +93,47 @@ def cluster_options(*, required: bool) -> Callable[[F], F]:
     return add
 
 
-@click.command(short_help="Run on a Slurm cluster; goes on by itself after preemption.")
+@click.command()
 @click.option(
     "--to",
     default="slurm",
     show_default=True,
     type=click.Choice(["slurm", "k8s", "skypilot"]),
-    help="Who runs it; k8s and skypilot with --dry-run: the file is printed.",
+    help="Cluster type. k8s and skypilot need --dry-run, which prints the file.",
 )
-@click.option("--volume", metavar="NAME:/PATH", help="k8s, skypilot: storage that all nodes see.")
-@click.option("--gpu-type", metavar="TYPE", help="skypilot: H100, A100-80GB, ...")
+@click.option("--volume", metavar="NAME:/PATH", help="k8s, skypilot: storage that all nodes share.")
+@click.option("--gpu-type", metavar="TYPE", help="skypilot: GPU type, for example H100 or A100-80GB.")
 @click.option(
     "--env",
     multiple=True,
     metavar="NAME=VALUE",
-    help="k8s, skypilot: a variable of the ranks; repeatable.",
+    help="k8s, skypilot: environment variable of the ranks. Repeatable.",
 )
 @click.option(
     "--secret",
     multiple=True,
     metavar="NAME[=SECRET:KEY]",
-    help="k8s, skypilot: a variable whose value is not in the file (HF_TOKEN=hub:token); repeatable.",
+    help="k8s, skypilot: variable whose value stays out of the file (HF_TOKEN=hub:token). Repeatable.",
 )
-@click.option("--rdma", metavar="RESOURCE=N", help="k8s: network devices of a pod (rdma/ib=8), with IPC_LOCK.")
+@click.option(
+    "--rdma", metavar="RESOURCE=N", help="k8s: network devices of a pod, for example rdma/ib=8. Adds IPC_LOCK."
+)
 @cluster_options(required=True)
 @click.option(
     "--rollout-nodes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Further nodes, for the generation servers of rollout.engine.servers.",
+    help="Additional nodes for the servers of rollout.engine.servers.",
 )
-@click.option("--rollout-gpus-per-node", type=click.IntRange(min=0), metavar="G", help="[default: --gpus-per-node]")
-@click.option("--rollout-image", metavar="IMAGE", help="The servers' container.  [default: --image]")
-@click.option("--job-name", metavar="NAME", help="Default: the name of the run.")
-@click.option("--dry-run", is_flag=True, help="Print the batch script; write and submit nothing.")
+@click.option(
+    "--rollout-gpus-per-node",
+    type=click.IntRange(min=0),
+    metavar="G",
+    help="GPUs of each rollout node.  [default: --gpus-per-node]",
+)
+@click.option("--rollout-image", metavar="IMAGE", help="Container image of the servers.  [default: --image]")
+@click.option("--job-name", metavar="NAME", help="Name of the job.  [default: name of the run]")
+@click.option("--dry-run", is_flag=True, help="Print the batch script. Write and submit nothing.")
 @common.config_options
 def submit(
     conf: str,
@@ -134,13 +151,13 @@ def submit(
     rollout_image: str | None,
     **options: Any,
 ) -> None:
-    """Check a config and run it on a Slurm cluster, one rank per GPU.
+    """Check a config and run it on a cluster, one rank per GPU.
 
-    The batch script and the logs of every rank are in the run folder. Before the time limit the ranks save at the end
-    of a step, the job is requeued, and the run goes on where it stopped. The run folder and this Python must be on a
-    file system that all nodes see.
+    On Slurm, the run folder contains the batch script and the logs of every rank. Before the time limit, the ranks save
+    a checkpoint and the job is requeued. The run then continues from that checkpoint. The run folder and this Python
+    must be on a file system that all nodes share.
 
-    With --rollout-nodes the job has two components: --nodes that train, and further nodes that generate with vLLM or
+    With --rollout-nodes, the job has two components: --nodes for training, and more nodes for generation with vLLM or
     SGLang.
     """
     from automodel_cli.run.run_folder import run_folder

@@ -41,21 +41,30 @@ class Point:
     folder: Path
 
 
-@click.command(short_help="One run for each combination of values; finished ones are skipped.")
-@click.option("--name", metavar="NAME", help="The sweep's folder below runs/.  [sweep-CONF]")
+@click.command()
+@click.option("--name", metavar="NAME", help="Folder of the sweep below runs/.  [default: sweep-CONF]")
 @click.option(
-    "--metric", default="val_loss", show_default=True, metavar="COLUMN", help="Of metrics.jsonl, for the table."
+    "--metric",
+    default="val_loss",
+    show_default=True,
+    metavar="COLUMN",
+    help="Column of metrics.jsonl by which runs are compared.",
 )
-@click.option("--maximize", is_flag=True, help="A larger metric is better.")
+@click.option("--maximize", is_flag=True, help="Larger values of the metric are better.")
 @click.option(
     "--optuna",
     type=click.IntRange(min=1),
     metavar="N",
-    help="N runs, each chosen by Optuna from what those before show.",
+    help="Let Optuna choose N runs, each from the results of earlier runs.",
 )
-@click.option("--dry-run", is_flag=True, help="Check all runs and print what would start.")
-@click.option("--slurm", "on_slurm", is_flag=True, help="A Slurm job array: with --nodes and --gpus-per-node.")
-@click.option("--at-once", type=click.IntRange(min=1), metavar="N", help="With --slurm: tasks that run at a time.")
+@click.option("--dry-run", is_flag=True, help="Check all runs and print their commands. Start nothing.")
+@click.option("--slurm", "on_slurm", is_flag=True, help="Submit a Slurm job array. Needs --nodes and --gpus-per-node.")
+@click.option(
+    "--at-once",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --slurm: number of tasks that run at the same time.",
+)
 @cluster_options(required=False)
 @common.config_options
 def sweep(
@@ -71,10 +80,11 @@ def sweep(
     at_once: int | None,
     **cluster: Any,
 ) -> int:
-    """Run CONF once for each combination of values, in Hydra's grammar: optimizer.lr=1e-5,3e-5 seed=range(0,3).
+    """Run CONF once for each combination of values.
 
-    Every run has a folder below runs/NAME, named after its values. The same command goes on: what has finished is
-    skipped, what was interrupted continues. All runs are checked before the first one starts.
+    Values use Hydra's grammar: optimizer.lr=1e-5,3e-5 seed=range(0,3). Each run has a folder below runs/NAME, named
+    after its values. All runs are checked before the first one starts. If you run the command again, finished runs are
+    skipped and interrupted runs continue.
     """
     folder = Path("runs") / (name or f"sweep-{Path(conf).stem}")
     if optuna is not None:

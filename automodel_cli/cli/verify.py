@@ -8,22 +8,23 @@ from automodel_cli.cli import common
 from automodel_cli.config.trust import Trust
 
 
-@click.command(short_help="Compare a recipe's layouts with one process, on CPU ranks.")
+@click.command()
 @click.option(
     "--rows",
     "wanted",
     multiple=True,
     metavar="WORDS",
-    help='Only rows with all these words, as "pp2 packed"; repeatable.',
+    help='Run only cases with all these words, for example "pp2 packed". Repeatable.',
 )
 @click.option(
     "--tolerance",
+    metavar="X",
     default=1e-5,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     help="Largest relative difference of loss, gradient norm and every gradient.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the table goes to stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout, and the table to stderr.")
 @common.config_options
 def verify(
     conf: str,
@@ -33,10 +34,11 @@ def verify(
     tolerance: float,
     as_json: bool,
 ) -> int:
-    """Shrink the recipe's model and mesh, run every parallelism in it alone and together, packed and padded, and
-    compare loss, gradient norm and every gradient with the plain library model in one process.
+    """Compare every layout of a recipe with one process.
 
-    Needs the model's config, not its weights, and no GPU. Exit code 1 if a row differs.
+    Shrinks model and mesh, and runs each parallelism alone and combined, packed and padded, on CPU ranks. Compares
+    loss, gradient norm and every gradient with the plain library model. Needs the model's config, but no weights and no
+    GPU. Exits with 1 if a case differs.
     """
     composed, recipe = common.load_recipe(conf, overrides, trust)
     from automodel_cli.run import verify as of_run

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from automodel_cli.cli import doctor
-from automodel_cli.cli.main import run
+from automodel_cli.cli.main import COMMANDS, cli, run
 from automodel_cli.config import bundled
 from tests import warm
 
@@ -94,7 +97,41 @@ def _cpu_seconds(command: list[str], folder: Path, environ: Mapping[str, str]) -
     ids=" ".join,
 )
 def test_quick_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
-    check_quick(tmp_path, 0.4, "torch,hydra,omegaconf,rich,transformers", *arguments)
+    check_quick(
+        tmp_path, 0.2 if arguments == ["--help"] else 0.4, "torch,hydra,omegaconf,rich,transformers", *arguments
+    )
+
+
+def walk(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    """Every command with the words that name it."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            child = command.get_command(context, name)
+            assert child is not None
+            yield from walk(child, f"{path} {name}")
+
+
+@pytest.mark.parametrize("columns", [80, 110])
+def test_help_is_grouped_and_cuts_off_no_summary(columns: int) -> None:
+    done = CliRunner(env={"COLUMNS": str(columns)}).invoke(cli, ["--help"], terminal_width=columns)
+    rows = dict(re.findall(r"^  ([a-z-]+)  +(\S.*)$", done.output, re.M))
+    assert {name: rows.get(name) for name in COMMANDS} == {name: entry.summary for name, entry in COMMANDS.items()}
+    assert re.findall(r"^(\w+):$", done.output, re.M) == ["Options", "Train", "Inspect", "Evaluate", "Manage"]
+
+
+def test_every_help_text_is_a_short_sentence() -> None:
+    wrong = []
+    for path, command in walk(cli, "automodel"):
+        summary = command.get_short_help_str(1000)
+        if command is not cli and (len(summary) > 60 or not summary[:1].isupper()):
+            wrong.append(f"{path}: {summary}")
+        for option in command.params:
+            text = re.sub(r"  \[.*?\]", "", getattr(option, "help", None) or "")
+            if isinstance(option, click.Option) and not re.fullmatch(r"([A-Z]|k8s|skypilot).*\.", text):
+                wrong.append(f"{path} {option.opts[0]}: {text}")
+    assert wrong == []
 
 
 def test_completion_of_keys_imports_nothing_heavy(toy: Path) -> None:
