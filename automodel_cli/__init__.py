@@ -1,3 +1,3 @@
 """`automodel`: one YAML file in, one training run out."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

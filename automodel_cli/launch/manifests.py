@@ -55,7 +55,7 @@ class CloudJob:
     def k8s(self) -> str:
         """A ConfigMap and a JobSet, for `kubectl apply -f -`. Raises ConfigError for what is missing."""
         if self.image is None:
-            raise ConfigError("--to k8s needs an image that holds automodel", fix="--image registry/automodel:0.1.0")
+            raise ConfigError("--to k8s needs an image that holds automodel", fix="--image registry/automodel:latest")
         if self.rdma is not None:
             self._rdma()
         claim, path = self._volume()
