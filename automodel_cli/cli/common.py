@@ -138,7 +138,7 @@ def refuse(composed: Composed, errors: Iterable[ConfigError]) -> None:
     for error in errors:
         key = error.keys[0]
         where = composed.nearest_origin(key)
-        problems.append(Problem(key, error.message, where, f"{key} ({where})", error.fix))
+        problems.append(Problem(error.code, key, error.message, where, f"{key} ({where})", error.fix))
     if problems:
         raise composed.error(problems)
 

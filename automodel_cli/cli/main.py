@@ -161,11 +161,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def render(error: ConfigError) -> str:
-    """The error as it is printed: the class in red, `from` and `fix` labels dimmed and green on a terminal."""
+    """The error as printed: class and code in red, `from` and `fix` labels dimmed and green on a terminal."""
     text = str(error)
     text = re.sub(r"^( +)(from )", lambda m: m[1] + click.style(m[2], dim=True), text, flags=re.M)
     text = re.sub(r"^( +)(fix |try )", lambda m: m[1] + click.style(m[2], fg="green"), text, flags=re.M)
-    return f"{click.style(type(error).__name__ + ':', fg='red', bold=True)} {text}"
+    return f"{click.style(error.heading, fg='red', bold=True)} {text}"
 
 
 def _lost_peer(error: Exception) -> int | None:

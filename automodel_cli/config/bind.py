@@ -53,7 +53,7 @@ class Binder:
         node = self.node(tree, "", kind)
         tool = recognise(tree, [key for key, _ in self.unknown if "." not in key])
         if tool is not None:
-            self.add("", f"these are keys of {tool.tool}, which have other names here; each is translated below")
+            self.add("no_recipe", "", f"the keys are those of {tool.tool}. Each key is translated below")
             self.problems.insert(0, self.problems.pop())
         for key, value in self.unknown:
             self.report_unknown(key, value)
@@ -65,23 +65,23 @@ class Binder:
         tool = recognise(tree)
         if tool is None:
             fix = "defaults: [sft, _self_]   at the top of the file"
-            self.add("", "no recipe: the root has no _target_", fix=fix)
+            self.add("no_recipe", "", "the config selects no recipe: the root has no _target_", fix=fix)
             return
         recipe = schema.keys(targets.resolve("recipes.sft.SFTRecipe"))
         known = {*recipe, "optimizer.lr", "optimizer.betas", "optimizer.eps", "lr_scheduler.warmup_ratio"}
         known |= {"lr_scheduler.warmup_steps", "parallelizer.activation_checkpointing", "parallelizer.enable_compile"}
         fixes = [found.fix for k, v in _leaves(tree, "") if (found := suggest(k, v, known)) and found.fix]
         text = (
-            f"this is a {tool.tool} config, and this program reads its own (begin one with `defaults: [sft, _self_]`); "
-            f"automodel import-config {word(self.composed.path.name)} translates it"
+            f"this is a {tool.tool} config. Translate it with `automodel import-config "
+            f"{word(self.composed.path.name)}`, or begin a new config with `defaults: [sft, _self_]`"
         )
         known_here = " ".join(dict.fromkeys(fixes))
-        self.add("", text, fix=f"automodel check -c sft {known_here}   (what of it has a name here)")
+        self.add("no_recipe", "", text, fix=f"automodel check -c sft {known_here}   (the keys that exist here)")
 
-    def add(self, key: str, message: str, fix: str | None = None, *, source: bool = True) -> None:
+    def add(self, code: str, key: str, message: str, fix: str | None = None, *, source: bool = True) -> None:
         where = self.composed.nearest_origin(key)
         text = f"{key}={show(_at(self.composed.tree, key))} ({where})" if source and key else str(where)
-        self.problems.append(Problem(key, message, where, text, fix))
+        self.problems.append(Problem(code, key, message, where, text, fix))
 
     def node(self, value: dict[str, Any], key: str, hint: Any) -> Node | None:
         """Bind one mapping to its `_target_`, or to the one dataclass that the annotation names."""
@@ -89,13 +89,16 @@ class Binder:
         try:
             target = targets.resolve(value["_target_"], self.trust.packages) if "_target_" in value else hint
         except ConfigError as error:
-            self.add(path, error.message, _prefixed(error.fix, key))
+            self.add(error.code, path, error.message, _prefixed(error.fix, key))
             return None
         partial = value.get("_partial_", False)
+        at = join(key, "_partial_")
         if not isinstance(partial, bool):
-            self.add(join(key, "_partial_"), f"{join(key, '_partial_')} expects true or false, got {show(partial)}")
+            self.add("wrong_type", at, f"{at} must be true or false, got {show(partial)}")
         if partial and targets.is_own(target):
-            self.add(join(key, "_partial_"), f"{key} is a config node of ours and takes no _partial_")
+            self.add(
+                "not_supported", at, f"{at}=true is not supported for {value.get('_target_', key)}, a config class"
+            )
         node = Node(key, target, partial is True, schema.signature(target))
         self.arguments(node, value)
         return node
@@ -137,8 +140,8 @@ class Binder:
             return not lacking
         for need in lacking:
             note = f" ({self.trust.note})" if self.trust.note else ""
-            message = f"{key}={show(self.composed.shown(key), 100)} {need.what}, and a config cannot allow that{note}"
-            self.add(key, message, f"{need.option}   (if you trust it)")
+            message = f"{key}={show(self.composed.shown(key), 100)} {need.what}. A config cannot allow that{note}"
+            self.add("untrusted_code", key, message, f"{need.option}   (if you trust it)")
         return True
 
     def value(self, value: object, hint: Any, key: str) -> Any:
@@ -153,7 +156,7 @@ class Binder:
         except values.Mismatch as mismatch:
             at = key + mismatch.key
             fix = f"{key}{mismatch.fix_key}={mismatch.fix}" if mismatch.fix is not None else None
-            self.add(at, f"{at} {mismatch.message}", fix)
+            self.add(mismatch.code, at, f"{at} {mismatch.message}", fix)
             return WRONG
 
     def converted(self, value: object, hint: Any, key: str) -> Any:
@@ -162,15 +165,15 @@ class Binder:
         if isinstance(value, dict) and len(nodes := schema.dataclass_members(hint)) == 1:
             return self.node(value, key, nodes[0]) or WRONG
         if isinstance(value, dict) and (wrapper := schema.wrapper_for(hint)) and "function" in value:
-            raise values.Mismatch("has no _target_", wrapper, "._target_")
+            raise values.Mismatch("has no _target_", wrapper, "._target_", code="missing_key")
         if isinstance(value, dict) and len(nodes) > 1:
             choices = " or ".join(f"{n.__module__}.{n.__qualname__}" for n in nodes)
-            raise values.Mismatch(f"needs a _target_: {choices}")
+            raise values.Mismatch(f"needs a _target_: {choices}", code="missing_key")
         try:
             chosen = values.choose(value, hint)
         except values.Mismatch as mismatch:
             if isinstance(value, dict) and (target := reference.node_for(key, value)):
-                raise values.Mismatch(mismatch.message, target, fix_key="._target_") from None
+                raise values.Mismatch(mismatch.message, target, fix_key="._target_", code=mismatch.code) from None
             raise
         arguments = typing.get_args(chosen)
         if isinstance(value, dict):
@@ -196,7 +199,7 @@ class Binder:
         """A node with its own `_target_`: bound, and of a class that the annotation allows."""
         nodes = schema.dataclass_members(hint)
         if "_target_" not in value and len(nodes) != 1:
-            raise values.Mismatch("has _partial_ but no _target_")
+            raise values.Mismatch("has _partial_ but no _target_", code="missing_key")
         self.refuse_bare_function(value, hint, key)
         node = self.node(value, key, nodes[0] if nodes else None)
         if node is None:
@@ -212,13 +215,14 @@ class Binder:
         try:
             target = targets.resolve(value.get("_target_", ""), self.trust.packages)
         except ConfigError:
-            return  # said when it is bound
+            return  # reported when it is bound
         if wrapper := schema.wrapper_of(target, hint):
             name, known = value["_target_"], schema.signature(targets.resolve(wrapper, self.trust.packages)).parameters
             beside = {key: kept for key, kept in value.items() if key in known}
             function = {key: given for key, given in value.items() if key not in known} | {"_partial_": True}
             node = show({"_target_": wrapper, **beside, "function": function}, limit=_WHOLE)
-            raise values.Mismatch(f"names the function {name}, which is called when the config is read", f"'{node}'")
+            message = f"must not be a bare function: {name} would be called when the config is read"
+            raise values.Mismatch(message, f"'{node}'", code="invalid_target")
 
     def check_kind(self, node: Node, hint: Any, value: dict[str, Any]) -> None:
         """Refuse a target that makes none of the alternatives and lacks what a protocol among them asks for; a method
@@ -243,21 +247,23 @@ class Binder:
             if not lacking[nearest]:
                 return
             message += f", which lacks {', '.join(lacking[nearest])} of {nearest.__module__}"
-        raise values.Mismatch(message)
+        raise values.Mismatch(message, code="invalid_target")
 
     def report_missing(self, key: str, hint: Any) -> None:
         kind = values.describe(schema.members(hint)) if hint is not Any else "a value"
         where = self.composed.nearest_origin(key)
-        self.problems.append(Problem(key, f"{key} is missing: {kind}", where, str(where), f"{key}=..."))
+        message = f"{key} is missing: expects {kind}"
+        self.problems.append(Problem("missing_key", key, message, where, str(where), f"{key}=..."))
 
     def report_unknown(self, key: str, value: object) -> None:
         if key.rpartition(".")[2].startswith("_"):
-            self.add(key, f"{key}: only _target_ and _partial_ have a leading underscore here")
+            message = f"{key} is not allowed: only _target_ and _partial_ begin with an underscore"
+            self.add("unknown_key", key, message)
             return
         if isinstance(value, dict) and value:
             meant = nearest_section(key, self.known)
             if meant and all(join(meant, str(k)) in self.known for k in value):
-                self.add(key, f"unknown section {key}", f"call it {meant}")
+                self.add("unknown_key", key, f"unknown section {key}", f"call it {meant}")
                 return
             inner = [(k, v) for k, v in _leaves(value, key) if suggest(k, v, self.known)]
             for k, v in inner:
@@ -268,7 +274,7 @@ class Binder:
             return
         found = suggest(key, value, self.known)
         note = f" ({found.note})" if found and found.note else ""
-        self.add(key, f"unknown key {key}{note}", found.fix if found else None)
+        self.add("unknown_key", key, f"unknown key {key}{note}", found.fix if found else None)
 
     def is_of_another_node(self, key: str) -> bool:
         """Report a key that another node of ours at this place has: what is left of it when `_target_` was replaced."""
@@ -282,7 +288,8 @@ class Binder:
         if option := reference.option_of(section, owner):
             fix += f", or {section}={option}"
         leaf = target.rpartition(".")[2]
-        self.add(key, f"unknown key {key}: it is one of {owner}, and {section}._target_ is {leaf}", fix)
+        message = f"unknown key {key}: it belongs to {owner}, but {section}._target_ is {leaf}"
+        self.add("unknown_key", key, message, fix)
         return True
 
 
@@ -291,13 +298,13 @@ def _what_it_makes(node: Node) -> str:
     made = node.target if isinstance(node.target, type) else schema.returned(node.target)
     if node.key == "model":
         return (
-            ": a model is described, not built, so that every rank can build its share; save yours once with "
+            ". Each rank builds its share of the model, so the config describes the model. Save yours with "
             "save_pretrained(FOLDER) and set model.pretrained=FOLDER"
         )
     if isinstance(node.target, type):
         return ""
     if made is Any:
-        return ", which does not say what it returns"
+        return ", which has no return annotation"
     return f", which returns {getattr(made, '__name__', made)}"
 
 

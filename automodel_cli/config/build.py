@@ -37,8 +37,8 @@ class Builder:
         except Exception as error:
             if is_node and targets.is_own(node.target):
                 raise  # a bug of ours: keep the traceback
-            message = f"{node.target.__qualname__} refuses its arguments: {error}"
-            self.refused(node, arguments, ConfigError(message))
+            message = f"{node.target.__qualname__} rejects its arguments: {error}"
+            self.refused(node, arguments, ConfigError(message, code="invalid_arguments"))
         return WRONG
 
     def value(self, item: Any) -> Any:
@@ -57,7 +57,7 @@ class Builder:
         where = self.composed.nearest_origin(keys[0])
         source = error.origin or self.sources(node, arguments, keys)
         fix = error.fix and map_keys(error.fix, lambda key: _placed(node, arguments, key))
-        self.problems.append(Problem(keys[0], error.message, where, source, fix))
+        self.problems.append(Problem(error.code, keys[0], error.message, where, source, fix))
 
     def sources(self, node: Node, arguments: dict[str, Any], keys: list[str]) -> str:
         groups: dict[Origin, list[str]] = {}

@@ -26,7 +26,9 @@ def check(
     """
     for name in trust.packages:
         if not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f"--trust-package {name}: a package name is expected")
+            raise ConfigError(
+                f"--trust-package {name} is not the name of a package", code="invalid_value", keys=("--trust-package",)
+            )
     if trust.packages and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a trusted package may lie beside the user's config; appended, it shadows nothing
     binder = Binder(composed, trust, untrusted)

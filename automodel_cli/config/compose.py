@@ -166,13 +166,17 @@ def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path
         raise yaml_error(Path(error.problem_mark.name if error.problem_mark else path), error) from error
     except RecursionError:
         raise ConfigError(
-            f"the defaults of {bundled.display(path)} lead back to a file that is being read",
+            f"the defaults list of {bundled.display(path)} is circular",
+            code="invalid_yaml",
+            keys=("defaults",),
             origin=f"defaults of {bundled.display(path)}",
-            fix="remove the entry that leads back, or name a bundled recipe: automodel recipes ls",
+            fix="remove the circular entry, or name a bundled recipe: automodel recipes ls",
         ) from None
     except hydra_adapter.ComposeErrors as error:
         raise ConfigError(
             _first_lines(error).replace(str(path.parent), str(original.parent)),
+            code="invalid_yaml",
+            keys=("defaults",),
             origin=f"defaults of {bundled.display(path)}",
         ) from error
 
@@ -206,23 +210,28 @@ def locate(conf: str) -> Path:
     path = Path(conf)
     if path.suffix == ".yml":
         fix = f"mv {word(conf)} {word(path.with_suffix('.yaml'))}"
-        raise ConfigError(f"{conf}: only the suffix .yaml is read", fix=fix)
+        raise ConfigError(f"{conf} must end in .yaml", code="unsupported_file_type", keys=("--conf",), fix=fix)
     if path.suffix == ".yaml" or "/" in conf:
         if path.is_file() and path.suffix == ".yaml":
             return path.resolve()
         if path.with_suffix(".yaml").is_file():
-            raise ConfigError(f"{conf} has no suffix", fix=f"-c {word(path.with_suffix('.yaml'))}")
+            fix = f"-c {word(path.with_suffix('.yaml'))}"
+            raise ConfigError(f"{conf} must end in .yaml", code="missing_file", keys=("--conf",), fix=fix)
         if path.parent == Path("conf") and path.suffix == ".yaml" and path.stem in bundled.names():
             return bundled.path_of(path.stem)  # as messages and the docs call it, from wherever it is typed
         known = f"-c {path.stem}   (bundled)" if path.stem in bundled.names() else None
-        raise ConfigError(f"no such config file: {conf}", fix=known or _nearest_file(path))
+        suggestion = known or _nearest_file(path)
+        raise ConfigError(f"config file {conf} does not exist", code="missing_file", keys=("--conf",), fix=suggestion)
     if conf in bundled.names():
         return bundled.path_of(conf)
     if Path(f"{conf}.yaml").is_file():
-        raise ConfigError(f"no bundled recipe is called {conf}, but a file is", fix=f"-c {word(conf)}.yaml")
+        message = f"{conf} is not a bundled recipe, but the file {conf}.yaml exists"
+        raise ConfigError(message, code="unknown_name", keys=("--conf",), fix=f"-c {word(conf)}.yaml")
     near = difflib.get_close_matches(conf, bundled.names(), 1, 0.5)
     raise ConfigError(
-        f"no bundled recipe is called {conf}",
+        f"{conf} is not a bundled recipe",
+        code="unknown_name",
+        keys=("--conf",),
         fix=f"-c {near[0]}" if near else "automodel recipes ls   (lists them)",
     )
 
@@ -256,7 +265,9 @@ def _split(
             if option not in options:
                 near = difflib.get_close_matches(str(option), options, 1, 0.5)
                 raise ConfigError(
-                    f"{group} has no option {option}; it has {', '.join(options)}",
+                    f"{group}={option} must be one of: {', '.join(options)}",
+                    code="invalid_choice",
+                    keys=(group,),
                     origin=f"{text} (command line)",
                     fix=f"{group}={near[0] if near else options[0]}",
                 )
@@ -268,7 +279,9 @@ def _split(
     for override in removed:
         if (other := chosen.get(override.key_or_group)) is not None:
             raise ConfigError(
-                f"{override.input_line} removes what {other.key_or_group.lstrip('+')}={other.value()} chooses",
+                f"{override.input_line} and {other.key_or_group.lstrip('+')}={other.value()} exclude each other",
+                code="mutually_exclusive",
+                keys=(override.key_or_group,),
                 origin=f"{override.input_line} (command line)",
             )
     return groups, [*removed, *values]
@@ -279,14 +292,17 @@ def _parse(text: str) -> hydra_adapter.Override:
     check_override(text)
     origin = f"{text} (command line)"
     if text.startswith("-"):
-        raise ConfigError(f"{text} is no option; overrides have no dashes", origin=origin, fix=text.lstrip("-"))
+        message = f"{text} is not an option. Write overrides without dashes"
+        raise ConfigError(message, code="invalid_override", keys=(key,), origin=origin, fix=text.lstrip("-"))
     if not equals and not text.startswith("~"):
-        raise ConfigError(f"{text} is not an override: key=value is expected", origin=origin, fix=f"{key}=VALUE")
+        message = f"{text} must have the form key=value"
+        raise ConfigError(message, code="invalid_override", keys=(key,), origin=origin, fix=f"{key}=VALUE")
     try:
         override = hydra_adapter.parse(text)
     except hydra_adapter.HydraException as error:
         quoted = "'" + f'{key}="{value}"' + "'"
-        raise ConfigError(f"{text} cannot be read; quote the value", origin=origin, fix=quoted) from error
+        message = f"{text} cannot be parsed. Quote the value"
+        raise ConfigError(message, code="invalid_override", keys=(key,), origin=origin, fix=quoted) from error
     if override.is_sweep_override():
         raise _several_values(key, value, origin)
     return override
@@ -297,9 +313,12 @@ def _several_values(key: str, value: str, origin: str) -> ConfigError:
     values = value.split(",")
     several = f"several runs: automodel sweep -c CONF {key}={value}"
     if "(" in value:  # range(1,4), choice(a,b)
-        return ConfigError(f"{key}={value} is a sweep, and one run has one value ({several})", origin=origin)
+        message = f"{key}={value} is a sweep, but a run needs one value ({several})"
+        return ConfigError(message, code="invalid_override", keys=(key,), origin=origin)
     return ConfigError(
-        f"{key}={value} are {len(values)} values, and one run has one ({several})",
+        f"{key}={value} has {len(values)} values, but a run needs one ({several})",
+        code="invalid_override",
+        keys=(key,),
         origin=origin,
         fix=f"{key}={values[0]}, or '{key}=[{value}]' where the key takes a list",
     )
@@ -314,7 +333,7 @@ def _record_file(path: Path, package: str, origins: dict[str, Origin], problems:
         origin = Origin(shown, mark.line)
         origins[key] = origin
         if mark.refused:
-            problems.append(Problem(key, mark.refused, origin, f"{mark.key} ({origin})", mark.fix))
+            problems.append(Problem("ambiguous", key, mark.refused, origin, f"{mark.key} ({origin})", mark.fix))
 
 
 def _apply(config: DictConfig, override: hydra_adapter.Override, origins: dict[str, Origin]) -> None:
@@ -326,7 +345,8 @@ def _apply(config: DictConfig, override: hydra_adapter.Override, origins: dict[s
             parent, _, leaf = key.rpartition(".")
             section = OmegaConf.select(config, parent) if parent else config
             if not isinstance(section, DictConfig) or leaf not in section:
-                raise ConfigError(f"{key} cannot be removed: it is not set", origin=origin)
+                message = f"{key} cannot be removed because it is not set"
+                raise ConfigError(message, code="invalid_override", keys=(key,), origin=origin)
             del section[leaf]
             origins.pop(key, None)
             return
@@ -348,19 +368,21 @@ def _cannot_be_set(config: DictConfig, key: str, error: Exception, origin: str) 
     above = [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
     listed = next((name for name in above if isinstance(_selected(config, name), ListConfig)), None)
     if listed is None:
-        return ConfigError(f"{key} cannot be set: {str(error).splitlines()[0]}", origin=origin)
+        message = f"{key} cannot be set: {str(error).splitlines()[0]}"
+        return ConfigError(message, code="invalid_override", keys=(key,), origin=origin)
     rest = key[len(listed) + 1 :]
     number = len(_selected(config, listed))
     if rest.partition(".")[0].isdigit():
         held = "is empty" if number == 0 else f"has entries 0 to {number - 1}"
-        return ConfigError(f"{key} cannot be set: {listed} {held}", origin=origin)
+        message = f"{key} cannot be set: {listed} {held}"
+        return ConfigError(message, code="invalid_override", keys=(key,), origin=origin)
     from automodel_cli.config import reference
 
     target = reference.node_for(listed, {rest: None})
     value = origin.removesuffix(" (command line)").partition("=")[2]
     fix = shlex.quote(f"{listed}=[{{_target_: {target}, {rest}: {value}}}]") if target else None
-    message = f"{key} cannot be set: {listed} is a list, and its entries have numbers, not names"
-    return ConfigError(message, origin=origin, fix=fix)
+    message = f"{key} cannot be set: {listed} is a list, whose entries have numbers instead of names"
+    return ConfigError(message, code="invalid_override", keys=(key,), origin=origin, fix=fix)
 
 
 def _selected(config: DictConfig, key: str) -> Any:
@@ -385,8 +407,10 @@ def _check_interpolations(config: DictConfig, origins: Mapping[str, Origin], pat
     key = too_large(raw)
     if key is not None:
         raise ConfigError(
-            f"the interpolations of {key} expand to more than {MAX_CHARACTERS:,} characters, or lead through more than "
-            f"{MAX_DEPTH} others",
+            f"the interpolations of {key} expand to more than {MAX_CHARACTERS:,} characters, or nest more than "
+            f"{MAX_DEPTH} levels",
+            code="limit_exceeded",
+            keys=(key,),
             origin=f"{key} ({origins.get(key, Origin(bundled.display(path), 1))})",
         )
 
@@ -408,13 +432,15 @@ def _resolve(config: DictConfig, origins: Mapping[str, Origin], problems: list[P
         where = origins.get(key, Origin("", text=DEFAULT))
         source = f"{key}={raw} ({where})"
         if raw is not None and ("${now:" in raw or "${hydra:" in raw):
-            problems.append(Problem(key, f"{key}: {raw} would differ between the ranks of one run", where, source))
+            message = f"{key}={raw} is not supported because its value differs between ranks"
+            problems.append(Problem("invalid_interpolation", key, message, where, source))
             return raw
         try:
             value = node[k]
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
-            problems.append(Problem(key, f"{key}: {raw} cannot be resolved: {reason}", where, source))
+            message = f"{key}={raw} cannot be resolved: {reason}"
+            problems.append(Problem("invalid_interpolation", key, message, where, source))
             return raw
         return plain(value, key) if isinstance(value, (DictConfig, ListConfig)) else value
 

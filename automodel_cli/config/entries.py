@@ -44,6 +44,7 @@ def check_entries(
     near = "" if meant[wrong[0]] is None else f"; {meant[wrong[0]]} is near"
     raise error(
         f"{listed.key} names {wrong[0]!r}, which {listed.rule}: {have or 'there are none'}{near}",
+        code="unknown_name",
         keys=(listed.key,),
         fix=_fix(listed, meant),
     )

@@ -76,6 +76,7 @@ def read_regular(path: Path) -> bytes:
 
 def _refused(path: Path, what: str) -> RunError:
     return RunError(
-        f"{path} is {what}: a run writes into its own files only",
+        f"{path} is {what}. A run writes to regular files only",
+        code="unsafe_file",
         fix=f"rm {path}   (somebody else can write into this folder: see docs/security.md)",
     )

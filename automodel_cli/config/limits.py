@@ -41,14 +41,13 @@ def check_file(path: Path) -> None:
     the parser.
     """
     if (size := os.stat(path).st_size) > MAX_BYTES:
-        raise _refused(path, 1, f"has {size:,} bytes; a config has at most {MAX_BYTES:,}")
+        raise _refused("limit_exceeded", path, 1, f"has {size:,} bytes. The limit is {MAX_BYTES:,}")
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise _refused(
-            path, line, "is not text in UTF-8", f"iconv -f latin1 -t utf-8 {path} -o {path.stem}_utf8.yaml"
-        ) from None
+        fix = f"iconv -f latin1 -t utf-8 {path} -o {path.stem}_utf8.yaml"
+        raise _refused("invalid_yaml", path, line, "is not UTF-8 text", fix) from None
     # libyaml ends by itself where flows nest more than 1,000 levels, before its first event: asked second, the parser
     # in Python, which has no such limit, comes to the level that is refused here.
     for parser in dict.fromkeys((_PARSER, yaml.SafeLoader)):
@@ -58,9 +57,8 @@ def check_file(path: Path) -> None:
             continue
         except yaml.reader.ReaderError as error:
             line = text[: error.position].count("\n") + 1
-            raise _refused(
-                path, line, f"holds a character that YAML does not allow: {chr(int(error.character))!r}"
-            ) from None
+            what = f"contains a character that YAML does not allow: {chr(int(error.character))!r}"
+            raise _refused("invalid_yaml", path, line, what) from None
 
 
 def _count(path: Path, text: str, parser: Any) -> None:
@@ -72,7 +70,7 @@ def _count(path: Path, text: str, parser: Any) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             stack.append(_Open(event.anchor))
             if len(stack) > MAX_DEPTH:
-                raise _refused(path, line, f"nests more than {MAX_DEPTH} levels")
+                raise _refused("limit_exceeded", path, line, f"nests more than {MAX_DEPTH} levels")
         elif isinstance(event, yaml.CollectionEndEvent):
             closed = stack.pop()
             stack[-1].num_nodes += closed.num_nodes
@@ -80,21 +78,25 @@ def _count(path: Path, text: str, parser: Any) -> None:
                 sizes[closed.anchor] = closed.num_nodes
         elif isinstance(event, yaml.AliasEvent):
             if any(section.anchor == event.anchor for section in stack):
-                raise _refused(path, line, f"*{event.anchor} stands inside of &{event.anchor}: it would never end")
+                what = f"is circular: *{event.anchor} is inside &{event.anchor}"
+                raise _refused("invalid_yaml", path, line, what)
             stack[-1].num_nodes += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
             stack[-1].num_nodes += 1
             if event.anchor is not None:
                 sizes[event.anchor] = 1
         if sum(section.num_nodes for section in stack) > MAX_NODES:
-            raise _refused(path, line, f"holds more than {MAX_NODES:,} values, with each alias (*name) written out")
+            what = f"contains more than {MAX_NODES:,} values, counted with aliases (*name) expanded"
+            raise _refused("limit_exceeded", path, line, what)
 
 
 def check_num_files(number: int, name: str) -> None:
     """Raise ConfigError where the defaults lists lead to too many files; a file counts each time that one names it."""
     if number > MAX_FILES:
         raise ConfigError(
-            f"the defaults lists lead to more than {MAX_FILES:,} files: two that each name two double at each level",
+            f"the defaults lists include more than {MAX_FILES:,} files",
+            code="limit_exceeded",
+            keys=("defaults",),
             origin=f"defaults, the last of them {name}",
         )
 
@@ -107,7 +109,8 @@ def check_override(text: str) -> None:
         deepest = max(deepest, depth)
     if deepest > MAX_DEPTH or len(text) > MAX_BYTES:
         what = f"nests {deepest} levels" if deepest > MAX_DEPTH else f"has {len(text):,} characters"
-        raise ConfigError(f"{text[:24]}... {what}", origin="command line", fix="put the value into a file")
+        fix = "write the value in a file"
+        raise ConfigError(f"{text[:24]}... {what}", code="limit_exceeded", origin="command line", fix=fix)
 
 
 def too_large(raw: dict[str, Any]) -> str | None:
@@ -167,5 +170,5 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _refused(path: Path, line: int, what: str, fix: str | None = None) -> ConfigError:
-    return ConfigError(f"{display(path)} {what}", origin=f"{display(path)}:{line}", fix=fix)
+def _refused(code: str, path: Path, line: int, what: str, fix: str | None = None) -> ConfigError:
+    return ConfigError(f"{display(path)} {what}", code=code, origin=f"{display(path)}:{line}", fix=fix)

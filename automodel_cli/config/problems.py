@@ -1,4 +1,4 @@
-"""One thing that is wrong with a config, and how several of them become one `ConfigError`."""
+"""A single error in a config, and the `ConfigError` that lists several."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class Problem:
-    """`where` sorts and labels the problem; `source` is the `key=value (file:line)` text; `fix` is pasteable."""
+    """`code` is one of `config.error_codes`. `where` sorts and labels the problem. `source` is the `key=value
+    (file:line)` text. `fix` can be pasted.
+    """
 
+    code: str
     key: str
     message: str
     where: Origin
@@ -56,22 +59,26 @@ def show(value: object, limit: int = 48) -> str:
 
 
 def as_error(problems: Sequence[Problem], title: str) -> ConfigError:
-    """All problems as one error, sorted by file and line with the command line last; `title` is the config's name.
+    """Combine problems into one error, sorted by file and line, with the command line last.
 
-    One problem keeps the three-line form of `ConfigError`; several become a list with one margin of origins.
+    A single problem keeps the form of `ConfigError`. Several become a list with the origins in a left column. `title`
+    is the name of the config.
     """
     unique = {(p.key, p.message): p for p in problems}.values()
     ordered = sorted(unique, key=lambda p: (not p.where.file, p.where.file != title, p.where.file, p.where.line))
     keys = tuple(p.key for p in ordered)
     if len(ordered) == 1:
         only = ordered[0]
-        return ConfigError(only.message, keys=keys, origin=only.source or str(only.where), fix=only.fix)
+        source = only.source or str(only.where)
+        return ConfigError(only.message, code=only.code, keys=keys, origin=source, fix=only.fix)
     width = max(len(str(p.where)) for p in ordered)
     lines = [f"{len(ordered)} errors in {title}, nothing was started"]
     for p in ordered:
-        first, *rest = p.message.splitlines()
+        first, *rest = f"[{p.code}] {p.message}".splitlines()
         lines.append(f"  {p.where!s:<{width}}  {first}")
         lines += [f"  {'':<{width}}  {line}" for line in rest]
         if p.fix:
             lines.append(f"  {'':<{width}}  {label(p.fix)}  {p.fix}")
-    return ConfigError("\n".join(lines), keys=keys)
+    error = ConfigError("\n".join(lines), code="several_errors", keys=keys)
+    error.problems = tuple((p.code, p.key) for p in ordered)
+    return error

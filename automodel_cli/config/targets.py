@@ -46,23 +46,24 @@ def resolve(path: object, trust: Sequence[str] = ()) -> Callable[..., Any]:
     nothing that a config builds.
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(f"_target_ must be a dotted name such as recipes.sft.SFTRecipe, got {path!r}")
+        message = f"_target_ must be a dotted name such as recipes.sft.SFTRecipe, got {path!r}"
+        raise ConfigError(message, code="invalid_target")
     allowed = (*OWN, *THIRD_PARTY, *trust)
     if not inside(path, allowed):
         raise _outside(path, allowed)
     if any(part.startswith("_") for part in path.split(".")):
-        raise ConfigError(f"{path} reaches into private names")
+        raise ConfigError(f"{path} is private: names must not begin with an underscore", code="invalid_target")
     found = _walk(path)
     if not isinstance(found, (type, types.FunctionType, types.BuiltinFunctionType)):
-        raise ConfigError(f"{path} is no class: a config cannot build {_kind(found)}")
+        raise ConfigError(f"{path} is not a class but {_kind(found)}", code="invalid_target")
     real = f"{found.__module__}.{found.__qualname__}"
     if not inside(real, allowed):
-        raise ConfigError(f"{path} is {real}, which is outside the packages that a config may build from")
+        raise ConfigError(f"{path} is {real}, which is outside the allowed packages", code="untrusted_code")
     if not inside(real, trust):
         if not isinstance(found, type):
-            raise ConfigError(f"{path} is a function; a config builds classes")
+            raise ConfigError(f"{path} is a function. A config builds classes only", code="invalid_target")
         if inside(real, OWN) and not is_node(found):
-            raise ConfigError(f"{path} is no config node (a frozen dataclass)")
+            raise ConfigError(f"{path} is not a config class (a frozen dataclass)", code="invalid_target")
     return found
 
 
@@ -78,15 +79,15 @@ def is_own(target: Callable[..., Any]) -> bool:
 
 def _outside(path: str, allowed: Sequence[str]) -> ConfigError:
     top = path.split(".")[0]
-    message = f"{path} is outside the packages that a config may build from"
+    message = f"{path} is outside the allowed packages"
     if top == "torch":
         message += f" ({', '.join(name for name in allowed if name.startswith('torch.'))})"
     near = difflib.get_close_matches(top, OWN, 1, 0.75)
     if near:
-        return ConfigError(message, fix=f"_target_={near[0]}{path[len(top) :]}")
+        return ConfigError(message, code="untrusted_code", fix=f"_target_={near[0]}{path[len(top) :]}")
     if top in sys.stdlib_module_names or top == "torch":
-        return ConfigError(message)
-    return ConfigError(message, fix=f"--trust-package {top}   (if you trust its code)")
+        return ConfigError(message, code="untrusted_code")
+    return ConfigError(message, code="untrusted_code", fix=f"--trust-package {top}   (if you trust its code)")
 
 
 def _walk(path: str) -> object:
@@ -95,11 +96,11 @@ def _walk(path: str) -> object:
     found: object = _import(parts[0], path)
     for i, part in enumerate(parts[1:], start=1):
         if not isinstance(found, types.ModuleType):
-            raise ConfigError(f"{path} reaches into {'.'.join(parts[:i])}, which is no module")
+            raise ConfigError(f"{path} is not supported: {'.'.join(parts[:i])} is not a module", code="invalid_target")
         here = ".".join(parts[: i + 1])
         inner = vars(found).get(part)
         if isinstance(inner, types.ModuleType) and inner.__name__ != here:
-            raise ConfigError(f"{path} is an alias: {here} is the module {inner.__name__}")
+            raise ConfigError(f"{path} is an alias: {here} is the module {inner.__name__}", code="invalid_target")
         if inner is None or isinstance(inner, types.ModuleType):
             # A lazy module (PEP 562) may know the name although its dict does not.
             inner = _import(here, path) if _exists(here) else getattr(found, part, None)
@@ -124,13 +125,14 @@ def _import(module: str, path: str) -> types.ModuleType:
         if inside(missing, OWN):
             raise  # a bug of ours: keep the traceback
         message = f"{path} needs the package {missing}, which is not installed"
-        raise ConfigError(message, fix=f"pip install {missing}") from error
+        raise ConfigError(message, code="missing_package", fix=f"pip install {missing}") from error
     except Exception as error:
         if inside(module, OWN):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename}:{frame.lineno}"
-        raise ConfigError(f"{path} cannot be imported, {where}: {type(error).__name__}: {error}") from error
+        message = f"{path} cannot be imported, {where}: {type(error).__name__}: {error}"
+        raise ConfigError(message, code="import_failed") from error
 
 
 def _no_such(path: str, module: types.ModuleType, part: str, parents: Sequence[str]) -> ConfigError:
@@ -138,7 +140,7 @@ def _no_such(path: str, module: types.ModuleType, part: str, parents: Sequence[s
     near = difflib.get_close_matches(part, names, 1, 0.6)
     target = _node_called(path) or (".".join([*parents, near[0]]) if near else None)
     fix = f"_target_={target}" if target else None
-    return ConfigError(f"{path} does not exist: {'.'.join(parents)} has no {part}", fix=fix)
+    return ConfigError(f"{path} does not exist: {'.'.join(parents)} has no {part}", code="invalid_target", fix=fix)
 
 
 def _node_called(path: str) -> str | None:

@@ -22,12 +22,20 @@ _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "hal
 
 
 class Mismatch(Exception):
-    """`key` is relative to the value (".0" of a list); `fix` is the text after `key=`, or after `fix_key=`, which is
-    relative too."""
+    """`key` is relative to the value (".0" of a list). `fix` is the text after `key=`, or after `fix_key=`, which is
+    relative too. `code` is one of `config.error_codes`."""
 
-    def __init__(self, message: str, fix: str | None = None, key: str = "", fix_key: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        fix: str | None = None,
+        key: str = "",
+        fix_key: str | None = None,
+        *,
+        code: str = "wrong_type",
+    ):
         super().__init__(message)
-        self.message, self.fix, self.key = message, fix, key
+        self.code, self.message, self.fix, self.key = code, message, fix, key
         self.fix_key = key if fix_key is None else fix_key
 
 
@@ -75,11 +83,12 @@ def check_range(value: object, hint: Any, name: str) -> None:
     if hint not in (int, float) or isinstance(value, bool) or not isinstance(value, int | float):
         return
     if isinstance(value, int) and abs(value) >= _INT64:
-        raise Mismatch(f"expects a number of at most 64 bits, got {value:.3e}" if abs(value) < 1e300 else _TOO_LONG)
+        got = f", got {value:.3e}" if abs(value) < 1e300 else ""
+        raise Mismatch(f"{_TOO_LONG}{got}", code="out_of_range")
     if isinstance(value, float) and math.isinf(value):
-        raise Mismatch(f"expects a finite number, got {value}")
+        raise Mismatch(f"expects a finite number, got {value}", code="out_of_range")
     if name == "seed" and value < 0:
-        raise Mismatch(f"expects a number of at least 0, got {value}", str(-value))
+        raise Mismatch(f"expects a number of at least 0, got {value}", str(-value), code="out_of_range")
 
 
 def convert_scalar(value: object, hint: Any) -> object:
@@ -135,7 +144,9 @@ def _plural(hint: Any) -> str:
 
 def _mismatch(value: object, options: tuple[Any, ...]) -> Mismatch:
     got = f"'{value}'" if isinstance(value, str) else show(value)
-    return Mismatch(f"expects {describe(options)}, got {got}", _correction(value, options))
+    is_choice = any(typing.get_origin(option) is Literal for option in options)
+    message, code = f"expects {describe(options)}, got {got}", "invalid_choice" if is_choice else "wrong_type"
+    return Mismatch(message, _correction(value, options), code=code)
 
 
 def _correction(value: object, options: tuple[Any, ...]) -> str | None:
@@ -187,4 +198,4 @@ def _dtype(name: str) -> object:
         return found
     near = difflib.get_close_matches(name.lower(), _DTYPES, 1, 0.3)
     fix = _DTYPE_ALIASES.get(name.lower()) or (near[0] if near else None)
-    raise Mismatch(f"expects a dtype such as bfloat16, got '{name}'", fix)
+    raise Mismatch(f"expects a dtype such as bfloat16, got '{name}'", fix, code="invalid_choice")

@@ -40,16 +40,18 @@ class Mark:
 def _refusal(text: str) -> tuple[str, str] | None:
     """(why, what to write instead) for a plain scalar that YAML 1.1 silently turns into another value."""
     if text.lower() in _BOOL_WORDS:
-        return f"{text} is true or false in a file and text on the command line", _BOOL_WORDS[text.lower()]
+        return f"{text} is ambiguous: a boolean in a file, text on the command line", _BOOL_WORDS[text.lower()]
     if _LEADING_ZERO.match(text):
         if set(text) <= set("01234567+-_"):
-            return f"{text} is octal in a file ({int(text.replace('_', ''), 8)})", text.lstrip("+-0_") or "0"
+            return f"{text} is ambiguous: an octal number in a file ({int(text.replace('_', ''), 8)})", text.lstrip(
+                "+-0_"
+            ) or "0"
         return None
     if _BASE_PREFIX.match(text):
         value = int(text.replace("_", ""), 0)
-        return f"{text} is {value} in a file and text on the command line", str(value)
+        return f"{text} is ambiguous: {value} in a file, text on the command line", str(value)
     if _SEXAGESIMAL.match(text):
-        return f"{text} is a number in base 60 in a file", f'"{text}"'
+        return f"{text} is ambiguous: a number in base 60 in a file", f'"{text}"'
     return None
 
 
@@ -64,7 +66,8 @@ def read_marks(path: Path) -> list[Mark]:
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{display(path)} is not a mapping of keys to values", origin=f"{display(path)}:1")
+        message = f"{display(path)} is not a mapping of keys to values"
+        raise ConfigError(message, code="invalid_yaml", origin=f"{display(path)}:1")
     for key_node, _ in root.value:
         if isinstance(key_node, yaml.ScalarNode) and "." in key_node.value:
             raise _dotted(key_node.value, f"{display(path)}:{key_node.start_mark.line + 1}")
@@ -76,7 +79,8 @@ def _dotted(key: str, where: str) -> ConfigError:
     section, _, rest = key.partition(".")
     nested = f"{section}: {{{rest.replace('.', ': {')}: ...{'}' * (rest.count('.') + 1)}"
     return ConfigError(
-        f"the key {key} has a dot: in a file, a key stands in its section",
+        f"the key {key} contains a dot. In a file, write keys inside their section",
+        code="invalid_yaml",
         keys=(key,),
         origin=where,
         fix=f"write {nested}",
@@ -88,7 +92,8 @@ def yaml_error(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
     problem = (error.problem or "cannot be read").removeprefix("found ")
-    return ConfigError(f"{display(path)} is not valid YAML: {problem}", origin=f"{display(path)}:{line}")
+    message = f"{display(path)} is not valid YAML: {problem}"
+    return ConfigError(message, code="invalid_yaml", origin=f"{display(path)}:{line}")
 
 
 def _walk(node: yaml.Node, prefix: str) -> Iterator[Mark]:

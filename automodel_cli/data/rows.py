@@ -113,7 +113,7 @@ def rows_error(rejected: Sequence[Rejected], num_rows: int, *, fix: str) -> Data
             names = ", ".join(f"{i.source}:{i.line}" for i in items[1 : 1 + MAX_LINES_LISTED])
             more = ", ..." if len(items) > 1 + MAX_LINES_LISTED else ""
             text.append(f"      {len(items) - 1:,} more like this: {names}{more}")
-    return DataError("\n".join(text), fix=fix)
+    return DataError("\n".join(text), code="bad_rows", fix=fix)
 
 
 def _excerpt(row: Any) -> str:

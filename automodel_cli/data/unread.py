@@ -56,7 +56,7 @@ class KnownKeys:
         for key in kept:
             if key not in known and key not in self.of_template:
                 raise RowError(
-                    "unknown_key",
+                    "unread_key",
                     f"{where} has {key!r}, which neither this program nor the chat template reads, so it would be "
                     "without effect",
                     fix=f"data.ignore_columns=[{key}] to train without it{_SYNONYMS.get(key, '')}",

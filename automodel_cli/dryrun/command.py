@@ -29,6 +29,8 @@ _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]
 class DryRunError(RunError):
     """The dry run itself failed. Nothing follows for the run."""
 
+    code = "dry_run_failed"
+
 
 def dry_run(
     recipe: Any, request: Request, *, every: bool, changes: int, json_file: Path | None, svg: Path | None
@@ -119,7 +121,7 @@ def trace_rank(request: Request) -> RankResult:
         raise _ours(request, f"its process ended without an answer: {words[0]}") from None
     if "refused" in answer:
         refused = answer["refused"]
-        raise ConfigError(refused["message"], keys=refused["keys"], origin=refused["origin"], fix=refused["fix"])
+        raise ConfigError(**refused)
     if "failed" in answer:
         failed = answer["failed"]
         print(failed["trace"], file=sys.stderr)

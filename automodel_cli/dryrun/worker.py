@@ -21,6 +21,7 @@ def main() -> int:
     except ConfigError as error:
         answer = {
             "refused": {
+                "code": error.code,
                 "message": error.message,
                 "keys": list(error.keys),
                 "origin": error.origin,

@@ -344,10 +344,11 @@ def _report_killed(attempt: _Attempt, pid: int) -> int:
     less = "model.dtype=bfloat16, a smaller train.microbatch_size or data.seq_len, or more ranks; then "
     error = RunError(
         f"rank {rank} (process {pid}) was killed by SIGKILL, {evidence.by}",
+        code="out_of_memory" if evidence.out_of_memory else "rank_failure",
         origin=evidence.source,
         fix=f"{less if evidence.out_of_memory else ''}{stop.how_to_go_on(worker.run_folder_in(attempt.status))}",
     )
-    print(f"RunError: {error}", file=sys.stderr)
+    print(error.full_text, file=sys.stderr)
     return _OUT_OF_MEMORY if evidence.out_of_memory else _FAILED
 
 

@@ -140,7 +140,7 @@ def note_error(error: BaseException) -> None:
     path = os.environ.get(_TORCHRUN_ERROR_FILE)
     if path is None or _status is not None:
         return
-    text = f"{type(error).__name__}: {error}"
+    text = error.full_text if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
     whole = text if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
     extra = {"py_callstack": whole, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):
@@ -187,10 +187,11 @@ def _refuse_unshared(status: Path) -> NoReturn:
     error = RunError(
         f"{os.environ.get('SLURMD_NODENAME')} does not see {status}, which the first node of the job has made: the "
         "run folder is not on a file system that all nodes share",
+        code="not_shared",
         keys=("output_dir",),
         fix="output_dir=/a/shared/file/system/runs",
     )
-    output.urgent(f"RunError: {error}\n")
+    output.urgent(f"{error.full_text}\n")
     os._exit(2)
 
 

@@ -37,6 +37,7 @@ class OutOfMemory(RunError):
     """A run that needed more memory than there was."""
 
     exit_code = 4
+    code = "out_of_memory"
 
 
 def ran_out(error: BaseException) -> BaseException | None:

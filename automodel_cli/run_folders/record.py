@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli import __version__
 from automodel_cli.config import bundled
+from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.files import read_regular, replace
 from automodel_cli.data.checksums import Checksum
 from automodel_cli.run_folders import sane
@@ -75,6 +76,8 @@ class RunRecord:
         self._attempt |= {"state": state, "ended": _now()}
         if error is not None:
             first = (str(error).splitlines() or [""])[0]
+            if isinstance(error, ConfigError):
+                self._attempt["error_code"] = error.code
             self._attempt["error"] = f"{type(error).__name__}: {first}"
         try:
             self._write()

@@ -128,6 +128,7 @@ _ATTEMPT: dict[str, _Read] = {
     "code": _mapping(_text),
     "environment": _mapping(_text),
     "error": _text,
+    "error_code": _text,
 }
 _RECORD: dict[str, _Read] = {
     "command": _text,

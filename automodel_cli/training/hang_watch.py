@@ -209,8 +209,8 @@ class HangWatch:
             _ask_for_stacks(before, after, self._rank)
             reached = len(after) == self._world_size
             text = sentence(before, after, recorded, self._logs, reached=reached)
-            error = RunError(text, fix=self._how_to_go_on())
-            output.urgent(f"\nRunError: {error}\n")
+            error = RunError(text, code="timeout", fix=self._how_to_go_on())
+            output.urgent(f"\n{error.full_text}\n")
         else:
             time.sleep(1.0)  # the speaker ends first
         output.flush()

@@ -63,6 +63,8 @@ class NonFiniteError(RunError):
     are, every row of the step.
     """
 
+    code = "non_finite"
+
     def __init__(self, message: str, rows: Sequence[int], fix: str):
         super().__init__(f"{message}; rows {', '.join(map(str, rows))}", fix=fix)
         self.reason, self.rows = message, tuple(rows)
@@ -70,7 +72,7 @@ class NonFiniteError(RunError):
     def located(self, step: int, describe: Callable[[int], str]) -> RunError:
         """The same for the user: with the step and the rows by file and line."""
         rows = "; ".join(describe(row) for row in self.rows)
-        return RunError(f"step {step}: {self.reason}: {rows}", fix=self.fix)
+        return RunError(f"step {step}: {self.reason}: {rows}", code=self.code, fix=self.fix)
 
 
 def train_step(

@@ -303,7 +303,7 @@ def test_a_rank_that_hangs_is_named_with_what_the_others_wait_in(tmp_path: Path)
     said, logs = str(failure.value), tmp_path / "runs/config/logs"
     assert time.monotonic() - began < 30
     assert re.search(
-        r"RunError: rank 1 \(process \d+ on \S+\) stands still: is in then \(e2e/test_faults.py:\d+\)", said
+        r"RunError \[timeout\]: rank 1 \(process \d+ on \S+\) stands still: is in then \(e2e/test_faults.py:\d+\)", said
     )
     assert "last heard of in step 3, after a checkpoint" in said and "the other one waits in " in said
     assert re.search(r"\(gloo:\w+ of [\w ]+, group 0/default_pg\)", said), (
@@ -348,7 +348,7 @@ def test_a_frozen_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     os.kill(frozen := _rank_1_of(process, tmp_path, rows=12), signal.SIGSTOP)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
-    assert f"RunError: rank 1 (process {frozen} on " in output
+    assert f"RunError [timeout]: rank 1 (process {frozen} on " in output
     assert (
         "tells nothing any more (stopped, in C code, or its host cannot be reached)" in output
         and "the other one waits in " in output

@@ -349,7 +349,7 @@ def test_a_reward_that_never_works_stops_the_run(tmp_path: Path) -> None:
     node = f"{{_target_: {kind}, function: {{_target_: broken.reward, _partial_: true}}}}"
     done = automodel(tmp_path, "grpo", "-c", "tiny.yaml", f"rewards.mine={node}", "--trust-package", "broken")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "RunError: step 1: reward mine failed" in done.stderr and "(16 of 16)" in done.stderr
+    assert re.search(r"RunError \[\w+\]: step 1: reward mine failed", done.stderr) and "(16 of 16)" in done.stderr
     assert "KeyError: 'answr'" in done.stderr and "set rewards.mine.weight=0" in done.stderr
 
 

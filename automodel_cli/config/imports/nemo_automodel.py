@@ -50,9 +50,10 @@ def _kind(draft: Draft) -> Kind:
             what = "what is not known here"
         if what is not None:
             raise ConfigError(
-                f"{key}={name} of NeMo AutoModel trains {what}: no recipe of ours does",
+                f"{key}={name} of NeMo AutoModel is not supported because it trains {what}",
+                code="not_supported",
                 keys=(key,),
-                fix="--kind sft, which translates its other keys as those of text",
+                fix="--kind sft   (translates the other keys as for text)",
             )
     name = str(draft.get("recipe", draft.get("recipe._target_", ""))).rpartition(".")[2]
     return _RECIPES.get(name, "kd" if draft.has("teacher_model.") else "sft")

@@ -61,7 +61,9 @@ def imported(path: Path, *, slug: str | None = None, gpus: int = 1, kind: Kind |
     table = TABLES[slug] if slug is not None else recognise(source)
     if table is None:
         raise ConfigError(
-            f"{path}: its keys are those of no tool that is known here ({', '.join(TABLES)})",
+            f"{path} was not written for a known tool ({', '.join(TABLES)})",
+            code="unsupported_file_type",
+            keys=("--from",),
             fix=f"automodel import-config {word(path)} --from axolotl   (or whichever wrote it)",
         )
     draft = translate(source, table, gpus, kind)
@@ -98,17 +100,17 @@ def _without_places(text: str) -> Iterator[str]:
 def read(path: Path) -> dict[str, Any]:
     """A YAML, JSON or TOML file as plain values, interpolations resolved where they can be."""
     if not path.is_file():
-        raise ConfigError(f"no such file: {path}")
+        raise ConfigError(f"{path} does not exist", code="missing_file")
     check_file(path)
     text = path.read_text(encoding="utf-8")
     try:
         tree: Any = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, get_yaml_loader())
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}", code="damaged_file") from error
     except yaml.MarkedYAMLError as error:
         raise yaml_error(path, error) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no keys at its root")
+        raise ConfigError(f"{path} has no keys at its root", code="damaged_file")
     if "${" not in text:
         return tree
     try:

@@ -41,6 +41,8 @@ class Anatomy:
 class SplitError(ConfigError):
     """A model that cannot be cut into pipeline stages, and why."""
 
+    code = "not_supported_by_model"
+
     def __init__(self, model: nn.Module | str, reason: str):
         name = model if isinstance(model, str) else type(model).__name__
         super().__init__(f"{name} cannot be split into pipeline stages: {reason}", keys=("pp_size",), fix=_FIX)
@@ -49,6 +51,8 @@ class SplitError(ConfigError):
 
 class NotMeasuredError(SplitError):
     """No split could be measured: the small copy of the model cannot be built or run. It is unknown, not bad."""
+
+    code = "not_measured"
 
 
 def find_layers(model: PreTrainedModel) -> str:

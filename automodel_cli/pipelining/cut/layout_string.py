@@ -36,8 +36,9 @@ class LayoutError(ConfigError):
     def __init__(
         self, text: str, *, code: str, position: Position = None, source: object = None, fix: str | None = None
     ):
-        self.code, self.position = code, position
-        super().__init__(f"layout: {text} ({code})" + _pointer(source, position), keys=("layout",), fix=fix)
+        self.position = position
+        pointer = _pointer(source, position)
+        super().__init__(f"layout: {text} ({code}){pointer}", code=code, keys=("layout",), fix=fix)
 
 
 def _pointer(source: object, position: Position) -> str:

@@ -20,8 +20,7 @@ class PlacementError(ConfigError):
     """
 
     def __init__(self, text: str, *, code: str, keys: tuple[str, ...] = (), fix: str | None = None):
-        super().__init__(f"{text} ({code})", keys=keys, fix=fix)
-        self.code = code
+        super().__init__(f"{text} ({code})", code=code, keys=keys, fix=fix)
 
 
 @dataclass(frozen=True)

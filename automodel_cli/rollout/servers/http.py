@@ -28,6 +28,7 @@ class ServerError(RunError):
     """What a server refused: `status` is HTTP's number, None where nothing answered in time."""
 
     status: int | None = None
+    code = "server_rejected"
 
     @property
     def is_busy_or_gone(self) -> bool:

@@ -20,6 +20,7 @@ from automodel_cli.cli import doctor
 from automodel_cli.cli.main import COMMANDS, cli, run
 from automodel_cli.config import bundled
 from tests import warm
+from tests.errors import assert_error
 
 HERE = Path(__file__).parents[1]
 TOY = """\
@@ -209,52 +210,39 @@ def test_check_resolved_prints_origins(toy: Path) -> None:
 def test_errors_go_to_stderr_with_exit_code_2(toy: Path) -> None:
     found = cold(toy, "check", "-c", "toy.yaml", *TRUST, "train.lr=1")
     assert (found.returncode, found.stdout) == (2, "")
-    assert (
-        found.stderr == "ConfigError: unknown key train.lr\n  from  train.lr=1 (command line)\n  fix   optimizer.lr=1\n"
+    assert found.stderr == (
+        "ConfigError [unknown_key]: unknown key train.lr\n  from  train.lr=1 (command line)\n  fix   optimizer.lr=1\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "code", "values", "fix"),
     [
-        (["chek"], "ConfigError: no such command: chek\n  fix   automodel check\n"),
+        (["chek"], "invalid_config", ("chek",), "fix   automodel check"),
         (
             ["finetune", "llm", "-c", "toy.yaml", "--optimizer.lr=3"],
-            (
-                "ConfigError: no such option: --optimizer.lr; a config key is set without dashes, as key=value\n"
-                "  fix   optimizer.lr=3\n"
-            ),
+            "invalid_config",
+            ("--optimizer.lr",),
+            "fix   optimizer.lr=3",
         ),
-        (
-            ["runs", "diff", "a", "b", "--tolerence", "1"],  # takes no config keys
-            "ConfigError: no such option: --tolerence; there are --tolerance\n  fix   --tolerance\n",
-        ),
-        (
-            ["train"],
-            (
-                "ConfigError: no such command: train; training is finetune, with the config of your run after -c\n"
-                "  fix   automodel finetune llm -c quickstart\n"
-            ),
-        ),
-        (["check", "-c", "toi.yaml"], "ConfigError: no such config file: toi.yaml\n  fix   -c toy.yaml\n"),
+        # takes no config keys
+        (["runs", "diff", "a", "b", "--tolerence", "1"], "invalid_config", ("--tolerence",), "fix   --tolerance"),
+        (["train"], "invalid_config", ("train",), "fix   automodel finetune llm -c quickstart"),
+        (["check", "-c", "toi.yaml"], "missing_file", ("toi.yaml",), "fix   -c toy.yaml"),
         (
             ["check", "-c", "toy.yaml"],
-            (
-                "ConfigError: toy_recipe.nodes.Recipe is outside the packages that a config may build from\n"
-                "  from  _target_=toy_recipe.nodes.Recipe (toy.yaml:2)\n"
-                "  fix   --trust-package toy_recipe   (if you trust its code)\n"
-            ),
+            "untrusted_code",
+            ("toy_recipe.nodes.Recipe", "_target_=toy_recipe.nodes.Recipe (toy.yaml:2)"),
+            "fix   --trust-package toy_recipe   (if you trust its code)",
         ),
-        (["resume", "nothing"], "ConfigError: no run at nothing: it has no config.yaml\n"),
-        (
-            ["recipes", "show", "qwertz"],
-            "ConfigError: no bundled recipe is called qwertz\n  fix   automodel recipes ls\n",
-        ),
+        (["resume", "nothing"], "invalid_config", ("nothing",), None),
+        (["recipes", "show", "qwertz"], "invalid_config", ("qwertz",), "fix   automodel recipes ls"),
     ],
 )
-def test_usage_errors(toy: Path, arguments: list[str], text: str) -> None:
+def test_usage_errors(toy: Path, arguments: list[str], code: str, values: tuple[str, ...], fix: str | None) -> None:
     found = automodel(toy, *arguments)
-    assert (found.returncode, found.stderr) == (2, text)
+    assert found.returncode == 2
+    assert_error(found.stderr, code, values=values, fix=fix)
 
 
 @pytest.mark.parametrize(
@@ -287,10 +275,14 @@ def test_check_names_every_missing_file(tmp_path: Path) -> None:
         "data:\n  path: trian.jsonl\n  validation_path: other/val.jsonl\n"
     )
     found = automodel(tmp_path, "check", "-c", "x.yaml")
-    assert found.returncode == 2 and "3 errors in x.yaml" in found.stderr
-    assert "x.yaml:3  model.pretrained=./model holds no config.json" in found.stderr
-    assert "x.yaml:5  no such file: trian.jsonl" in found.stderr and "fix  data.path=train.jsonl" in found.stderr
-    assert "its folder other does not exist" in found.stderr
+    assert found.returncode == 2
+    for code, value, fix in (
+        ("invalid_config", "model.pretrained=./model", None),
+        ("invalid_config", "trian.jsonl", "fix  data.path=train.jsonl"),
+        ("invalid_config", "other/val.jsonl", None),
+    ):
+        assert_error(found.stderr, code, values=(value,), fix=fix)
+    assert "x.yaml:3  [" in found.stderr and "x.yaml:5  [" in found.stderr
 
 
 def test_a_root_that_is_no_recipe(toy: Path) -> None:
@@ -405,7 +397,7 @@ def test_a_recipe_of_your_own_without_the_sections_that_a_command_reads(toy: Pat
     [
         ("raise", 1, "ValueError: rank 0 is broken"),
         ("memory", 4, "OutOfMemoryError: wanted 2.3 GiB"),
-        ("data", 3, "DataError: row 7 has no supervised token\n  fix   data.on_bad_row=drop"),
+        ("data", 3, "DataError [invalid_data]: row 7 has no supervised token\n  fix   data.on_bad_row=drop"),
     ],
 )
 def test_exit_codes_of_a_run(toy: Path, fail: str, code: int, text: str) -> None:

@@ -57,13 +57,14 @@ def test_every_page_is_in_the_navigation_of_the_site():
     assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in PAGES if p.name != "README.md")
 
 
-def test_the_page_of_errors_is_what_the_code_says():
+def test_the_page_of_errors_lists_codes_and_messages():
     made = runpy.run_path(str(ROOT / "scripts" / "error_page.py"))["page"]()
     assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == made, (
         "python scripts/error_page.py > docs/errors.md"
     )
-    refusal = "- 2 `the run has no end: neither max_steps nor epochs is given`  \n  fix `train.epochs=1`"
-    assert refusal in made
+    assert "| [`unknown_key`](#unknown_key) | 2 | A config key does not exist. |" in made
+    messages = made.partition("### `unknown_key`")[2].partition("###")[0]
+    assert "- `unknown key <key><note>`" in messages
 
 
 def test_the_page_of_commands_is_what_the_command_line_says():
