@@ -12,9 +12,9 @@ from typing import ClassVar
 
 import torch
 
-from automodel_cli.rollout.engine import Capabilities, Host, resolve_seeds
-from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.sampling import choose, uniforms
+from automodel_cli.rollout.engines.base import Capabilities, Host, resolve_seeds
+from automodel_cli.rollout.engines.sampler.sampling import choose, uniforms
+from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from automodel_cli.data.documents import Document, Pair
-from automodel_cli.data.row_fields import Fields
-from automodel_cli.data.rows import RowError
+from automodel_cli.data.formats.examples import Document, Pair
+from automodel_cli.data.formats.row_accessor import Fields
+from automodel_cli.data.row_errors import RowError
 
 
 @dataclass(frozen=True)

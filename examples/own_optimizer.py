@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from automodel_cli.training.param_groups import decay_groups, require_trainable
+from automodel_cli.training.optimizers.param_groups import decay_groups, require_trainable
 
 
 @dataclass(frozen=True)

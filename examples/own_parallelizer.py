@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from automodel_cli.distributed.layers import materialize, prepare_layers
+from automodel_cli.distributed.layer_wrapping import materialize, prepare_layers
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.sharded import Sharded, register
+from automodel_cli.distributed.sharded_module import Sharded, register
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.objectives.base import RewardKL
-from automodel_cli.objectives.documents import label_mask
+from automodel_cli.objectives.segment_reduce import label_mask
 
 
 @dataclass(frozen=True)

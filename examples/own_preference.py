@@ -12,7 +12,7 @@ from torch import Tensor
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.objectives.preference import Pairs, gather_pairs, valid_pairs
+from automodel_cli.objectives.preference_losses import Pairs, gather_pairs, valid_pairs
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.training.lr_scheduler import ClosedFormLR, LRSchedule
+from automodel_cli.training.optimizers.lr_scheduler import ClosedFormLR, LRSchedule
 
 
 @dataclass(frozen=True)

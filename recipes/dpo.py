@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, ClassVar
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import ReferenceSource
-from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
-from recipes.preferences import PreferenceRecipe
+from automodel_cli.recipes.preferences import PreferenceRecipe
+from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate, check_reference_update
 
 if TYPE_CHECKING:
     from automodel_cli.data.batch import Columns
-    from automodel_cli.run.session import Session
+    from automodel_cli.run.trainer import Session
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPORecipe(PreferenceRecipe):
     """The story of `PreferenceRecipe`, measured against a reference.
 
-    `reference`: where the reference's log-probs come from, see `automodel_cli/run/reference_logprobs.py`:
+    `reference`: where the reference's log-probs come from, see `automodel_cli/run/frozen_models/reference_logprobs.py`:
     `precomputed`, `adapters_off`, `frozen_copy`, or `auto`: adapters_off with LoRA, precomputed otherwise; nothing
     for objectives without a reference (simpo, orpo).
     """
@@ -71,8 +71,8 @@ class DPORecipe(PreferenceRecipe):
 
     def columns(self, session: Session) -> Columns:
         """Log-probs of the reference, and what losses read of the policy before an update. Collective."""
-        from automodel_cli.run.preference_columns import partners, sharpened
-        from automodel_cli.run.reference_logprobs import reference_columns, reference_point
+        from automodel_cli.run.frozen_models.preference_features import partners, sharpened
+        from automodel_cli.run.frozen_models.reference_logprobs import reference_columns, reference_point
 
         needed = self.objective.columns
         wanted = "judged" if "desirable_S" in needed else "pairs"

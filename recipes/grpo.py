@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from automodel_cli.evaluation.validation import check_tasks
 from automodel_cli.models.config import ModelConfig, TeacherConfig
 from automodel_cli.objectives.base import PolicyObjective
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.config_checks import why_prompts_are_apart
 from automodel_cli.rollout.recipe_checks import CHECKS, check_prompts_per_rank, check_sampled_model
 from automodel_cli.rollout.rewards.base import RewardNode
-from automodel_cli.rollout.rollout_config import RolloutConfig
-from automodel_cli.rollout.rules import why_prompts_are_apart
+from automodel_cli.run.checks.cross_section_checks import check_exported
+from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
 from automodel_cli.run.recipe import Recipe
-from automodel_cli.run.reference_update import ReferenceUpdate
-from automodel_cli.run.rules import check_exported
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from automodel_cli.config.compose import Composed
-    from automodel_cli.launch.servers import GenerationServers
+    from automodel_cli.launch.generation_servers import GenerationServers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,8 @@ class GRPORecipe(Recipe):
 
     def prepared(self, tokenizer: Any) -> Any:
         """Prompts: the rows without their answers."""
-        from automodel_cli.data.prompts import prepare_prompts
-        from automodel_cli.run.token_ids import check_prepared
+        from automodel_cli.data.preparation.prompts import prepare_prompts
+        from automodel_cli.run.checks.token_ids import check_prepared
 
         room = self.sample_len - self.rollout.max_new_tokens
         found = prepare_prompts(
@@ -127,9 +127,9 @@ class GRPORecipe(Recipe):
     def run(self, source: Composed) -> int:
         check_exported(self.model)
         from automodel_cli.evaluation.validation import add_tasks
-        from automodel_cli.rollout.rollouts import Rollouts
-        from automodel_cli.run.header import show_header
-        from automodel_cli.run.session import open_session
+        from automodel_cli.rollout.rollout_manager import Rollouts
+        from automodel_cli.run.startup_summary import show_header
+        from automodel_cli.run.trainer import open_session
 
         with open_session(self, source) as session:
             rollouts = Rollouts(
@@ -151,6 +151,6 @@ class GRPORecipe(Recipe):
                 rollouts.sync(session.last_step)
             rollouts.print_validation("after")
 
-            from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
+            from automodel_cli.run.finalize import finish  # later: the first step should not wait for the last page
 
             return finish(session, rollouts.accuracy)

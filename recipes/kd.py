@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.models.config import ModelConfig, TeacherConfig
 from automodel_cli.objectives.distillation import Distillation
-from recipes.sft import SFTRecipe
+from automodel_cli.recipes.sft import SFTRecipe
 
 if TYPE_CHECKING:
     from automodel_cli.data.batch import Columns
-    from automodel_cli.run.session import Session
+    from automodel_cli.run.trainer import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class KDRecipe(SFTRecipe):
 
     def columns(self, session: Session) -> Columns:
         """The teacher's likeliest tokens in place of each label. Collective."""
-        from automodel_cli.run.teacher import build_teacher, taught
-        from automodel_cli.run.teacher_cache import cached_teacher
+        from automodel_cli.run.frozen_models.teacher import build_teacher, taught
+        from automodel_cli.run.frozen_models.teacher_cache import cached_teacher
 
         if self.cache_teacher:
             return cached_teacher(session, self.teacher, self.objective.top_k)

@@ -11,7 +11,7 @@ from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.data.dataset import PackedDataset
+    from automodel_cli.data.preparation.dataset import PackedDataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class PreferenceRecipe(Recipe):
 
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
-        from automodel_cli.run.header import show_header
-        from automodel_cli.run.held_out import HeldOutLoss, print_accuracy
-        from automodel_cli.run.session import open_session
+        from automodel_cli.run.startup_summary import show_header
+        from automodel_cli.run.trainer import open_session
+        from automodel_cli.run.validation_loss import HeldOutLoss, print_accuracy
 
         with open_session(self, source) as session:
             session.callbacks.add(HeldOutLoss(session))
@@ -56,6 +56,6 @@ class PreferenceRecipe(Recipe):
                 return session.exit_code()
             print_accuracy(session, "after", session.last_step)
 
-            from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
+            from automodel_cli.run.finalize import finish  # later: the first step should not wait for the last page
 
             return finish(session)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.objectives.base import request_of
-from recipes.preferences import PreferenceRecipe
+from automodel_cli.recipes.preferences import PreferenceRecipe
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
     from automodel_cli.data.batch import Columns
-    from automodel_cli.run.session import Session
+    from automodel_cli.run.trainer import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class RMRecipe(PreferenceRecipe):
             )
 
     def run(self, source: Composed) -> int:
-        from automodel_cli.models.classifier import require_classifier
-        from automodel_cli.models.source import whole_config
+        from automodel_cli.models.checkpoint_io.sequence_classifier import require_classifier
+        from automodel_cli.models.hub.source import whole_config
 
         require_classifier(whole_config(self.model))
         return super().run(source)

@@ -24,10 +24,10 @@ class SFTRecipe(Recipe):
 
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
-        from automodel_cli.rollout.held_out_questions import HeldOutQuestions
-        from automodel_cli.run.header import show_header
-        from automodel_cli.run.held_out import HeldOutLoss
-        from automodel_cli.run.session import open_session
+        from automodel_cli.rollout.monitoring.heldout_accuracy import HeldOutQuestions
+        from automodel_cli.run.startup_summary import show_header
+        from automodel_cli.run.trainer import open_session
+        from automodel_cli.run.validation_loss import HeldOutLoss
 
         with open_session(self, source) as session:
             session.callbacks.add(HeldOutLoss(session))
@@ -42,6 +42,6 @@ class SFTRecipe(Recipe):
                 return session.exit_code()
             questions.ask(session, "after")
 
-            from automodel_cli.run.results import finish  # later: the first step should not wait for the last page
+            from automodel_cli.run.finalize import finish  # later: the first step should not wait for the last page
 
             return finish(session, questions.accuracy)

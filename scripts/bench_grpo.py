@@ -62,7 +62,7 @@ def trl(steps: int, new_tokens: int, microbatch: int) -> None:
     from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
 
-    from automodel_cli.data.tasks import ChatTasks
+    from automodel_cli.data.synthetic.chat_tasks import ChatTasks
 
     kinds = {"last_letter": 1, "count_letters": 1}
     task = ChatTasks(num_train=5000, num_validation=256, kinds=kinds, max_length=10, seed=1)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from automodel_cli.data.packing import Packed, cut_long, pack
-from automodel_cli.data.stores import TokenStore, write_packed
+from automodel_cli.data.storage.memmap_store import TokenStore, write_packed
 
 
 def log_normal(number: int) -> np.ndarray:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch, one_document
 from automodel_cli.data.head_output import HeadOutput
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.models.build import build_part
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.load import load_weights
 from automodel_cli.pipelining.auto_pipeline import AutoPipeline
 from automodel_cli.pipelining.schedule.programs import build_program
 from automodel_cli.pipelining.timeline.simulator import Costs, simulate

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, Qwen3MoeConfig
 
-from automodel_cli.models.attention import PACKED, packed_attention, register
-from automodel_cli.models.head import HeadKind
-from automodel_cli.models.part import ModelPart
-from automodel_cli.rollout.sampler.decoder import Decoder
-from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.models.attention.packed import PACKED, packed_attention, register
+from automodel_cli.models.lm_head.head import HeadKind
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.rollout.engines.sampler.decoder import Decoder
+from automodel_cli.rollout.engines.sampler.sampler import Sampler
 from automodel_cli.rollout.types import SamplingParams
 
 MODELS = {
@@ -86,7 +86,7 @@ def make_work(count: int, samples: int, vocab: int, longest_prompt: int, longest
 
 
 def run_sampler(part: ModelPart, work: Work, slots: int, device: torch.device) -> int:
-    sampler = Sampler(Decoder.whole(part, device), packed_attention, stop_token_ids=[], num_slots=slots)
+    sampler = Sampler(Decoder.whole(part, device), packed_attention, stop_token_ids=[], max_num_seqs=slots)
     completions = sampler.generate(work.prompts, SamplingParams(temperature=0.0), limits=work.lengths)
     return sum(len(completion.tokens) for completion in completions)
 

@@ -14,12 +14,12 @@ import time
 import torch
 from transformers import LlamaConfig
 
-from automodel_cli.data.prompts import Prompt
-from automodel_cli.models.attention import register
-from automodel_cli.models.build import part_of
+from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.models.attention.packed import register
+from automodel_cli.models.builder import part_of
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.part import ModelPart
-from automodel_cli.rollout.experience import RowPlan, Update, plan_updates
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.rollout.samples import RowPlan, Update, plan_updates
 from automodel_cli.rollout.types import Sample, Score
 
 _VOCAB = 512

@@ -20,7 +20,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.prepare import prepare
+from automodel_cli.data.preparation.pipeline import prepare
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from automodel_cli.dryrun.command import trace_rank
 from automodel_cli.dryrun.estimate import Estimate, estimate
-from automodel_cli.dryrun.request import GIB, RankResult, Request
+from automodel_cli.dryrun.types import GIB, RankResult, Request
 
 
 class Row(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_cli.config.error_codes import ALL_CODES, CODES, LAYOUT_CODES, ROW_CODES, ErrorCode
-from automodel_cli.config.fixes import label
+from automodel_cli.config.fix_syntax import label
 
 ROOT = Path(__file__).parents[1]
 _CLASSES = {

@@ -34,7 +34,7 @@ model:
   config: {vocab_size: 32064, pad_token_id: 0, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 4096,
            tie_word_embeddings: false, %s}
 data:
-  task: {_target_: automodel_cli.data.tasks.ChatTasks, num_train: 40000, num_validation: 16}
+  task: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 40000, num_validation: 16}
   seq_len: 4096
 optimizer: {lr: 1e-5}
 train: {global_batch_size: 4, microbatch_size: 1, max_steps: 100, epochs: null}

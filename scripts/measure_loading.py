@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.launch.ranks import launch_all
-from automodel_cli.models.build import build_part
+from automodel_cli.launch.fork_server import launch_all
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.load import load_weights
-from automodel_cli.pipelining.build import build_stages
+from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.training.memory import GIB, peak_memory_gib
+from automodel_cli.training.metrics.peak_memory import GIB, peak_memory_gib
 from automodel_cli.training.stages import SingleStage
 
 MIB = 2**20

@@ -32,11 +32,11 @@ from support_training import FLOAT32, TrainingError, check_training
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import composite
-from automodel_cli.models.support import probe_packing
-from automodel_cli.pipelining.cut.anatomy import NotMeasuredError, SplitError
-from automodel_cli.pipelining.cut.probe import probe
-from automodel_cli.rollout.model_engines import check_decoding
+from automodel_cli.models.hub import multimodal_backbone
+from automodel_cli.models.packing_support import probe_packing
+from automodel_cli.pipelining.cut.model_structure import NotMeasuredError, SplitError
+from automodel_cli.pipelining.cut.split_check import probe
+from automodel_cli.rollout.engines.policy_engine import check_decoding
 
 SECONDS_PER_FAMILY = 60
 SECONDS_PER_TRAINING = 240  # of two processes that share the machine with others
@@ -90,7 +90,7 @@ def families() -> Iterator[tuple[str, PretrainedConfig, type[PreTrainedModel]]]:
         if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
             continue
         try:
-            config = composite.text_config(config_class())
+            config = multimodal_backbone.text_config(config_class())
         except Exception:
             continue  # a composite that cannot exist without its parts
         if config.is_encoder_decoder:

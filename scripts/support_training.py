@@ -17,20 +17,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config, MixedPrecision
-from automodel_cli.launch.ranks import RankFailure, launch
-from automodel_cli.models import compat
-from automodel_cli.models.build import build_part
+from automodel_cli.launch.fork_server import RankFailure, launch
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.export import export_hf
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.export import export_hf
-from automodel_cli.models.load import load_weights
-from automodel_cli.models.shrink import build_small, shrink
+from automodel_cli.models.probes.tiny_model import build_small, shrink
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import packed_batch, token_row
-from automodel_cli.pipelining.build import build_stages
-from automodel_cli.training.optim import AdamW, build_optimizer
+from automodel_cli.pipelining.build_stages import build_stages
+from automodel_cli.training.optimizers.nodes import AdamW, build_optimizer
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import train_step
 
@@ -112,7 +112,7 @@ def _failure_of(function: Callable[..., object], seconds: int, *args: object) ->
 
 
 def _library_model(config: PretrainedConfig) -> PreTrainedModel:
-    return compat.causal_lm(config, dtype=torch.float32)
+    return transformers_compat.causal_lm(config, dtype=torch.float32)
 
 
 def _logprobs(stages: Stages, batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from automodel_cli.report.panel import HEIGHT, WIDTH, panel_svg
+from automodel_cli.report.sparkline import HEIGHT, WIDTH, panel_svg
 
 ROOT = Path(__file__).parents[1]
 KEPT = (

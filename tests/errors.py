@@ -10,10 +10,10 @@ from typing import TypeVar
 import click
 import pytest
 
-from automodel_cli.config import fixes
+from automodel_cli.config import fix_syntax
 from automodel_cli.config.error_codes import ALL_CODES
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.rows import RowError
+from automodel_cli.data.row_errors import RowError
 
 E = TypeVar("E", bound=ConfigError | RowError)
 _CODE = re.compile(r"\[([a-z][a-z_-]+)\]:? ")
@@ -56,7 +56,9 @@ def assert_error(
     for value in values:
         assert _occurs(value, text), f"{value!r} does not occur in: {text}"
     if fix is not None:
-        offered = [] if error.fix is None else [error.fix, *fixes.alternatives(error.fix), *error.fix.split(", or ")]
+        offered = (
+            [] if error.fix is None else [error.fix, *fix_syntax.alternatives(error.fix), *error.fix.split(", or ")]
+        )
         assert fix in offered, f"{fix!r} is not the fix: {error.fix!r}"
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from automodel_cli.models import compat, state_layers
-from automodel_cli.models.build import part_of, train_every_token
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.builder import part_of, train_every_token
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.part import ModelPart
-from automodel_cli.models.shrink import build_small, shrink
+from automodel_cli.models.document_masking import recurrent_layers
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.probes.tiny_model import build_small, shrink
 from tests.marks import slow
 from tests.tiny import gradient_error, gradients, packed_batch, separate_documents, token_row
 
@@ -90,7 +91,7 @@ SPARSE = {family: fields for family, fields in SPARSE.items() if family in CONFI
 def hybrid(family: str) -> tuple[PretrainedConfig, PreTrainedModel]:
     """A tiny config, and the library's own model of it on eager attention, in train mode."""
     small = shrink(CONFIG_MAPPING[family](**{**HYBRIDS, **SPARSE, **OWN_ATTENTION}[family]))
-    model = build_small(copy.deepcopy(small), lambda config: compat.causal_lm(config, dtype=torch.float32))
+    model = build_small(copy.deepcopy(small), lambda config: transformers_compat.causal_lm(config, dtype=torch.float32))
     train_every_token(model)
     return small, model
 
@@ -129,7 +130,7 @@ def check_that_mixed_documents_show(
     """Sabotage: rows pass for documents, so that those of a row see each other; the comparison must notice."""
     small, model = hybrid(family)
     part = part_like(small, model)
-    monkeypatch.setattr(state_layers.Documents, "are_rows", True)
+    monkeypatch.setattr(recurrent_layers.Documents, "are_rows", True)
     want_logprobs, want = alone(model, rows)
     logprobs, got = run(part, rows)
     assert (logprobs - want_logprobs).abs().max() > 1e-3

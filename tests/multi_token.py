@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
-from automodel_cli.models import compat
-from automodel_cli.models.shrink import build_small, shrink
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.probes.tiny_model import build_small, shrink
 from tests.tiny import NUM_LAYERS, tiny_config
 
 # Names of a depth's own tensors, and of its layer, by spelling: DeepSeek-V3 and GLM-4.5, Qwen3-Next, MiMo.
@@ -58,7 +58,7 @@ def write(folder: Path, family: str = "deepseek_v3", spelling: str = "after", de
 
 def write_config(folder: Path, config, spelling: str, depths: int = 1, *, zero_centred: bool = False) -> Made:
     """`config` has the layers of the depths too."""
-    model = build_small(copy.deepcopy(config), lambda c: compat.causal_lm(c, dtype=torch.float32))
+    model = build_small(copy.deepcopy(config), lambda c: transformers_compat.causal_lm(c, dtype=torch.float32))
     model.save_pretrained(folder)
     count, width = config.num_hidden_layers - depths, config.hidden_size
     generator = torch.Generator().manual_seed(5)

@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from automodel_cli.config import bundled, fixes, schema, targets
+from automodel_cli.config import bundled_recipes, fix_syntax, schema, targets
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import Composed, compose
+from automodel_cli.config.diagnostics import Problem
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.problems import Problem
 
 _RECIPES = (
-    "recipes.sft.SFTRecipe",
-    "recipes.dpo.DPORecipe",
-    "recipes.rm.RMRecipe",
-    "recipes.kd.KDRecipe",
-    "recipes.grpo.GRPORecipe",
+    "automodel_cli.recipes.sft.SFTRecipe",
+    "automodel_cli.recipes.dpo.DPORecipe",
+    "automodel_cli.recipes.rm.RMRecipe",
+    "automodel_cli.recipes.kd.KDRecipe",
+    "automodel_cli.recipes.grpo.GRPORecipe",
 )
 _CHECK = check.__code__
 
@@ -42,10 +42,10 @@ class Watch:
         if frame.f_globals.get("__name__", "").startswith("automodel_cli.config."):
             return  # the checker's own; `refused` sees them
         node = _node_of(frame)
-        for text in fixes.alternatives(error.fix or ""):
-            if fixes.kind(text) != "overrides":
+        for text in fix_syntax.alternatives(error.fix or ""):
+            if fix_syntax.kind(text) != "overrides":
                 continue
-            for word in fixes.words_of(text):
+            for word in fix_syntax.words_of(text):
                 key = word.lstrip("~").partition("=")[0]
                 own = node is not None and key.partition(".")[0] in vars(node)
                 if not (own or key in error.keys or _exists(key, word)):
@@ -57,8 +57,8 @@ class Watch:
             return
         before = {(problem.key, problem.message) for problem in problems}
         for problem in problems:
-            for text in fixes.alternatives(problem.fix or ""):
-                if fixes.kind(text) != "overrides":
+            for text in fix_syntax.alternatives(problem.fix or ""):
+                if fix_syntax.kind(text) != "overrides":
                     continue
                 try:
                     after = _pasted(composed, problem, text, frame.f_locals["trust"])
@@ -67,7 +67,7 @@ class Watch:
                     continue
                 if (problem.key, problem.message) in after:
                     self.complaints.append(f"{text!r} does not help against: {problem.message}")
-                keys = {word.lstrip("~").partition("=")[0] for word in fixes.words_of(text)}
+                keys = {word.lstrip("~").partition("=")[0] for word in fix_syntax.words_of(text)}
                 for key, message in after - before:
                     if key in keys and message.startswith("unknown"):
                         self.complaints.append(f"{text!r} is refused: {message}; a fix of: {problem.message}")
@@ -75,9 +75,9 @@ class Watch:
 
 def _pasted(composed: Composed, problem: Problem, text: str, trust: Any) -> set[tuple[str, str]]:
     """What is wrong with the config once the fix is typed; an unknown key is taken away for it."""
-    removes = f"~{problem.key}" in fixes.words_of(text)
+    removes = f"~{problem.key}" in fix_syntax.words_of(text)
     instead = [f"~{problem.key}"] if problem.message.startswith("unknown key") and not removes else []
-    return {(p.key, p.message) for p in _problems(composed, [*instead, *fixes.words_of(text)], trust)}
+    return {(p.key, p.message) for p in _problems(composed, [*instead, *fix_syntax.words_of(text)], trust)}
 
 
 def _problems(composed: Composed, words: list[str], trust: Any) -> list[Problem]:
@@ -132,7 +132,7 @@ def _is_plain(hint: Any) -> bool:
 
 def _exists(key: str, word: str) -> bool:
     keys, free = _known()
-    group, option = bundled.conf_dir() / key.replace(".", "/"), word.partition("=")[2]
+    group, option = bundled_recipes.conf_dir() / key.replace(".", "/"), word.partition("=")[2]
     return key in keys or key.startswith(free) or (group / f"{option}.yaml").is_file()
 
 

@@ -14,13 +14,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import Engine
-from automodel_cli.rollout.sampling import shaping_of
-from automodel_cli.rollout.servers.http import Server
-from automodel_cli.rollout.servers.process import ServerProcess, answers
+from automodel_cli.rollout.engines.base import Engine
+from automodel_cli.rollout.engines.sampler.sampling import shaping_of
+from automodel_cli.rollout.engines.servers.server_process import ServerProcess, answers
+from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import Completion, SamplingParams
 from tests.tiny import perturb
-from tests.unit.rollout.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_servers import free_port
 
 RUN = """
 defaults: [grpo, {data: chat_tasks}, {override rewards: none}, _self_]

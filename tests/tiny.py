@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from automodel_cli.parity.batches import next_token_labels, packed_batch, token_row
-from automodel_cli.parity.gradients import full
+from automodel_cli.parity.gradient_errors import full
 from automodel_cli.parity.reference import logprobs_of
 
 __all__ = ["full", "logprobs_of", "next_token_labels", "packed_batch", "token_row"]  # of the package, for the tests

@@ -18,8 +18,8 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from automodel_cli.rollout.hf import HFEngine
-    from tests.unit.rollout.servers.test_http_servers import VLLMDouble
+    from automodel_cli.rollout.engines.transformers_engine import HFEngine
+    from tests.unit.rollout.engines.servers.test_http_servers import VLLMDouble
 
     torch.set_num_threads(1)
     words = sys.argv[1:]

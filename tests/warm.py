@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 
 import automodel_cli
 import recipes
-from automodel_cli.launch import ranks
+from automodel_cli.launch import fork_server
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SCRIPTS = ("double.py", "vllm_stand_in.py")
@@ -44,7 +44,7 @@ _SCRIPTS = ("double.py", "vllm_stand_in.py")
 _MODULES = {"automodel_cli": "command", "automodel_cli.dryrun.worker": "trace"}
 _PATH = tuple(entry for entry in sys.path if entry)
 
-ranks.preload(
+fork_server.preload(
     "datasets",
     "torch.distributed.launcher.api",
     "tests.warm",
@@ -71,7 +71,7 @@ class Command:
     ) -> None:
         self.args = ["automodel", *arguments]
         self._output = tempfile.TemporaryDirectory(prefix="command-")
-        ranks.start_server()
+        fork_server.start_server()
         context = multiprocessing.get_context("forkserver")
         streams = [f"{self._output.name}/{name}" for name in ("stdout", "stdout" if stderr_to_stdout else "stderr")]
         self._process = context.Process(

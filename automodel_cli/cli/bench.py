@@ -12,7 +12,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Trust
 
 if TYPE_CHECKING:
-    from automodel_cli.run.bench import Config
+    from automodel_cli.run.commands.bench import Config
 
 _MEASURE = "measure"
 _json = click.option(
@@ -61,7 +61,7 @@ def measure(
     Prints median and spread of the step time, tokens per second, memory, and a breakdown of one step.
     """
     config = _config(conf, overrides, trust)
-    from automodel_cli.run import bench as of_run
+    from automodel_cli.run.commands import bench as of_run
 
     return of_run.bench(config, warmup=warmup, steps=steps, json_file=json_file)
 
@@ -99,14 +99,14 @@ def compare(
     first, second = (_config(c, (*overrides, *own), trust) for c, own in zip(confs, (only_a, only_b), strict=True))
     if first.arguments == second.arguments:
         raise ConfigError("A and B are the same config", fix="--b KEY=VALUE, an override of B alone")
-    from automodel_cli.run import bench as of_run
+    from automodel_cli.run.commands import bench as of_run
 
     return of_run.compare(first, second, **options)
 
 
 def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> Config:
     """Checked here, where a refusal is read best."""
-    from automodel_cli.run.bench import Config
+    from automodel_cli.run.commands.bench import Config
 
     composed, _ = common.load_recipe(conf, overrides, trust)
     allowed = [*(f"--trust={word}" for word in sorted(trust.words))]

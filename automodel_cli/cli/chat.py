@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from automodel_cli.cli import common, complete
+from automodel_cli.cli import common, completion_values
 from automodel_cli.config.errors import ConfigError
 
 
 @click.command()
-@click.argument("run", metavar="RUN", shell_complete=complete.runs)
+@click.argument("run", metavar="RUN", shell_complete=completion_values.runs)
 @common.checkpoint_option
 @click.option(
     "--compare", multiple=True, metavar="RUN|MODEL", help="Also print the responses of this model. Repeatable."
@@ -75,7 +75,7 @@ def chat(
         options |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
     import torch
 
-    from automodel_cli.run.chat import Speaker, converse
+    from automodel_cli.run.commands.chat import Speaker, converse
 
     torch.manual_seed(seed)
     speakers = [Speaker.load(folder.name, base, adapter=adapter)]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from automodel_cli.cli import common
+from automodel_cli.config.diagnostics import show
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.problems import show
 from automodel_cli.config.trust import Need, Trust
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check(
     With --gpus, one rank of each stage also runs its step as `dryrun` does. This checks that kernels support the shapes
     and that the step fits in memory.
     """
-    from automodel_cli.config.bundled import conf_dir, display
+    from automodel_cli.config.bundled_recipes import conf_dir, display
 
     if gpu is not None and gpus is None:
         raise ConfigError(f"--gpu {gpu}: a check dry-runs the step only with --gpus N", fix=f"--gpus 1 --gpu {gpu}")

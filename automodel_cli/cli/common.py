@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from automodel_cli.cli import complete
+from automodel_cli.cli import completion_values
+from automodel_cli.config.diagnostics import Problem, show
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.fixes import word
-from automodel_cli.config.problems import Problem, show
-from automodel_cli.config.remembered import recall
+from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.trust import NOTHING, WORDS, Need, Trust
-from automodel_cli.launch import said_once
+from automodel_cli.config.trust_store import recall
+from automodel_cli.launch import rank_errors
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.dryrun.request import Request
+    from automodel_cli.dryrun.types import Request
     from automodel_cli.run.config_root import ConfigRoot
     from automodel_cli.run.recipe import Recipe
 
 GPUS = ("h100", "h200", "b200", "a100", "l40s")
-"""That a dry run knows (`dryrun/gpus.py`)."""
+"""That a dry run knows (`dryrun/hardware.py`)."""
 _PACKAGES = "automodel.trust-package"
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -77,7 +77,9 @@ def exported_checkpoint(folder: Path, checkpoint: str | None) -> Path:
 
 def override_arguments(function: F) -> F:
     """`[key=value ...]` in Hydra's grammar."""
-    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete.overrides)(function)
+    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completion_values.overrides)(
+        function
+    )
 
 
 def config_options(function: F) -> F:
@@ -87,7 +89,7 @@ def config_options(function: F) -> F:
         "--conf",
         required=True,
         metavar="CONF",
-        shell_complete=complete.configs,
+        shell_complete=completion_values.configs,
         help="A .yaml file, or the name of a bundled recipe.",
     )
     return conf(trust_option(override_arguments(function)))
@@ -107,7 +109,7 @@ def load(
     from automodel_cli.config.compose import compose
     from automodel_cli.run.config_root import ConfigRoot
 
-    with said_once.by_rank_0():
+    with rank_errors.by_rank_0():
         composed = compose(conf, overrides, run_dir=run_dir)
         composed = replace(composed, trust=trust | recall(run_dir, composed.content) if run_dir is not None else trust)
         recipe = check(composed, composed.trust, untrusted)
@@ -163,7 +165,7 @@ def gpus_to_train_on(recipe: ConfigRoot, num_gpus: int) -> int:
 
 def dry_run_request(composed: Composed, trust: Trust, num_gpus: int, **options: Any) -> Request:
     """What a dry run of this config is asked; `options` as `Request` has them."""
-    from automodel_cli.dryrun.request import Request
+    from automodel_cli.dryrun.types import Request
 
     words = {"trust_words": tuple(trust.words), "trust_packages": trust.packages}
     return Request(str(composed.path), composed.overrides, num_gpus, **words, **options)  # type: ignore[arg-type]
@@ -174,7 +176,7 @@ def run_folder(name: str, *fetched: Literal["checkpoint", "export"]) -> Path:
 
     From a URL come its records, and of the rest what is named in `fetched`.
     """
-    from automodel_cli.run.storage import fetch, is_url
+    from automodel_cli.run.remote.remote_storage import fetch, is_url
 
     if is_url(name):
         return fetch(name, fetched)

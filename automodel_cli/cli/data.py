@@ -26,6 +26,6 @@ def data() -> None:
 def inspect(conf: str, overrides: tuple[str, ...], trust: Trust, rows: int) -> None:
     """Print sequences with trained tokens in color, and totals."""
     _, recipe = common.load_recipe(conf, overrides, trust)
-    from automodel_cli.run.inspect_data import inspect_data
+    from automodel_cli.run.commands.inspect_data import inspect_data
 
     inspect_data(recipe, rows=rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -19,8 +18,8 @@ import click
 from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import placement
-from automodel_cli.launch.local import safe_path
+from automodel_cli.launch import process_context
+from automodel_cli.launch.local_launcher import safe_path
 
 DISTRIBUTION = "automodel-cli"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -60,10 +59,10 @@ def doctor(run: str | None, nodes: bool, trust: Trust) -> int:
     if nodes:
         if run:
             raise ConfigError("--nodes looks at machines, RUN at files", fix="automodel doctor --nodes")
-        if placement.detect().kind == "local":
+        if process_context.detect().kind == "local":
             return _on_every_node()
         verdicts = list(of_nodes())
-        if placement.detect().rank:
+        if process_context.detect().rank:
             return 0
     else:
         verdicts = list(of_run(run, trust)) if run else [verdict for check in CHECKS for verdict in check()]
@@ -78,7 +77,7 @@ def doctor(run: str | None, nodes: bool, trust: Trust) -> int:
 
 def of_nodes() -> Iterator[Diagnosis]:
     """What this rank and the others measure. Collective."""
-    from automodel_cli.run.nodes import examine_nodes
+    from automodel_cli.run.commands.cluster_check import examine_nodes
 
     for finding in examine_nodes(Path.cwd()):
         yield Diagnosis(*finding)
@@ -99,7 +98,7 @@ def _on_every_node() -> int:
 def of_run(run: str, trust: Trust) -> Iterator[Diagnosis]:
     """The config and every file of a run. Nothing that the config names is executed."""
     folder = common.run_folder(run, "checkpoint")
-    from automodel_cli.run.examine import examine
+    from automodel_cli.run.commands.run_integrity import examine
 
     common.load(folder / "config.yaml", (), trust, run_dir=folder, untrusted=[])
     yield Diagnosis("ok", "config", str(folder / "config.yaml"))
@@ -144,18 +143,6 @@ def clashes() -> Iterator[Diagnosis]:
         yield Diagnosis("warn", "script", text, f"pip uninstall {owners[0]}   or use python -m automodel_cli")
     else:
         yield Diagnosis("ok", "script", shutil.which("automodel") or "not on PATH; python -m automodel_cli works")
-    spec = importlib.util.find_spec("recipes")
-    ours = Path(__file__).resolve().parents[2] / "recipes"
-    folder = Path(spec.origin).resolve().parent if spec and spec.origin else None
-    if folder != ours:
-        yield Diagnosis(
-            "fail",
-            "recipes",
-            f"{folder or 'nothing'} stands in for ours",
-            f"pip install --force-reinstall {DISTRIBUTION}",
-        )
-    else:
-        yield Diagnosis("ok", "recipes", str(folder))
 
 
 def gpu() -> Iterator[Diagnosis]:
@@ -204,7 +191,7 @@ def slurm() -> Iterator[Diagnosis]:
 
 def sandbox() -> Iterator[Diagnosis]:
     """What the rewards that run foreign code cut it off from on this machine, measured."""
-    command = [sys.executable, "-m", "automodel_cli.rollout.rewards.sandbox"]
+    command = [sys.executable, "-m", "automodel_cli.rollout.rewards.sandbox.host"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     text = answer.stdout.strip() or f"nothing: {answer.stderr.strip()[-200:]}"
     if "OPEN" in text or text.startswith("nothing"):

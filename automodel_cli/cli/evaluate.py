@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from automodel_cli.cli import common, complete
+from automodel_cli.cli import common, completion_values
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fixes import word
+from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import local, placement, startup
+from automodel_cli.launch import local_launcher, process_context, process_startup
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -24,7 +24,7 @@ _BEFORE = "before"
 
 
 @click.command(name="eval")
-@click.argument("target", metavar="RUN|MODEL", shell_complete=complete.runs)
+@click.argument("target", metavar="RUN|MODEL", shell_complete=completion_values.runs)
 @click.option("-c", "--conf", metavar="EVAL", help="A .yaml file, or the name of a bundled evaluation.")
 @click.option(
     "--harness",
@@ -85,11 +85,11 @@ def evaluate(
     if folder is None:
         _check_rows(target, config, conf)
     recipe = _recipe(target, folder, config, trust)
-    if placement.detect().kind == "local":
-        num_ranks = recipe.num_ranks(placement.num_gpus())
+    if process_context.detect().kind == "local":
+        num_ranks = recipe.num_ranks(process_context.num_gpus())
         if num_ranks > 1:
-            return local.run(arguments, num_ranks=num_ranks)
-    startup.share_cores()
+            return local_launcher.run(arguments, num_ranks=num_ranks)
+    process_startup.share_cores()
     from automodel_cli.evaluation import runner
 
     first = runner.of_run(recipe, folder, checkpoint) if folder else runner.of_model(recipe, target)
@@ -115,8 +115,8 @@ def _by_harness(
     against: tuple[str, ...],
     out: Path | None,
 ) -> int:
-    from automodel_cli.evaluation import results
-    from automodel_cli.evaluation.harness import Harness, options_of
+    from automodel_cli.evaluation import reporting as results
+    from automodel_cli.evaluation.lm_eval import Harness, options_of
 
     chosen = Harness(python or sys.executable, tuple(tasks.split(",")), include, options_of(overrides))
     chosen.check()
@@ -144,12 +144,12 @@ def _exported(name: str, checkpoint: str | None = None) -> str:
 
 def _config(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Composed, EvalConfig]:
     """The evaluation, from a file or the bundled ones. Raises ConfigError."""
-    from automodel_cli.config import bundled
+    from automodel_cli.config import bundled_recipes
     from automodel_cli.config.check import check
     from automodel_cli.config.compose import compose
     from automodel_cli.evaluation.config import EvalConfig
 
-    known = bundled.conf_dir() / "eval" / f"{conf}.yaml"
+    known = bundled_recipes.conf_dir() / "eval" / f"{conf}.yaml"
     composed = compose(known if known.is_file() else conf, overrides)
     found = check(composed, trust, kind=EvalConfig)
     if not isinstance(found, EvalConfig):

@@ -23,6 +23,6 @@ def export(run: str, out: Path | None, trust: Trust, checkpoint: str | None) -> 
     """
     folder = common.run_folder(run, "checkpoint")
     _, recipe = common.load_recipe(folder / "config.yaml", (), trust, run_dir=folder)
-    from automodel_cli.run.results import export_run
+    from automodel_cli.run.finalize import export_run
 
     return export_run(recipe, folder, out or folder / "export", checkpoint)

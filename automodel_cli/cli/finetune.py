@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.config import bundled
+from automodel_cli.config import bundled_recipes
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.fixes import word
+from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import local, memory, output, placement, said_once, startup, stop, worker
+from automodel_cli.launch import (
+    local_launcher,
+    malloc,
+    process_context,
+    process_startup,
+    rank_errors,
+    rank_process,
+    safe_output,
+    signals,
+)
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -26,7 +35,7 @@ class ModelGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else "--help"
-        if first.endswith((".yaml", ".yml")) or first in bundled.names():
+        if first.endswith((".yaml", ".yml")) or first in bundled_recipes.names():
             args = ["llm", "-c", *args]
         elif first not in ctx.help_option_names and (first.startswith("-") or "=" in first):
             args = ["llm", *args]
@@ -82,7 +91,7 @@ def _begin(
     arguments: Sequence[str], conf: str | Path, overrides: tuple[str, ...], trust: Trust, run_dir: Path | None = None
 ) -> int:
     """Load the config and run it; a rank that was started again goes on in its run, whose config is whole."""
-    if (folder := worker.restarted_run()) is not None:
+    if (folder := rank_process.restarted_run()) is not None:
         conf, overrides, run_dir = folder / "config.yaml", (), folder
     composed, recipe = common.load(conf, overrides, trust, run_dir=run_dir)
     return start(composed, recipe, arguments)
@@ -111,25 +120,25 @@ def resume(arguments: list[str], run: str, overrides: tuple[str, ...], trust: Tr
 
 def start(composed: Composed, recipe: ConfigRoot, arguments: Sequence[str]) -> int:
     """Run `recipe` as the rank that this process is, or start its ranks with the same command line."""
-    output.outlive_readers()
-    num_gpus = placement.num_gpus()
-    place = placement.detect()
+    safe_output.outlive_readers()
+    num_gpus = process_context.num_gpus()
+    place = process_context.detect()
     if place.kind != "local":
-        with said_once.by_rank_0():
+        with rank_errors.by_rank_0():
             recipe.check_ranks(place.world_size)
     if place.kind == "local":
         num_ranks = recipe.num_ranks(num_gpus)
         if num_ranks > 1 or recipe.max_restarts:
-            return local.run(arguments, num_ranks=num_ranks, max_restarts=recipe.max_restarts)
-    startup.share_cores()
+            return local_launcher.run(arguments, num_ranks=num_ranks, max_restarts=recipe.max_restarts)
+    process_startup.share_cores()
     if recipe.grows_segments:
-        startup.grow_segments()
-    startup.hold_garbage()
-    if not worker.is_ours():  # else `worker.begin` has done both
-        worker.redirect_output()
-        stop.install()
+        process_startup.grow_segments()
+    process_startup.hold_garbage()
+    if not rank_process.is_ours():  # else `worker.begin` has done both
+        rank_process.redirect_output()
+        signals.install()
     if num_gpus == 0:
-        memory.keep_freed_memory()
+        malloc.keep_freed_memory()
     try:
         return recipe.run(composed)
     except BrokenPipeError as error:  # never of our output: click would end the process without a word

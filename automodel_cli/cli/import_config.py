@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fixes import word
-from automodel_cli.config.imports.tables import TABLES
+from automodel_cli.config.fix_syntax import word
+from automodel_cli.config.importer_registry import TABLES
 
 
 @click.command(name="import-config")
@@ -42,7 +42,7 @@ def import_config(file: Path, slug: str | None, output: Path | None, gpus: int, 
     finds. Defaults of the other tool that would change the loss are written out. Other tools count batch sizes per
     device, automodel per step: set --gpus to the number of GPUs of the old run.
     """
-    from automodel_cli.config.imports.write import imported
+    from automodel_cli.config.importers.write import imported
 
     text = imported(file, slug=slug, gpus=gpus, kind=kind)  # type: ignore[arg-type]
     if output is None:

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, NoReturn
 import click
 
 from automodel_cli import __version__
-from automodel_cli.cli import answers
-from automodel_cli.config import bundled
+from automodel_cli.cli import foreign_commands
+from automodel_cli.config import bundled_recipes
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.launch import output, peers, worker
+from automodel_cli.launch import peer_failure, rank_process, safe_output
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _FAILED, _USAGE, _OUT_OF_MEMORY, _INTERRUPTED = 1, 2, 4, 130
@@ -102,11 +102,11 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         word = args[0]
         if word not in COMMANDS:
-            if word.endswith((".yaml", ".yml")) or word in bundled.names():
+            if word.endswith((".yaml", ".yml")) or word in bundled_recipes.names():
                 return super().resolve_command(ctx, ["finetune", "llm", "-c", *args])
-            if (answer := answers.other_command(word)) is not None:
+            if (answer := foreign_commands.other_command(word)) is not None:
                 raise answer
-            near = difflib.get_close_matches(word, [*COMMANDS, *bundled.names()], 1, 0.6)
+            near = difflib.get_close_matches(word, [*COMMANDS, *bundled_recipes.names()], 1, 0.6)
             fix = f"automodel {near[0]}" if near else "automodel --help"
             raise ConfigError(f"no such command: {word}", fix=fix)
         return super().resolve_command(ctx, args)
@@ -124,8 +124,8 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command line and exit with its code."""
-    worker.begin()
-    worker.leave(run(sys.argv[1:] if arguments is None else arguments))
+    rank_process.begin()
+    rank_process.leave(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -137,10 +137,10 @@ def run(arguments: Sequence[str]) -> int:
         if (code := _lost_peer(error)) is not None:
             return code
         click.echo(render(error), err=True)
-        worker.note_error(error)
+        rank_process.note_error(error)
         return error.exit_code
     except click.NoSuchOption as error:
-        click.echo(render(answers.unknown_option(error, arguments)), err=True)
+        click.echo(render(foreign_commands.unknown_option(error, arguments)), err=True)
         return _USAGE
     except click.ClickException as error:
         error.show()
@@ -150,14 +150,14 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if (code := _lost_peer(error)) is not None:
             return code
-        worker.note_error(error)
+        rank_process.note_error(error)
         if isinstance(error, OSError) and error.errno in _DISK:
             click.echo(render(_disk(error)), err=True)
             return _FAILED
         traceback.print_exception(error.with_traceback(_own_frames(error)))
         return _OUT_OF_MEMORY if type(error).__name__ == "OutOfMemoryError" else _FAILED
     finally:
-        output.restore()
+        safe_output.restore()
 
 
 def render(error: ConfigError) -> str:
@@ -170,11 +170,11 @@ def render(error: ConfigError) -> str:
 
 def _lost_peer(error: Exception) -> int | None:
     """Say that another rank is gone, if that is what `error` means, and return the exit code."""
-    lost = peers.lost(error)
+    lost = peer_failure.lost(error)
     if lost is None:
         return None
     click.echo(render(lost), err=True)
-    peers.let_the_first_end()
+    peer_failure.let_the_first_end()
     return lost.exit_code
 
 

@@ -13,7 +13,7 @@ import click
 from automodel_cli.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from automodel_cli.config.reference import Key, Node
+    from automodel_cli.config.key_reference import Key, Node
 
 
 @click.command()
@@ -24,7 +24,7 @@ def options(section: str | None, markdown: bool) -> None:
 
     SECTION is a section (data), a key or part below it (model.lora), or an option of a group (megatron_fsdp).
     """
-    from automodel_cli.config.reference import nodes
+    from automodel_cli.config.key_reference import nodes
 
     found = nodes()
     if markdown:

@@ -43,7 +43,7 @@ def plan(
     composed, recipe = common.load_recipe(conf, overrides, trust, untrusted=untrusted)
     common.say_untrusted(composed, untrusted)
     gpus = common.gpus_to_train_on(recipe, gpus)
-    from automodel_cli.run.plan import print_plan
+    from automodel_cli.run.commands.plan import print_plan
 
     trace = None
     if traced:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from automodel_cli.cli import common, complete, tables
+from automodel_cli.cli import common, completion_values, table_rendering
 from automodel_cli.config.errors import ConfigError
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @click.command()
-@click.argument("run", metavar="RUN", shell_complete=complete.runs)
+@click.argument("run", metavar="RUN", shell_complete=completion_values.runs)
 @click.argument("repository", metavar="OWNER/NAME")
 @common.checkpoint_option
 @click.option("--private", is_flag=True, help="If the repository is new, make it private.")
@@ -32,14 +32,14 @@ def push(run: str, repository: str, checkpoint: str | None, private: bool, licen
         raise ConfigError(f"{repository} is no repository: owner/name is expected", fix=f"your-name/{repository}")
     folder = common.run_folder(run, "export", *common.with_checkpoints(checkpoint))
     export = common.exported_checkpoint(folder, checkpoint)
-    from automodel_cli.run_folders.catalogue import Run
-    from automodel_cli.run_folders.push import staged, upload
+    from automodel_cli.runs.index import Run
+    from automodel_cli.runs.push import staged, upload
 
     with staged(Run(folder), export, licence=licence, base_model=_base(folder)) as files:
         if dry_run:
             click.echo((files / "README.md").read_text(encoding="utf-8"))
             for path in sorted(p for p in files.rglob("*") if p.is_file()):
-                click.echo(f"{tables.size_text(path.stat().st_size):>12}  {path.relative_to(files)}")
+                click.echo(f"{table_rendering.size_text(path.stat().st_size):>12}  {path.relative_to(files)}")
             click.echo(f"nothing was sent; without --dry-run it goes to {repository}")
             return
         click.echo(f"pushed to {upload(files, repository, private=private)}")

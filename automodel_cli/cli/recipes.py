@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from automodel_cli.cli import complete
-from automodel_cli.config import bundled
+from automodel_cli.cli import completion_values
+from automodel_cli.config import bundled_recipes
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fixes import word
+from automodel_cli.config.fix_syntax import word
 
 
 @click.group()
@@ -22,10 +22,10 @@ def recipes() -> None:
 @recipes.command()
 def ls() -> None:
     """List the bundled recipes."""
-    names = bundled.names()
+    names = bundled_recipes.names()
     width = max(map(len, names), default=0)
     for name in names:
-        about = bundled.describe(name)
+        about = bundled_recipes.describe(name)
         facts = [f"{label} {text}" for label, text in (("fits on", about.fits_on), ("tested", about.tested)) if text]
         tail = click.style(f"   {', '.join(facts)}", dim=True) if facts else ""
         click.echo(f"{click.style(f'{name:<{width}}', bold=True)}  {about.summary}{tail}")
@@ -33,14 +33,14 @@ def ls() -> None:
 
 
 @recipes.command()
-@click.argument("name", shell_complete=complete.names)
+@click.argument("name", shell_complete=completion_values.names)
 def show(name: str) -> None:
     """Print a bundled recipe."""
     click.echo(_path(name).read_text(encoding="utf-8"), nl=False)
 
 
 @recipes.command()
-@click.argument("name", shell_complete=complete.names)
+@click.argument("name", shell_complete=completion_values.names)
 @click.argument("target", required=False, type=click.Path(path_type=Path))
 def cp(name: str, target: Path | None) -> None:
     """Copy a bundled recipe to a new file.
@@ -62,7 +62,7 @@ def cp(name: str, target: Path | None) -> None:
 
 def _path(name: str) -> Path:
     stem = name.removesuffix(".yaml")
-    if stem not in bundled.names():
-        near = difflib.get_close_matches(stem, bundled.names(), 1, 0.5)
+    if stem not in bundled_recipes.names():
+        near = difflib.get_close_matches(stem, bundled_recipes.names(), 1, 0.5)
         raise ConfigError(f"no bundled recipe is called {name}", fix=near[0] if near else "automodel recipes ls")
-    return bundled.path_of(stem)
+    return bundled_recipes.path_of(stem)

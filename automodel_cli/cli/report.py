@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from automodel_cli.cli import complete
+from automodel_cli.cli import completion_values
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fixes import word
+from automodel_cli.config.fix_syntax import word
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, metavar="RUN...", shell_complete=complete.runs)
+@click.argument("names", nargs=-1, required=True, metavar="RUN...", shell_complete=completion_values.runs)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -25,8 +25,8 @@ def report(names: tuple[str, ...], out: Path | None) -> None:
     Runs in progress are included. The page loads nothing from the network. RUN is a folder, a name below runs/, or a
     URL, whose records are downloaded. A folder of runs stands for all runs in it.
     """
-    from automodel_cli.run_folders.catalogue import named
-    from automodel_cli.run_folders.page import FILE, write_own_page, write_page
+    from automodel_cli.runs.index import named
+    from automodel_cli.runs.report_page import FILE, write_own_page, write_page
 
     runs = named([str(folder) for name in names for folder in _folders(name)])
     if len(runs) == 1 and out is None:
@@ -37,7 +37,7 @@ def report(names: tuple[str, ...], out: Path | None) -> None:
 
 def _folders(name: str) -> Iterator[str | Path]:
     """The name itself; of a URL the local folders of the runs there."""
-    from automodel_cli.run.storage import fetch, is_url, runs_at
+    from automodel_cli.run.remote.remote_storage import fetch, is_url, runs_at
 
     if not is_url(name):
         yield name

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from automodel_cli.cli import complete, tables
+from automodel_cli.cli import completion_values, table_rendering
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.plain_text import visible
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from automodel_cli.run_folders.catalogue import Run
-    from automodel_cli.run_folders.rollouts import Order
+    from automodel_cli.runs.index import Run
+    from automodel_cli.runs.rollouts import Order
 
-_run = click.argument("run", required=False, metavar="[RUN]", shell_complete=complete.runs)
+_run = click.argument("run", required=False, metavar="[RUN]", shell_complete=completion_values.runs)
 
 
 @click.group()
@@ -36,8 +36,8 @@ def ls(folder: str, as_json: bool) -> None:
 
     FOLDER defaults to runs. URL names object storage.
     """
-    from automodel_cli.run.storage import is_url
-    from automodel_cli.run_folders.catalogue import find
+    from automodel_cli.run.remote.remote_storage import is_url
+    from automodel_cli.runs.index import find
 
     if is_url(folder):
         with TemporaryDirectory() as home:
@@ -54,19 +54,21 @@ def _list(found: Sequence[tuple[str, Run]], folder: str, as_json: bool) -> None:
     if not found:
         click.echo(f"no runs in {folder}; begin one with: automodel finetune llm -c quickstart")
         return
-    table = tables.table("run", "recipe", "state", "steps", "loss", "val loss", "metric", "age")
+    table = table_rendering.table("run", "recipe", "state", "steps", "loss", "val loss", "metric", "age")
     for name, run in found:
         of = f"/{run.num_steps}" if run.num_steps else ""
-        numbers = (tables.number(run.last("loss")), tables.number(run.last("val_loss")), _metric(run))
+        numbers = (table_rendering.number(run.last("loss")), table_rendering.number(run.last("val_loss")), _metric(run))
         shown = name.removeprefix(folder.rstrip("/")).strip("/") or run.name
-        table.add_row(shown, run.recipe, tables.state(run), f"{run.step}{of}", *numbers, tables.age(run.age))
-    tables.console().print(table)
+        table.add_row(
+            shown, run.recipe, table_rendering.state(run), f"{run.step}{of}", *numbers, table_rendering.age(run.age)
+        )
+    table_rendering.console().print(table)
 
 
 def _at_url(url: str, home: Path) -> list[tuple[str, Run]]:
     """(URL, run) of each run there; only their records come here, into `home`."""
-    from automodel_cli.run.storage import records, runs_at
-    from automodel_cli.run_folders.catalogue import Run, oldest_first
+    from automodel_cli.run.remote.remote_storage import records, runs_at
+    from automodel_cli.runs.index import Run, oldest_first
 
     found = {Run(records(each, home / str(n)), is_copy=True): each for n, each in enumerate(runs_at(url))}
     return [(found[run], run) for run in oldest_first(found)]
@@ -84,7 +86,7 @@ def show(run: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**_as_json(found), "record": found.record}, indent=1))
         return
-    from automodel_cli.run_folders.details import details
+    from automodel_cli.runs.show import details
 
     for label, text in details(found):
         first, *more = text.split("\n")
@@ -111,7 +113,7 @@ def tail(run: str | None, count: int, no_follow: bool) -> None:
     Without RUN: the newest run.
     """
     found = _one(run)
-    from automodel_cli.run_folders.follow import follow
+    from automodel_cli.runs.tail import follow
 
     for line in follow(found, count, wait=not no_follow):
         click.echo(line)
@@ -159,7 +161,7 @@ def rollouts(
 
     Without RUN: the newest run.
     """
-    from automodel_cli.run_folders import rollouts as samples
+    from automodel_cli.runs import rollouts as samples
 
     wanted = samples.Wanted(_steps(step), least, most, prompt, completion, trained)
     found, total = samples.select(_one(run).folder, wanted, count, order)
@@ -167,8 +169,8 @@ def rollouts(
         if as_json:
             click.echo(json.dumps(row, ensure_ascii=False))
             continue
-        parts = "  ".join(f"{name} {tables.number(value)}" for name, value in row["parts"].items())
-        numbers = f"reward {tables.number(row['reward'])} ({parts})  advantage {row['advantage']:+.2f}"
+        parts = "  ".join(f"{name} {table_rendering.number(value)}" for name, value in row["parts"].items())
+        numbers = f"reward {table_rendering.number(row['reward'])} ({parts})  advantage {row['advantage']:+.2f}"
         end = f"{row['finish_reason']} after {row['num_tokens']} tokens"
         click.echo(click.style(visible(f"step {row['step']}  {numbers}  {end}  {row['origin']}"), bold=True))
         for name, error in row["errors"].items():
@@ -190,8 +192,8 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
 
 
 @runs.command()
-@click.argument("first", shell_complete=complete.runs)
-@click.argument("second", shell_complete=complete.runs)
+@click.argument("first", shell_complete=completion_values.runs)
+@click.argument("second", shell_complete=completion_values.runs)
 @click.option(
     "--tolerance",
     metavar="X",
@@ -205,15 +207,15 @@ def diff(first: str, second: str, tolerance: float) -> None:
 
     Prints differences in config, data, code and environment, and the step at which their losses diverge.
     """
-    from automodel_cli.run_folders.compare import differences
+    from automodel_cli.runs.compare import differences
 
     a, b = _one(first), _one(second)
-    table = tables.table("", "what", str(a.folder), str(b.folder))
+    table = table_rendering.table("", "what", str(a.folder), str(b.folder))
     found = differences(a, b)
     for index, entry in enumerate(found):
         where = entry.where if index == 0 or found[index - 1].where != entry.where else ""
         table.add_row(where, entry.name, _with_origin(entry.first), _with_origin(entry.second))
-    console = tables.console()
+    console = table_rendering.console()
     if found:
         console.print(table)
     else:
@@ -227,7 +229,7 @@ def diff(first: str, second: str, tolerance: float) -> None:
 
 
 @runs.command()
-@click.argument("names", nargs=-1, metavar="[RUN|FOLDER]...", shell_complete=complete.runs)
+@click.argument("names", nargs=-1, metavar="[RUN|FOLDER]...", shell_complete=completion_values.runs)
 @click.option("--yes", is_flag=True, help="Remove the files. Without it, they are only listed.")
 @click.option("--last-checkpoint", is_flag=True, help="Also remove the last checkpoint of runs that have an export.")
 @click.option("--empty", is_flag=True, help="Also remove runs that never took a step.")
@@ -237,8 +239,8 @@ def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool)
     Keeps the newest and the best checkpoint of each run, and skips runs that are in progress. Without --yes, only
     prints what it would remove. Keeps the last complete checkpoint of a run unless you set --last-checkpoint.
     """
-    from automodel_cli.run_folders.catalogue import named
-    from automodel_cli.run_folders.clean import removable, remove
+    from automodel_cli.runs.clean import removable, remove
+    from automodel_cli.runs.index import named
 
     found = named(names or ("runs",))
     for run in (run for run in found if run.state == "running"):
@@ -247,11 +249,11 @@ def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool)
     if not removals:
         click.echo("nothing to remove")
         return
-    table = tables.table("path", "size", "why")
+    table = table_rendering.table("path", "size", "why")
     for removal in removals:
-        table.add_row(str(removal.path), tables.size_text(removal.size), removal.why)
-    tables.console().print(table)
-    total = tables.size_text(sum(removal.size for removal in removals))
+        table.add_row(str(removal.path), table_rendering.size_text(removal.size), removal.why)
+    table_rendering.console().print(table)
+    total = table_rendering.size_text(sum(removal.size for removal in removals))
     if yes:
         remove(removals)
         click.echo(f"removed: {total}")
@@ -262,7 +264,7 @@ def clean(names: tuple[str, ...], yes: bool, last_checkpoint: bool, empty: bool)
 def _one(name: str | None) -> Run:
     """The run of a name or folder; the newest without one. Raises ConfigError."""
     from automodel_cli.cli.common import run_folder
-    from automodel_cli.run_folders.catalogue import Run, find
+    from automodel_cli.runs.index import Run, find
 
     if name is not None:
         folder = run_folder(name)
@@ -291,13 +293,13 @@ def _metric(run: Run) -> str:
     """What says more than the loss, where there is such a thing."""
     for key in ("val_reward", "reward", "val_accuracy", "accuracy"):
         if (value := run.last(key)) is not None:
-            return f"{key.replace('_', ' ')} {tables.number(value)}"
+            return f"{key.replace('_', ' ')} {table_rendering.number(value)}"
     accuracy = run.record.get("numbers", {}).get("accuracy after")
     return f"accuracy {accuracy}" if accuracy else ""
 
 
 def _parting(a: Run, b: Run, column: str, tolerance: float) -> str:
-    from automodel_cli.run_folders.compare import parting
+    from automodel_cli.runs.compare import parting
 
     found = parting(a, b, column, tolerance)
     if found is None:
@@ -306,7 +308,8 @@ def _parting(a: Run, b: Run, column: str, tolerance: float) -> str:
     if found.unequal is None:
         return f"{label} the same number at all {found.num_steps} steps that both have"
     apart = "never by more" if found.apart is None else f"by more from step {found.apart}"
-    end = f"{tables.number(found.at_end[0])} and {tables.number(found.at_end[1])} at the last step that both have"
+    ends = [table_rendering.number(value) for value in found.at_end]
+    end = f"{ends[0]} and {ends[1]} at the last step that both have"
     return f"{label} parts at step {found.unequal} ({apart} than {tolerance:g} of itself); {end}"
 
 

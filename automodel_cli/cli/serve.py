@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import click
 
-from automodel_cli.cli import common, complete
+from automodel_cli.cli import common, completion_values
 from automodel_cli.config.errors import ConfigError
 
 _SERVERS = ("transformers", "vllm")
@@ -23,7 +23,7 @@ _NAME_OPTION = "--served-model-name"
 @click.command(
     context_settings={"ignore_unknown_options": True},
 )
-@click.argument("run", metavar="RUN", shell_complete=complete.runs)
+@click.argument("run", metavar="RUN", shell_complete=completion_values.runs)
 @common.checkpoint_option
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on. 0.0.0.0 accepts other machines."

@@ -16,8 +16,8 @@ import click
 from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import manifests, slurm
-from automodel_cli.launch.local import safe_path
+from automodel_cli.launch import kubernetes_skypilot, slurm
+from automodel_cli.launch.local_launcher import safe_path
 from automodel_cli.launch.slurm_queue import why_never
 from automodel_cli.launch.slurm_servers import RolloutNodes
 
@@ -160,7 +160,7 @@ def submit(
     With --rollout-nodes, the job has two components: --nodes for training, and more nodes for generation with vLLM or
     SGLang.
     """
-    from automodel_cli.run.run_folder import run_folder
+    from automodel_cli.run.run_directory import run_folder
 
     job_name = options.pop("job_name")
     composed, recipe = common.load(conf, overrides, trust)
@@ -173,7 +173,7 @@ def submit(
     rollout = _rollout_nodes(recipe, options, to, rollout_nodes, given)
     if to != "slurm":
         shared = {name: options[name] for name in _SHARED}
-        cloud = manifests.CloudJob(
+        cloud = kubernetes_skypilot.CloudJob(
             name=job_name or recipe.run_name or composed.name,
             config=composed.to_yaml(),
             volume=volume,

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from automodel_cli.cli import common, tables
+from automodel_cli.cli import common, table_rendering
 from automodel_cli.cli.submit import cluster_options, fitted, job_of, warn_of_a_job_that_waits_forever
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fixes import override, word
+from automodel_cli.config.fix_syntax import override, word
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import slurm, stop
-from automodel_cli.launch.local import safe_path
+from automodel_cli.launch import signals, slurm
+from automodel_cli.launch.local_launcher import safe_path
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
@@ -113,7 +113,7 @@ def sweep(
 def _told(code: int, points: Sequence[Point], metric: str, maximize: bool) -> int:
     if points:
         _table(points, metric, maximize)
-    if code in stop.EXIT_CODES.values():
+    if code in signals.EXIT_CODES.values():
         click.echo("the same command goes on")
     return code
 
@@ -167,8 +167,8 @@ def _search(
     dry_run: bool,
 ) -> tuple[int, list[Point]]:
     """Exit code and runs of a search: one after another, what has finished skipped."""
-    from automodel_cli.cli.search import STUDY, Search, axes, corners
-    from automodel_cli.run_folders.catalogue import Run
+    from automodel_cli.cli.optuna_sweep import STUDY, Search, axes, corners
+    from automodel_cli.runs.index import Run
 
     _check_own(folder, overrides)
     found, fixed = axes(overrides)
@@ -221,7 +221,7 @@ def _remember(folder: Path, conf: str, overrides: tuple[str, ...]) -> None:
 
 
 def _state(point: Point) -> str:
-    from automodel_cli.run_folders.catalogue import Run
+    from automodel_cli.runs.index import Run
 
     return Run(point.folder).state if (point.folder / "config.yaml").is_file() else "new"
 
@@ -231,7 +231,7 @@ def _run_all(points: Sequence[Point], conf: str, trust: Trust) -> int:
     worst = 0
     for number, point in enumerate(points, 1):
         code = _run_one(point, f"{number}/{len(points)}", conf, trust)
-        if code in stop.EXIT_CODES.values():
+        if code in signals.EXIT_CODES.values():
             return code
         worst = max(worst, code)
     return worst
@@ -259,18 +259,18 @@ def _child(command: Sequence[str]) -> int:
 
 def _table(points: Sequence[Point], metric: str, maximize: bool) -> None:
     """The best run first; those without the metric last."""
-    from automodel_cli.run_folders.catalogue import Run
+    from automodel_cli.runs.index import Run
 
     runs = [(Run(point.folder), point) for point in points if point.folder.is_dir()]
     measured = [(run.last(metric), run, point) for run, point in runs]
     measured.sort(key=lambda entry: (entry[0] is None, -(entry[0] or 0) if maximize else (entry[0] or 0)))
     names = list(dict.fromkeys(("loss", "val_loss", metric)))
-    table = tables.table("run", *(text.partition("=")[0] for text in points[0].swept), "state", "step", *names)
+    table = table_rendering.table("run", *(text.partition("=")[0] for text in points[0].swept), "state", "step", *names)
     for _, run, point in measured:
         values = (_short(text.partition("=")[2]) for text in point.swept)
-        numbers = (tables.number(run.last(name)) for name in names)
-        table.add_row(run.name, *values, tables.state(run), str(run.step), *numbers)
-    tables.console().print(table)
+        numbers = (table_rendering.number(run.last(name)) for name in names)
+        table.add_row(run.name, *values, table_rendering.state(run), str(run.step), *numbers)
+    table_rendering.console().print(table)
     if measured:
         click.echo(f"all on one page:  automodel report {word(points[0].folder.parent)}")
 
@@ -314,7 +314,7 @@ def _submit(
         return 0
     sbatch = slurm.find_sbatch()
     _remember(folder, conf, overrides)
-    from automodel_cli.run.run_folder import run_folder
+    from automodel_cli.run.run_directory import run_folder
 
     made = []
     for (point, composed, recipe), job in zip(open_ones, jobs, strict=True):

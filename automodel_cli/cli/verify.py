@@ -41,6 +41,6 @@ def verify(
     GPU. Exits with 1 if a case differs.
     """
     composed, recipe = common.load_recipe(conf, overrides, trust)
-    from automodel_cli.run import verify as of_run
+    from automodel_cli.run.commands import verify as of_run
 
     return of_run.verify(recipe, composed, wanted=wanted, tolerance=tolerance, as_json=as_json)

@@ -7,11 +7,11 @@ import os
 import sys
 from typing import Any
 
-from automodel_cli.config.bind import WRONG, Binder
-from automodel_cli.config.build import Builder
 from automodel_cli.config.compose import Composed
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.instantiate import Builder
 from automodel_cli.config.trust import NOTHING, Need, Trust
+from automodel_cli.config.type_checking import WRONG, Binder
 
 
 def check(

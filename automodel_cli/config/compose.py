@@ -14,14 +14,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_cli.config import bundled, data_paths, hydra_adapter, secrets
-from automodel_cli.config.alternatives import replace_alternatives
+from automodel_cli.config import bundled_recipes, data_paths, hydra_adapter, secrets
+from automodel_cli.config.diagnostics import COMMAND_LINE, DEFAULT, Origin, Problem, as_error
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.files import read_regular
-from automodel_cli.config.fixes import word
-from automodel_cli.config.limits import MAX_CHARACTERS, MAX_DEPTH, check_file, check_override, too_large
-from automodel_cli.config.problems import COMMAND_LINE, DEFAULT, Origin, Problem, as_error
+from automodel_cli.config.exclusive_keys import replace_alternatives
+from automodel_cli.config.fix_syntax import word
+from automodel_cli.config.safe_files import read_regular
 from automodel_cli.config.trust import NOTHING, Trust
+from automodel_cli.config.yaml_limits import MAX_CHARACTERS, MAX_DEPTH, check_file, check_override, too_large
 from automodel_cli.config.yaml_marks import read_marks, yaml_error
 
 MISSING = "???"
@@ -66,11 +66,11 @@ class Composed:
             if key in self._origins:
                 return self._origins[key]
             key = key.rpartition(".")[0]
-        return Origin(bundled.display(self.path), 1)
+        return Origin(bundled_recipes.display(self.path), 1)
 
     def error(self, problems: Sequence[Problem]) -> ConfigError:
         """`problems` as one error that names this config."""
-        return as_error(problems, bundled.display(self.path))
+        return as_error(problems, bundled_recipes.display(self.path))
 
     def forget_replaced(self, section: str, name: str) -> bool:
         """Drop an option that a bundled file brought for another `_target_` than the one that the user has named
@@ -147,13 +147,13 @@ def compose(conf: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | 
     # (`config.remembered`) is compared with just that, and nothing else of the folder is a config.
     check_file(path)
     content = read_regular(path)
-    with bundled.own_copy(path, content) as copy:
+    with bundled_recipes.own_copy(path, content) as copy:
         return replace(_compose(copy, path, overrides, run_dir), content=content)
 
 
 def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path | None) -> Composed:
     """Compose the file at `path`, which is `original` or a copy of it."""
-    folders = [path.parent] if path.parent == bundled.conf_dir() else [path.parent, bundled.conf_dir()]
+    folders = [path.parent] if path.parent == bundled_recipes.conf_dir() else [path.parent, bundled_recipes.conf_dir()]
     loader = hydra_adapter.Loader(folders)
     read_marks(path)  # broken YAML is named with its line before Hydra sees the file
     try:
@@ -166,10 +166,10 @@ def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path
         raise yaml_error(Path(error.problem_mark.name if error.problem_mark else path), error) from error
     except RecursionError:
         raise ConfigError(
-            f"the defaults list of {bundled.display(path)} is circular",
+            f"the defaults list of {bundled_recipes.display(path)} is circular",
             code="invalid_yaml",
             keys=("defaults",),
-            origin=f"defaults of {bundled.display(path)}",
+            origin=f"defaults of {bundled_recipes.display(path)}",
             fix="remove the circular entry, or name a bundled recipe: automodel recipes ls",
         ) from None
     except hydra_adapter.ComposeErrors as error:
@@ -177,7 +177,7 @@ def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path
             _first_lines(error).replace(str(path.parent), str(original.parent)),
             code="invalid_yaml",
             keys=("defaults",),
-            origin=f"defaults of {bundled.display(path)}",
+            origin=f"defaults of {bundled_recipes.display(path)}",
         ) from error
 
     origins: dict[str, Origin] = {}
@@ -189,7 +189,7 @@ def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path
         if override in groups and override.key_or_group not in merged.config:
             continue  # the file of the group was all there was
         _apply(merged.config, override, origins)
-    replace_alternatives(merged.config, origins, [bundled.display(file) for file, _ in merged.files])
+    replace_alternatives(merged.config, origins, [bundled_recipes.display(file) for file, _ in merged.files])
     data_paths.forget_described(merged.config, origins, data_before, _is_bundled)
     _check_interpolations(merged.config, origins, path)
     problems = [p for p in problems if origins.get(p.key) is p.where]  # what something later replaced is no matter
@@ -202,7 +202,7 @@ def _compose(path: Path, original: Path, overrides: Sequence[str], run_dir: Path
 
 
 def _is_bundled(file: str) -> bool:
-    return file.startswith("conf/") and (bundled.conf_dir() / file[5:]).is_file()
+    return file.startswith("conf/") and (bundled_recipes.conf_dir() / file[5:]).is_file()
 
 
 def locate(conf: str) -> Path:
@@ -217,17 +217,17 @@ def locate(conf: str) -> Path:
         if path.with_suffix(".yaml").is_file():
             fix = f"-c {word(path.with_suffix('.yaml'))}"
             raise ConfigError(f"{conf} must end in .yaml", code="missing_file", keys=("--conf",), fix=fix)
-        if path.parent == Path("conf") and path.suffix == ".yaml" and path.stem in bundled.names():
-            return bundled.path_of(path.stem)  # as messages and the docs call it, from wherever it is typed
-        known = f"-c {path.stem}   (bundled)" if path.stem in bundled.names() else None
+        if path.parent == Path("conf") and path.suffix == ".yaml" and path.stem in bundled_recipes.names():
+            return bundled_recipes.path_of(path.stem)  # as messages and the docs call it, from wherever it is typed
+        known = f"-c {path.stem}   (bundled)" if path.stem in bundled_recipes.names() else None
         suggestion = known or _nearest_file(path)
         raise ConfigError(f"config file {conf} does not exist", code="missing_file", keys=("--conf",), fix=suggestion)
-    if conf in bundled.names():
-        return bundled.path_of(conf)
+    if conf in bundled_recipes.names():
+        return bundled_recipes.path_of(conf)
     if Path(f"{conf}.yaml").is_file():
         message = f"{conf} is not a bundled recipe, but the file {conf}.yaml exists"
         raise ConfigError(message, code="unknown_name", keys=("--conf",), fix=f"-c {word(conf)}.yaml")
-    near = difflib.get_close_matches(conf, bundled.names(), 1, 0.5)
+    near = difflib.get_close_matches(conf, bundled_recipes.names(), 1, 0.5)
     raise ConfigError(
         f"{conf} is not a bundled recipe",
         code="unknown_name",
@@ -325,7 +325,7 @@ def _several_values(key: str, value: str, origin: str) -> ConfigError:
 
 
 def _record_file(path: Path, package: str, origins: dict[str, Origin], problems: list[Problem]) -> None:
-    shown = bundled.display(path)
+    shown = bundled_recipes.display(path)
     for mark in read_marks(path):
         if mark.key == "defaults" or mark.key.startswith("defaults."):
             continue
@@ -376,9 +376,9 @@ def _cannot_be_set(config: DictConfig, key: str, error: Exception, origin: str) 
         held = "is empty" if number == 0 else f"has entries 0 to {number - 1}"
         message = f"{key} cannot be set: {listed} {held}"
         return ConfigError(message, code="invalid_override", keys=(key,), origin=origin)
-    from automodel_cli.config import reference
+    from automodel_cli.config import key_reference
 
-    target = reference.node_for(listed, {rest: None})
+    target = key_reference.node_for(listed, {rest: None})
     value = origin.removesuffix(" (command line)").partition("=")[2]
     fix = shlex.quote(f"{listed}=[{{_target_: {target}, {rest}: {value}}}]") if target else None
     message = f"{key} cannot be set: {listed} is a list, whose entries have numbers instead of names"
@@ -411,7 +411,7 @@ def _check_interpolations(config: DictConfig, origins: Mapping[str, Origin], pat
             f"{MAX_DEPTH} levels",
             code="limit_exceeded",
             keys=(key,),
-            origin=f"{key} ({origins.get(key, Origin(bundled.display(path), 1))})",
+            origin=f"{key} ({origins.get(key, Origin(bundled_recipes.display(path), 1))})",
         )
 
 

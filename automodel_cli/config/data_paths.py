@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from automodel_cli.config.problems import Origin
+from automodel_cli.config.diagnostics import Origin
 
 NAMES = {"path": "data.path", "sources": "data.sources", "task": "data.task._target_"}
 """Keys of `data` that name a dataset, and the key whose origin decides who named it."""

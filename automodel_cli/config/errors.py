@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from automodel_cli.config.fixes import label
+from automodel_cli.config.fix_syntax import label
 from automodel_cli.config.plain_text import visible
 from automodel_cli.config.secrets import hide
 

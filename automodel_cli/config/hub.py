@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_cli.config.fixes import word
+from automodel_cli.config.fix_syntax import word
 
 _NO_NETWORK = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout", "gaierror")
 _SAID = ("couldn't connect to", "couldn't reach", "offline mode", "name or service not known", "name resolution")

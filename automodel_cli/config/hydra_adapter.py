@@ -26,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from automodel_cli.config.limits import check_file, check_num_files
+from automodel_cli.config.yaml_limits import check_file, check_num_files
 
 ComposeErrors = (HydraException, OmegaConfBaseException, ValueError)
 

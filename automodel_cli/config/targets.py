@@ -21,7 +21,7 @@ from typing import Any
 
 from automodel_cli.config.errors import ConfigError
 
-OWN = ("automodel_cli", "recipes")
+OWN = ("automodel_cli",)
 """Only frozen dataclasses are config nodes here: a function or another class of ours is refused."""
 
 THIRD_PARTY = (
@@ -46,7 +46,7 @@ def resolve(path: object, trust: Sequence[str] = ()) -> Callable[..., Any]:
     nothing that a config builds.
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        message = f"_target_ must be a dotted name such as recipes.sft.SFTRecipe, got {path!r}"
+        message = f"_target_ must be a dotted name such as automodel_cli.recipes.sft.SFTRecipe, got {path!r}"
         raise ConfigError(message, code="invalid_target")
     allowed = (*OWN, *THIRD_PARTY, *trust)
     if not inside(path, allowed):

@@ -16,7 +16,7 @@ COMMAND, REMOTE_CODE = "command", "remote-code"
 WORDS = (COMMAND, REMOTE_CODE)
 """What `--trust` takes."""
 
-_KNOWN_PACKAGES = ("torch", "transformers", "automodel_cli", "recipes")
+_KNOWN_PACKAGES = ("torch", "transformers", "automodel_cli")
 _KEY = "trust"
 
 

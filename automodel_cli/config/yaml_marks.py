@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 from omegaconf._utils import get_yaml_loader  # the one private name: it is the loader that Hydra uses
 
-from automodel_cli.config.bundled import display
+from automodel_cli.config.bundled_recipes import display
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.limits import check_file
+from automodel_cli.config.yaml_limits import check_file
 
 _BOOL_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+$")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.format import DOCUMENTS, PREFERENCES, Format
-from automodel_cli.data.formats import FORMATS, format_name, named
+from automodel_cli.data.formats.base import DOCUMENTS, PREFERENCES, Format
+from automodel_cli.data.formats.builtin import FORMATS, format_name, named
 
 if TYPE_CHECKING:
     FormatName = str

@@ -21,7 +21,8 @@ class HeadRequest:
     entropy: bool = False
     """`entropy_BT`."""
     values: bool = False
-    """`values_BT`: the model gets a value head (`models/value_head.py`), trained, checkpointed and exported with it."""
+    """`values_BT`: the model gets a value head (`models/lm_head/value_head.py`), trained, checkpointed and exported
+    with it."""
     logprobs: bool = True
     """False: nobody reads `logprobs_BT` or what is made of logits; all of it is 0 and costs nothing."""
     topk: int = 0
@@ -29,7 +30,7 @@ class HeadRequest:
     token_ids: str | None = None
     """`token_logprobs_BTN` of the tokens in this column of `Batch.extra`: int64 `[B, T, N]`, below 0 for none."""
     further: bool = False
-    """`further_logprobs_BTM`, of a model with layers for multi-token prediction (`models/multi_token.py`)."""
+    """`further_logprobs_BTM`, of a model with layers for multi-token prediction (`models/mtp/layers.py`)."""
 
 
 LOGPROBS = HeadRequest()

@@ -1,6 +1,7 @@
 """Context parallelism: the ranks of an axis share the tokens of whole rows.
 
-Everything happens inside the part (`models/part.py`): it takes this rank's share of the rows, its attention gathers
+Everything happens inside the part (`models/model_part.py`): it takes this rank's share of the rows, its attention
+gathers
 keys and values, and its log-probs come back whole. So objectives, `Batch` and the step know nothing of it. Every rank
 has the whole loss of its rows, and the gradient of that loss through its own tokens; FSDP, which works on
 `dp_shard x cp`, sums them.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from automodel_cli.distributed.layout import AXES, Layout
+from automodel_cli.distributed.mesh_config import AXES, Layout
 from automodel_cli.distributed.process_group import hold_timeout, wait_for_each_collective
 
 

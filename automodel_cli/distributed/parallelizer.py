@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automodel_cli.distributed import fp8_linear, fused
 from automodel_cli.distributed.compile_modes import GLUE
-from automodel_cli.distributed.expert_parallel import apply_expert_parallel, multiply_in_fp8
-from automodel_cli.distributed.glue import fuse_layers
+from automodel_cli.distributed.expert_parallel.apply import apply_expert_parallel, multiply_in_fp8
+from automodel_cli.distributed.expert_parallel.router_detection import fuse_routers
+from automodel_cli.distributed.float8 import linear as float8_linear
+from automodel_cli.distributed.fusion import compiled_regions
+from automodel_cli.distributed.fusion.patterns import fuse_layers
 from automodel_cli.distributed.import_classes import import_classes_from_paths
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.routing import fuse_routers
 from automodel_cli.distributed.strategies.base import BuiltInStrategy, Strategy
 from automodel_cli.distributed.strategies.ddp.config import DDPConfig
-from automodel_cli.distributed.strategies.ddp.wrapping import ddp_parallelize
+from automodel_cli.distributed.strategies.ddp.wrap import ddp_parallelize
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_parallelize, fsdp2_strategy_parallelize
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig
@@ -55,23 +56,23 @@ def parallelize(part: nn.Module, mesh: Mesh, strategy: Strategy) -> nn.Module:
         require_megatron_fsdp()
     options = strategy.axis_options()
     stored = next((param.dtype for param in part.parameters() if param.is_floating_point()), torch.float32)
-    fuser = fused.chosen(
+    fuser = compiled_regions.chosen(
         strategy.enable_compile, strategy.compile_backend, mesh.device, strategy.compute_dtype() or stored
     )
     if fuser is not None:
         fuse_layers(part, fuser)
         fuse_routers(part, mesh.device.type)
     if mesh.layout.tp > 1:
-        from automodel_cli.distributed.tensor_parallel import apply_tensor_parallel
+        from automodel_cli.distributed.tensor_parallel.apply import apply_tensor_parallel
 
         apply_tensor_parallel(part, mesh.tp, options, shard_experts=mesh.ep is None)
-    fp8_linear.prepare(part, mesh.device, fuser)
+    float8_linear.prepare(part, mesh.device, fuser)
     if mesh.ep is not None:
         # whole layers that are compiled have their own order
         apply_expert_parallel(part, mesh, options.expert_dispatch, fuser, beside=strategy.enable_compile is not True)
     else:
         multiply_in_fp8(part, mesh, fuser)
-    if isinstance(fuser, fused.Compiled):
+    if isinstance(fuser, compiled_regions.Compiled):
         fuser.settle(by_name=strategy.enable_compile == GLUE)
     if mesh.layout.cp > 1:
         from automodel_cli.distributed.context_parallel import apply_context_parallel

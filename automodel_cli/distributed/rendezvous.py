@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.launch import environment, interfaces, stop
+from automodel_cli.launch import environment, network_interfaces, signals
 
 TELL_SECONDS = 30.0
 """After so long a rank prints what it waits for."""
@@ -91,7 +91,7 @@ def _wait_for_server(rank: int, host: str, port: int, timeout: timedelta) -> Non
 def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dict[int, dict[str, Any]]:
     """Return what each rank has written about itself; rank 0 waits for all of them, the others for rank 0."""
     problem, fix = _wrong_interface()
-    mine = {"host": _host(), "address": interfaces.source_address(_master()[0]), "problem": problem, "fix": fix}
+    mine = {"host": _host(), "address": network_interfaces.source_address(_master()[0]), "problem": problem, "fix": fix}
     store.set(f"rank-{rank}", json.dumps(mine))
     if rank == 0:
         wait = _Wait("rank 0 waits for the other ranks", timeout)
@@ -128,7 +128,7 @@ def _missing(ranks: Sequence[int], world_size: int) -> str:
 def _wrong_interface() -> tuple[str, str]:
     """Return why GLOO_SOCKET_IFNAME cannot be used here, and a fix; empty texts where it can."""
     asked = [name for name in os.environ.get(_IFNAME, "").split(",") if name]
-    known = interfaces.names()
+    known = network_interfaces.names()
     wrong = [name for name in asked if name not in known]
     if not wrong:
         return "", ""
@@ -147,11 +147,15 @@ def _choose_interface(rank: int, everyone: Mapping[int, Mapping[str, Any]]) -> N
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == len(everyone):
         return
     mine = everyone[rank]["address"]
-    if mine is None or interfaces.is_loopback(mine):
+    if mine is None or network_interfaces.is_loopback(mine):
         others = [about["address"] for about in everyone.values() if about["address"] not in (None, mine)]
-        other = next((address for address in others if not interfaces.is_loopback(address)), None)
-        mine = interfaces.source_address(other) if other is not None else None
-    if mine is not None and not interfaces.is_loopback(mine) and (name := interfaces.addresses().get(mine)):
+        other = next((address for address in others if not network_interfaces.is_loopback(address)), None)
+        mine = network_interfaces.source_address(other) if other is not None else None
+    if (
+        mine is not None
+        and not network_interfaces.is_loopback(mine)
+        and (name := network_interfaces.addresses().get(mine))
+    ):
         environment.set_default(_IFNAME, name)
 
 
@@ -169,9 +173,9 @@ class _Wait:
     def on(self, reason: str) -> None:
         """Go on waiting for a moment. Raises RunError."""
         text = f"{self._what} since {self.seconds():.0f} s: {reason}"
-        if (signum := stop.requested()) is not None:
+        if (signum := signals.requested()) is not None:
             error = RunError(f"{signum.name} while {text}; nothing was trained", fix="the same command again")
-            error.exit_code = stop.exit_code()
+            error.exit_code = signals.exit_code()
             raise error
         if self.seconds() > self._timeout:
             raise RunError(text, fix="find out why they do not start: logs/rank-N.log, or the output of their host")

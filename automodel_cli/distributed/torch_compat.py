@@ -1,8 +1,10 @@
 """Names of torch's compiler and of autograd's engine which are not public API (torch 2.11 to 2.13).
 
 Relied on: that a backend is found by its name, that the sizes of marked dims are no constants of a graph, and the
-number of graphs that one function may have (tests/unit/distributed/test_fused.py compiles real functions through it);
-that the engine tells which nodes it will run (tests/unit/distributed/test_gated_experts.py splits backwards).
+number of graphs that one function may have (tests/unit/distributed/fusion/test_compiled_regions.py compiles real
+functions through it);
+that the engine tells which nodes it will run (tests/unit/distributed/expert_parallel/test_grouped_mlp.py splits
+backwards).
 """
 
 from __future__ import annotations

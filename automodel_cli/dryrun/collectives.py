@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from automodel_cli.distributed.context_parallel import RankGroup
-from automodel_cli.distributed.token_dispatch import Arriving
-from automodel_cli.dryrun import integers, torch_compat
-from automodel_cli.dryrun.clock import Clock
-from automodel_cli.dryrun.gpus import Links
-from automodel_cli.dryrun.integers import Twins
+from automodel_cli.distributed.expert_parallel.token_dispatcher import Arriving
+from automodel_cli.dryrun import concrete_integers, torch_compat
+from automodel_cli.dryrun.concrete_integers import Twins
+from automodel_cli.dryrun.hardware import Links
+from automodel_cli.dryrun.simulated_clock import Clock
 from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
 
 PassOn = Callable[[RankGroup, Tensor], Callable[[], Tensor]]
@@ -115,12 +115,12 @@ class Collectives:
 
     def _integers(self, name: str, args: Any, group: dist.ProcessGroup | None) -> None:
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-        if "alltoall_base" in name and args[0].dtype in integers.KINDS:
+        if "alltoall_base" in name and args[0].dtype in concrete_integers.KINDS:
             sent = self.twins.get(args[1])
             if sent is not None and sent.numel() % size == 0 and args[0].numel() == sent.numel():
                 with unset_fake_temporarily():
                     self.twins.put(args[0], sent.view(size, -1)[rank].repeat(size).view(args[0].shape))
-        elif name.startswith("_allgather_base") and args[1].dtype in integers.KINDS:
+        elif name.startswith("_allgather_base") and args[1].dtype in concrete_integers.KINDS:
             mine = self.twins.get(args[1])
             if mine is not None:
                 with unset_fake_temporarily():

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.fixes import word
-from automodel_cli.distributed.layout import Layout
+from automodel_cli.config.fix_syntax import word
+from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.dryrun import report
 from automodel_cli.dryrun.estimate import Estimate, estimate
-from automodel_cli.dryrun.remedies import try_changes
-from automodel_cli.dryrun.request import RankResult, Request
-from automodel_cli.planning.render import Traced
+from automodel_cli.dryrun.suggestions import try_changes
+from automodel_cli.dryrun.types import RankResult, Request
+from automodel_cli.planning.report import Traced
 
 LARGEST_WORLD = 4096
 _WORKER = [sys.executable, "-m", "automodel_cli.dryrun.worker"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_cli.dryrun.gpus import Gpu
-from automodel_cli.dryrun.request import GIB, RankResult
+from automodel_cli.dryrun.hardware import Gpu
+from automodel_cli.dryrun.types import GIB, RankResult
 from automodel_cli.pipelining.schedule.program import Action, Overlap, Program
 from automodel_cli.pipelining.timeline.simulator import Costs, Timeline, simulate
 from automodel_cli.planning.reserve import usable_bytes

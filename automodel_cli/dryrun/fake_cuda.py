@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from automodel_cli.distributed import empty_groups
-from automodel_cli.dryrun.clock import Clock
-from automodel_cli.dryrun.gpus import GIB, Gpu
+from automodel_cli.distributed.expert_parallel import empty_groups
+from automodel_cli.dryrun.hardware import GIB, Gpu
+from automodel_cli.dryrun.simulated_clock import Clock
 
 CUDA = torch.device("cuda", 0)
 

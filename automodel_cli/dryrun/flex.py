@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
-from automodel_cli.models.attention_flex import Attend, Visible
+from automodel_cli.models.attention.flex import Attend, Visible
 
 
 class Ran(Protocol):

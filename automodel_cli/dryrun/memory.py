@@ -20,7 +20,7 @@ ROUNDED_TO = 512
 """Bytes: what the caching allocator rounds blocks to."""
 _NAMED_FROM = 8 << 20
 """Bytes: smaller blocks are not attributed to a line of code."""
-_OURS = ("automodel_cli/", "recipes/", "transformers/models/", "transformers/integrations/", "transformers/modeling")
+_OURS = ("automodel_cli/", "transformers/models/", "transformers/integrations/", "transformers/modeling")
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from automodel_cli.dryrun.estimate import Estimate
-from automodel_cli.dryrun.remedies import Tried
-from automodel_cli.dryrun.request import GIB, LIMITS, Line, RankResult
+from automodel_cli.dryrun.suggestions import Tried
+from automodel_cli.dryrun.types import GIB, LIMITS, Line, RankResult
 from automodel_cli.planning.reserve import RESERVE_GIB
 
 _ROWS = 12

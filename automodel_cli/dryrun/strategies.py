@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automodel_cli.distributed.strategies.ddp import wrapping
+from automodel_cli.distributed.strategies.ddp import wrap
 from automodel_cli.distributed.strategies.megatron_fsdp import sharding
 from automodel_cli.distributed.strategies.megatron_fsdp.compat import held_tensors
 from automodel_cli.dryrun import torch_compat
-from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.ddp import FakeDDP
+from automodel_cli.dryrun.simulated_clock import Clock
 
 
 class Strategies:
@@ -28,7 +28,7 @@ class Strategies:
         self._clock, self._ddp, self._megatron = clock, list[FakeDDP](), list[Any]()
         self._fill, self._faking = fill, faking
         self._parallelize: Any = sharding.megatron_fsdp_strategy_parallelize
-        in_ddp: Any = wrapping
+        in_ddp: Any = wrap
         in_megatron: Any = sharding
         in_ddp.DistributedDataParallel, in_ddp.materialize = self._wrap, _later
         in_megatron.materialize = self._filled

@@ -8,14 +8,14 @@ import sys
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.dryrun.request import Request
+from automodel_cli.dryrun.types import Request
 
 
 def main() -> int:
     """0 with a result; 1 with what the step failed with; 2 with a ConfigError."""
     request = Request.from_json(sys.stdin.read())
     try:
-        from automodel_cli.dryrun.rank import trace
+        from automodel_cli.dryrun.trace_rank import trace
 
         answer: dict[str, Any] = {"result": trace(load(request), request).to_dict()}
     except ConfigError as error:
@@ -29,7 +29,7 @@ def main() -> int:
             }
         }
     except Exception as error:
-        from automodel_cli.dryrun.faults import described
+        from automodel_cli.dryrun.trace_errors import described
 
         answer = {"failed": described(error)}
     print(json.dumps(answer), flush=True)

@@ -1,6 +1,6 @@
 """What an evaluation asks: the nodes of `automodel eval -c EVAL`. Torch-free.
 
-A task of your own is a node with `run(candidate)` (see `evaluation/candidate.py`) that returns an `Outcome`. Tasks are
+A task of your own is a node with `run(candidate)` (see `evaluation/eval_model.py`) that returns an `Outcome`. Tasks are
 part of a run's validations too (`validation.tasks`).
 """
 
@@ -14,8 +14,8 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation.settings import GenerationSettings, MultipleChoiceSettings, at_least_one
 
 if TYPE_CHECKING:
-    from automodel_cli.evaluation.candidate import Candidate
-    from automodel_cli.evaluation.outcome import Outcome
+    from automodel_cli.evaluation.eval_model import Candidate
+    from automodel_cli.evaluation.scores import Outcome
 
 
 class TaskNode(Protocol):
@@ -58,12 +58,12 @@ class MultipleChoice(MultipleChoiceSettings):
 
     def prepare(self, candidate: Candidate) -> None:
         """Read the questions. Raises DataError."""
-        from automodel_cli.evaluation.choice import questions
+        from automodel_cli.evaluation.multiple_choice import questions
 
         questions(self, candidate)
 
     def run(self, candidate: Candidate) -> Outcome:
-        from automodel_cli.evaluation.choice import choose
+        from automodel_cli.evaluation.multiple_choice import choose
 
         return choose(self, candidate)
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.data.prompts import Prompt, no_tools, prepare_prompts
-from automodel_cli.evaluation.outcome import REWARD, Outcome, pass_at_k
-from automodel_cli.rollout.engine import sample_seed
-from automodel_cli.rollout.environments.conversation import Episode
-from automodel_cli.rollout.episodes import play_episodes, scored_samples
-from automodel_cli.rollout.rewards.combine import RewardSum, check_rows
+from automodel_cli.data.preparation.prompts import Prompt, no_tools, prepare_prompts
+from automodel_cli.evaluation.scores import REWARD, Outcome, pass_at_k
+from automodel_cli.rollout.collection.multi_turn import play_episodes, scored_samples
+from automodel_cli.rollout.engines.base import sample_seed
+from automodel_cli.rollout.environments.episode import Episode
+from automodel_cli.rollout.rewards.aggregate import RewardSum, check_rows
 from automodel_cli.rollout.types import Completion, SamplingParams
-from automodel_cli.run.token_ids import check_tokens
+from automodel_cli.run.checks.token_ids import check_tokens
 
 if TYPE_CHECKING:
-    from automodel_cli.evaluation.candidate import Candidate
+    from automodel_cli.evaluation.eval_model import Candidate
     from automodel_cli.evaluation.settings import GenerationSettings
 
 _SHOWN = 4

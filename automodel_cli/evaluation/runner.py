@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.config.fixes import word
+from automodel_cli.config.fix_syntax import word
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.evaluation import results
-from automodel_cli.evaluation.candidate import Candidate
+from automodel_cli.evaluation import reporting
 from automodel_cli.evaluation.config import EvalConfig
-from automodel_cli.evaluation.outcome import Outcome
+from automodel_cli.evaluation.eval_model import Candidate
+from automodel_cli.evaluation.scores import Outcome
 from automodel_cli.models.tokenizer import load_tokenizer
-from automodel_cli.run.chosen_checkpoint import chosen_checkpoint
+from automodel_cli.run.checkpoint_selection import chosen_checkpoint
 from automodel_cli.run.recipe import Recipe
-from automodel_cli.training.checkpoint_dir import CheckpointDir, step_of
+from automodel_cli.training.checkpoint.directory import CheckpointDir, step_of
 
 BEFORE = "before"
 
@@ -81,5 +81,5 @@ def evaluate(config: EvalConfig, targets: Sequence[Target], run_dir: Path, out: 
             del candidate
             gc.collect()
         if is_main:
-            results.tell(found, run_dir, out, config_yaml, config.num_resamples)
+            reporting.tell(found, run_dir, out, config_yaml, config.num_resamples)
     return 0

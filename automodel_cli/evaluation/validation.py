@@ -12,10 +12,10 @@ from automodel_cli.evaluation.config import Generation, Prepared
 from automodel_cli.training.callback import Callback, Run
 
 if TYPE_CHECKING:
-    from automodel_cli.evaluation.candidate import Candidate
-    from automodel_cli.evaluation.outcome import Outcome
+    from automodel_cli.evaluation.eval_model import Candidate
+    from automodel_cli.evaluation.scores import Outcome
     from automodel_cli.run.recipe import Recipe
-    from automodel_cli.run.session import Session
+    from automodel_cli.run.trainer import Session
 
 
 def check_tasks(recipe: Recipe) -> None:
@@ -73,7 +73,7 @@ class ValidationTasks(Callback):
     """The mean of each measure of each task: `val_TASK_accuracy`, `val_TASK_pass_at_4`, `val_TASK_reward`."""
 
     def __init__(self, session: Session):
-        from automodel_cli.evaluation.candidate import Candidate
+        from automodel_cli.evaluation.eval_model import Candidate
 
         self._tasks = session.recipe.validation.tasks
         self._candidate: Candidate = Candidate.of_session(session)

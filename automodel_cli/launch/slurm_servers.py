@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.launch.servers import ADDRESSES, GenerationServers
+from automodel_cli.launch.generation_servers import ADDRESSES, GenerationServers
 
 _END = """\
 # USR2 (scancel --batch --signal=USR2) ends the job after a checkpoint: a plain scancel ends the servers at once, and

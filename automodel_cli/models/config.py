@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fixes import override
+from automodel_cli.config.fix_syntax import override
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixtures of experts; `models/router.py` has the formulas.
+    """Mixtures of experts; `models/moe/load_balancing.py` has the formulas.
 
     experts: how the library multiplies tokens with their experts. "grouped_mm" is one kernel for all, "eager" a loop.
     aux_loss_coef: weight of the load-balancing loss, 0 for none. bias_update_speed: step of the selection bias of

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import compat, lora_targets, nf4
+from automodel_cli.models import lora_targets, nf4, transformers_compat
 from automodel_cli.models.config import LoRAConfig
-from automodel_cli.models.seeds import generator_for
-from automodel_cli.models.ulp import rounded_at_random
+from automodel_cli.models.rng import generator_for
+from automodel_cli.models.stochastic_rounding import rounded_at_random
 
 if TYPE_CHECKING:
-    from automodel_cli.models.part import ModelPart
+    from automodel_cli.models.model_part import ModelPart
 
 _ADAPTER = "default"  # peft's own name for the only adapter
 
@@ -163,8 +163,8 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
         whole = torch.empty(a.shape, dtype=torch.float32)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator_for(seed, f"{name}.lora_A"))
-        compat.local(a).copy_(compat.local_part(a, whole))
-        compat.local(b).zero_()
+        transformers_compat.local(a).copy_(transformers_compat.local_part(a, whole))
+        transformers_compat.local(b).zero_()
 
 
 def scale(layer: Any) -> float:
@@ -176,8 +176,8 @@ def scale(layer: Any) -> float:
 def delta(layer: Any) -> Tensor:
     """The full fp32 update of a wrapped layer. Collective where adapters are sharded."""
     a, b = (
-        compat.gathered(layer.lora_A[_ADAPTER].weight).float(),
-        compat.gathered(layer.lora_B[_ADAPTER].weight).float(),
+        transformers_compat.gathered(layer.lora_A[_ADAPTER].weight).float(),
+        transformers_compat.gathered(layer.lora_B[_ADAPTER].weight).float(),
     )
     update = (b @ a) * scale(layer)
     return update.T if lora_targets.is_transposed(layer) else update
@@ -226,7 +226,7 @@ def save_adapters(
     for part in parts:
         for name, layer in wrappers(part.model):
             for matrix in ("lora_A", "lora_B"):
-                weight = compat.gathered(getattr(layer, matrix)[_ADAPTER].weight)
+                weight = transformers_compat.gathered(getattr(layer, matrix)[_ADAPTER].weight)
                 mine[f"{name}.{matrix}.weight"] = weight.cpu().contiguous()
     of_stages: list[dict[str, Tensor]] = [mine]
     if pp_group is not None:

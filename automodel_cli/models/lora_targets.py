@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from automodel_cli.config.entries import NameList, check_entries, endings
-from automodel_cli.models import compat
+from automodel_cli.config.name_patterns import NameList, check_entries, endings
+from automodel_cli.models import transformers_compat
 
 # Before transformers 5, experts were linear layers of these names. peft reads them as the fused parameters of today.
 _EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -119,7 +119,7 @@ def _uses(kind: Any, child: str) -> tuple[bool, bool]:
 
 def _has_fused_experts(model: nn.Module) -> bool:
     decorated = any(hasattr(m, "num_experts") and hasattr(m, "has_gate") for m in model.modules())
-    return decorated or compat.peft_renames_experts(model)
+    return decorated or transformers_compat.peft_renames_experts(model)
 
 
 def _shortest_ending(name: str, others: Collection[str]) -> str:

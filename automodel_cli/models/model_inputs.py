@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import KEY_INDEX
-from automodel_cli.models import state_layers
+from automodel_cli.models.document_masking import recurrent_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,8 +42,8 @@ def accepted_by(model: PreTrainedModel, model_inputs: dict[str, Any]) -> dict[st
     """The keywords that this family's base model takes. One without the boundaries isolates documents only where no
     attention has to know them; the packing probe refuses the others."""
     model_inputs = {name: value for name, value in model_inputs.items() if name != ROUTED}
-    if state_layers.runs_by_document(model):
-        return state_layers.told_of_rows(model_inputs)
+    if recurrent_layers.runs_by_document(model):
+        return recurrent_layers.told_of_rows(model_inputs)
     if _takes_keywords(type(model.base_model).forward):
         return model_inputs
     return {k: v for k, v in model_inputs.items() if k not in _PACKING_KEYWORDS}

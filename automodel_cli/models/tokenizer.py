@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from automodel_cli.config import hub, trust
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fixes import override
-from automodel_cli.models import intact
-from automodel_cli.models.gguf_header import gguf_strings
+from automodel_cli.config.fix_syntax import override
+from automodel_cli.models.hub import file_integrity
+from automodel_cli.models.hub.gguf_header import gguf_strings
 
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
@@ -162,7 +162,7 @@ def _load(source: str, gguf_file: str | None, revision: str | None, trust_remote
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     if gguf_file is None:
-        intact.check_json(source)
+        file_integrity.check_json(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # tokenizers raises plain Exception for a file of another form

@@ -2,7 +2,7 @@
 
 Relied on: the higher-order operator behind `flex_attention`, whose arguments the public function fills in but which it
 keeps from a CPU that wants gradients; `torch._dynamo.config.recompile_limit`; the compiler's stance. Held by
-tests/unit/models/test_attention_flex.py.
+tests/unit/models/attention/test_flex.py.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from automodel_cli.data.head_output import HeadOutput
 
 ReferenceSource = Literal["auto", "precomputed", "adapters_off", "frozen_copy"]
-"""Where the log-probs of the reference model come from: see `automodel_cli/run/reference_logprobs.py`."""
+"""Where the log-probs of the reference model come from: see `automodel_cli/run/frozen_models/reference_logprobs.py`."""
 
 
 class Objective(Protocol):

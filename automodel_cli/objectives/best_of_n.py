@@ -52,7 +52,7 @@ class BestOfN:
 
     def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
         """See `SelectingObjective`: each sample by itself."""
-        from automodel_cli.objectives.selection import ranked_groups
+        from automodel_cli.objectives.group_ranking import ranked_groups
 
         chosen = []
         for numbers in ranked_groups(rewards_N, groups_N, valid_N):

@@ -94,7 +94,7 @@ class Distillation:
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
         """See `MeasuredObjective`."""
-        from automodel_cli.objectives.documents import label_mask
+        from automodel_cli.objectives.segment_reduce import label_mask
 
         mask_BT = label_mask(batch)
         share_BT = batch.extra["teacher_logprobs_BTN"].exp().sum(-1)
@@ -107,7 +107,7 @@ class Distillation:
 
     def _divergence(self, output: HeadOutput, batch: Batch) -> Tensor:
         """D by token, `[B, T]`, 0 where the label is ignored."""
-        from automodel_cli.objectives.documents import label_mask
+        from automodel_cli.objectives.segment_reduce import label_mask
 
         student_BTN = output.token_logprobs_BTN
         assert student_BTN is not None, "distillation needs the student's log-probs of the teacher's tokens"

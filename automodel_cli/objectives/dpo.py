@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from automodel_cli.data.batch import Batch
     from automodel_cli.data.head_output import HeadOutput
-    from automodel_cli.objectives.preference import Pairs
+    from automodel_cli.objectives.preference_losses import Pairs
 
 Loss = Literal[
     "sigmoid",
@@ -248,7 +248,7 @@ class DPO:
 
     def weight(self, batch: Batch) -> Tensor:
         """Pairs of which both responses have label tokens."""
-        from automodel_cli.objectives.preference import valid_pairs
+        from automodel_cli.objectives.preference_losses import valid_pairs
 
         return valid_pairs(batch).sum()
 
@@ -281,7 +281,7 @@ class DPO:
         return {**sums, "num_pairs": pairs.valid_P.sum()}
 
     def _pairs(self, logprobs_BT: Tensor, batch: Batch) -> Pairs:
-        from automodel_cli.objectives.preference import diverged, gather_pairs
+        from automodel_cli.objectives.preference_losses import diverged, gather_pairs
 
         pairs = gather_pairs(
             logprobs_BT, batch, reference=self.uses_reference, average=self.averages, tail_weight=self.ld_alpha
@@ -302,17 +302,17 @@ class DPO:
 
     def compared(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
         """What aot and aot_unpaired sort, `[P, 3]`: two values of each pair, and whether it counts."""
-        from automodel_cli.objectives.preference import sorted_values
+        from automodel_cli.objectives.preference_losses import sorted_values
 
         return sorted_values(self._pairs(logprobs_BT, batch), paired=self.loss == "aot")
 
     def _weights(self, logprobs_BT: Tensor, batch: Batch) -> Tensor:
-        from automodel_cli.objectives.preference import likelihood_weights
+        from automodel_cli.objectives.preference_losses import likelihood_weights
 
         return likelihood_weights(logprobs_BT, batch)
 
     def _losses(self, pairs: Pairs) -> Tensor:
-        from automodel_cli.objectives.preference import LOSSES, LossOptions, matched_losses
+        from automodel_cli.objectives.preference_losses import LOSSES, LossOptions, matched_losses
 
         options = LossOptions(self.beta, self.label_smoothing, self.gamma, self.tau)
         if self.loss in SORTED:

@@ -44,13 +44,13 @@ class GRPO(PolicySettings):
 
     Correction of the difference between sampler and trainer, w = e^(old - sampler): `none`; `plain`; `truncate` (TIS)
     clamps w to [`correction_min` or 0, `correction_max`]; `icepop` (MIS) sets w to 0 outside of them; `sequence_mask`
-    drops responses whose geometric mean of w is outside, and weighs tokens by w. `correction_level`: each `token` has
+    drops responses whose geometric mean of w is outside, and weighs tokens by w. `sampler_correction_level`: each `token` has
     its own w, or all tokens of a response (`sequence`) the product of them; null: as `ratio` has it. Sources:
     docs/algorithms.md.
 
     The NLL of positive responses is divided by their own label tokens under every `aggregation` (arXiv:2504.05118). The
     entropy is exact, of the distribution that each response token was drawn from, and a metric in any case. Metrics:
-    see `objectives/policy.py`.
+    see `objectives/policy_gradient.py`.
     """
 
     @property
@@ -82,29 +82,29 @@ class GRPO(PolicySettings):
     @property
     def metrics(self) -> Mapping[str, Metric]:
         """See `MeasuredObjective`."""
-        from automodel_cli.objectives.policy import metrics_of
+        from automodel_cli.objectives.policy_gradient import metrics_of
 
         return metrics_of(self)
 
     def weight(self, batch: Batch) -> Tensor:
         """Label tokens; for the other aggregations responses with label tokens."""
-        from automodel_cli.objectives.policy import num_sequences
+        from automodel_cli.objectives.policy_gradient import num_sequences
 
         return batch.num_label_tokens if self.aggregation == "token" else num_sequences(batch)
 
     def term_weights(self, batch: Batch) -> Mapping[str, Tensor]:
         """See `TermWeights`."""
-        from automodel_cli.objectives.policy import POSITIVE_SCALE, num_positive_tokens
+        from automodel_cli.objectives.policy_gradient import POSITIVE_SCALE, num_positive_tokens
 
         return {POSITIVE_SCALE: num_positive_tokens(batch)} if self.positive_nll else {}
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
-        from automodel_cli.objectives.policy import PolicyTerms
+        from automodel_cli.objectives.policy_gradient import PolicyTerms
 
         return PolicyTerms.of(self, output, batch).loss()
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
         """See `MeasuredObjective`."""
-        from automodel_cli.objectives.policy import PolicyTerms
+        from automodel_cli.objectives.policy_gradient import PolicyTerms
 
         return PolicyTerms.of(self, output, batch).metrics()

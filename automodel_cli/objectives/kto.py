@@ -88,7 +88,7 @@ class KTO:
 
     def _kinds(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """fp32 [documents] twice: 1 for desirable, and 1 for undesirable responses that have a label token."""
-        from automodel_cli.objectives.documents import labels_by_document
+        from automodel_cli.objectives.segment_reduce import labels_by_document
 
         judged_S, spoken_S = batch.extra["desirable_S"], labels_by_document(batch) > 0
         return ((judged_S == 1) & spoken_S).float(), ((judged_S == 0) & spoken_S).float()
@@ -100,7 +100,7 @@ def reference_point_sums(output: HeadOutput, batch: Batch) -> Tensor:
     """
     import torch
 
-    from automodel_cli.objectives.documents import labels_by_document
+    from automodel_cli.objectives.segment_reduce import labels_by_document
 
     other_S = (batch.extra["desirable_S"] == -1) & (labels_by_document(batch) > 0)
     return torch.stack([(log_ratios(output.logprobs_BT, batch) * other_S).sum(), other_S.sum().float()])
@@ -114,7 +114,7 @@ def reference_point_of(sums_2: Tensor) -> Tensor:
 
 def log_ratios(logprobs_BT: Tensor, batch: Batch) -> Tensor:
     """By document: sum of log-probs minus that of the reference."""
-    from automodel_cli.objectives.documents import sum_by_document
-    from automodel_cli.objectives.preference import against_reference
+    from automodel_cli.objectives.preference_losses import against_reference
+    from automodel_cli.objectives.segment_reduce import sum_by_document
 
     return sum_by_document(against_reference(logprobs_BT, batch), batch)

@@ -42,7 +42,7 @@ class OnlineDPO(DPO):
 
     def select(self, rewards_N: Tensor, groups_N: Tensor, valid_N: Tensor) -> list[tuple[int, ...]]:
         """See `SelectingObjective`: pairs, the chosen one first."""
-        from automodel_cli.objectives.selection import ranked_groups
+        from automodel_cli.objectives.group_ranking import ranked_groups
 
         pairs: list[tuple[int, ...]] = []
         for numbers in ranked_groups(rewards_N, groups_N, valid_N):

@@ -1,4 +1,4 @@
-"""The settings of `GRPO`, without its arithmetic (`objectives/policy.py`). Torch-free."""
+"""The settings of `GRPO`, without its arithmetic (`objectives/policy_gradient.py`). Torch-free."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PolicySettings:
     correction: Literal["none", "plain", "truncate", "icepop", "sequence_mask"] = "none"
     """Weight w of a token for the difference between trainer and sampler: `none`, `plain`, `truncate` (TIS),
     `icepop` (MIS) or `sequence_mask`."""
-    correction_level: Literal["token", "sequence"] | None = None
+    sampler_correction_level: Literal["token", "sequence"] | None = None
     """Weight w per `token`, or its product over the response (`sequence`). null: as `ratio`."""
     correction_max: float | None = None
     """Largest w. `truncate` clamps there, `icepop` and `sequence_mask` drop what lies above."""
@@ -166,12 +166,12 @@ class PolicySettings:
     def _check_correction(self) -> None:
         low, high = self.correction_min, self.correction_max
         bounded = self.correction in ("truncate", "icepop", "sequence_mask")
-        if self.correction_level is not None and self.correction in ("none", "sequence_mask"):
+        if self.sampler_correction_level is not None and self.correction in ("none", "sequence_mask"):
             self._refuse(
                 "only the weights of plain, truncate and icepop have a level",
-                "correction_level",
+                "sampler_correction_level",
                 "correction",
-                fix="objective.correction_level=null",
+                fix="objective.sampler_correction_level=null",
             )
         if not bounded and (low is not None or high is not None):
             self._refuse(
@@ -203,7 +203,7 @@ class PolicySettings:
     @property
     def corrects_by_sequence(self) -> bool:
         """Whether the correction has one weight for a response."""
-        return self.by_sequence if self.correction_level is None else self.correction_level == "sequence"
+        return self.by_sequence if self.sampler_correction_level is None else self.sampler_correction_level == "sequence"
 
     @property
     def loss_kl_coef(self) -> float:

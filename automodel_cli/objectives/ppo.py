@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from automodel_cli.data.batch import Batch
     from automodel_cli.data.head_output import HeadOutput
-    from automodel_cli.objectives.policy import PolicyTerms
+    from automodel_cli.objectives.policy_gradient import PolicyTerms
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class PPO(GRPO):
         return {"value_loss": Metric(per, shown=True), **means, **super().metrics}
 
     def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
-        from automodel_cli.objectives.policy import PolicyTerms
+        from automodel_cli.objectives.policy_gradient import PolicyTerms
 
         terms = PolicyTerms.of(self, output, batch)
         return terms.loss() + self.value_coef * terms.aggregate(self._value_losses(output, terms)[0])
 
     def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
         """See `MeasuredObjective`."""
-        from automodel_cli.objectives.policy import PolicyTerms
+        from automodel_cli.objectives.policy_gradient import PolicyTerms
 
         terms = PolicyTerms.of(self, output, batch)
         losses_BT, clipped_BT = self._value_losses(output, terms)

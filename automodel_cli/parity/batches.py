@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
-from automodel_cli.parity.rows import NUM_MICROBATCHES
+from automodel_cli.parity.cases import NUM_MICROBATCHES
 
 PACKED_ROWS = ((5, 7, 10), (15, 7))  # document lengths of the two rows of a microbatch
 PADDED_ROWS = ((11, 11), (20, 2))  # a document, then padding

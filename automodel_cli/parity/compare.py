@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.models.build import build_part
-from automodel_cli.models.load import load_weights
-from automodel_cli.models.part import ModelPart
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.base import request_of
-from automodel_cli.parity import adapters, values
+from automodel_cli.parity import lora_reference, value_head
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.gradients import full_gradients, gradient_errors, missing, worst_of
+from automodel_cli.parity.cases import Row
+from automodel_cli.parity.gradient_errors import full_gradients, gradient_errors, missing, worst_of
 from automodel_cli.parity.reference import Original, Reference
-from automodel_cli.parity.rows import Row
-from automodel_cli.pipelining import build
+from automodel_cli.pipelining import build_stages as pipelining_build_stages
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import StepResult, train_step
 
@@ -107,7 +107,7 @@ def run_row(original: Original, row: Row, sabotage: Sabotage | None = None) -> E
     want = original.reference(packed=row.packed, count=row.num_microbatches)
     if row.lora is not None:
         parts = [part for part in stages.parts if isinstance(part, ModelPart)]
-        want = adapters.reference_of(want, adapters.put_in(parts))
+        want = lora_reference.reference_of(want, lora_reference.put_in(parts))
     recorder = Recorder(*stages.parts)
     result = train_step(stages, batches, row.objective, recorder, mesh, max_grad_norm=None)
     return judge(want, result, recorder.gradients)
@@ -117,7 +117,7 @@ def build_stages(original: Original, row: Row, mesh: Mesh) -> Stages:
     """The way a recipe builds them: meta, cut, parallelised, then filled from the saved model."""
     config = replace(original.model_config(), lora=row.lora, fp8=row.fp8)
     count = row.num_microbatches // mesh.dp_size
-    stages = build.build_stages(
+    stages = pipelining_build_stages.build_stages(
         build_part(config, request=request_of(row.objective)),
         mesh,
         row.pipeline,
@@ -128,7 +128,7 @@ def build_stages(original: Original, row: Row, mesh: Mesh) -> Stages:
         assert isinstance(local, ModelPart)
         device = row.parallelizer.parameter_device(mesh.device)
         load_weights(local, config, device=device, buffer_device=mesh.device, seed=0)
-        values.fill(local)
+        value_head.fill(local)
     return stages
 
 

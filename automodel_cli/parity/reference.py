@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
-from automodel_cli.models import compat
+from automodel_cli.models import transformers_compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import Objective, request_of
 from automodel_cli.objectives.denominators import with_denominators
-from automodel_cli.parity import values
+from automodel_cli.parity import value_head as parity_value_head
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.gradients import full_gradients, gradient_errors
-from automodel_cli.parity.rows import NUM_MICROBATCHES
+from automodel_cli.parity.cases import NUM_MICROBATCHES
+from automodel_cli.parity.gradient_errors import full_gradients, gradient_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +60,7 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
     total, batches = with_denominators(objective, batches)
     weight = float(total)
     request = request_of(objective)
-    head = values.reference_head(model.config.get_text_config().hidden_size) if request.values else None
+    head = parity_value_head.reference_head(model.config.get_text_config().hidden_size) if request.values else None
     loss = 0.0
     sums: dict[str, Tensor] = {}
     for batch in batches:
@@ -70,7 +70,7 @@ def one_process(model: PreTrainedModel, batches: Sequence[Batch], objective: Obj
         loss += value.item()
         found = full_gradients([model])
         if head is not None:
-            found |= {f"{values.NAME}.{name}": grad for name, grad in full_gradients([head]).items()}
+            found |= {f"{parity_value_head.NAME}.{name}": grad for name, grad in full_gradients([head]).items()}
             head.zero_grad()
         for name, grad in found.items():
             sums[name] = sums.get(name, torch.zeros(())) + grad.double()
@@ -168,7 +168,7 @@ class Original:
     ) -> Original:
         """Save `model` (fp32, eager attention, train mode), then measure it in float64 on steps of these kinds
         (`packed`) and counts of microbatches."""
-        with compat.quiet():
+        with transformers_compat.quiet():
             model.save_pretrained(folder)
         for packed, count in product(kinds, counts):
             found = exact_process(model, step_batches(packed=packed, count=count), objective)

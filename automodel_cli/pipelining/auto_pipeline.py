@@ -15,12 +15,12 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.models.part import ModelPart
-from automodel_cli.pipelining import listing
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.pipelining import summary
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.cut.stage_part import Ready
+from automodel_cli.pipelining.cut.stage_module import Ready
+from automodel_cli.pipelining.error_keys import as_keywords
 from automodel_cli.pipelining.mesh_axes import Axes, check_sizes
-from automodel_cli.pipelining.spelling import as_keywords
 from automodel_cli.pipelining.stages import LossFn, PipelineStages
 
 if TYPE_CHECKING:
@@ -183,11 +183,11 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
 
     def list_stage_modules(self) -> list[list[str]]:
         """Names of the modules with parameters, per local stage."""
-        return listing.stage_modules(self._info.model_parts)
+        return summary.stage_modules(self._info.model_parts)
 
     def get_stage_param_counts(self, trainable_only: bool = False) -> list[int]:
         """Parameters per local stage."""
-        return listing.param_counts(self._info.model_parts, trainable_only)
+        return summary.param_counts(self._info.model_parts, trainable_only)
 
     def get_total_param_count(self, trainable_only: bool = False) -> int:
         """Parameters of all local stages."""
@@ -195,11 +195,11 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
 
     def pretty_print_stages(self, max_modules_per_stage: int = 16, trainable_only: bool = False) -> str:
         """A text block: global stage index, parameters and modules of each local stage."""
-        return listing.pretty_stages(self._info, max_modules_per_stage, trainable_only)
+        return summary.pretty_stages(self._info, max_modules_per_stage, trainable_only)
 
     def debug_summary(self) -> str:
         """Schedule, stages and sizes of this rank in a few lines."""
-        return listing.summary(self._info, self._plan, self._num_microbatches)
+        return summary.summary(self._info, self._plan, self._num_microbatches)
 
     def log_debug_summary(self) -> None:
         """`debug_summary` through logging."""
@@ -212,7 +212,7 @@ class AutoPipeline(PipelineStages):  # public: docs/api.md
         """
         schedule = self._built().schedule
         assert schedule is not None
-        return listing.draw_program(schedule.program, None if filename is None else Path(filename))
+        return summary.draw_program(schedule.program, None if filename is None else Path(filename))
 
 
 def _check_runtime(runtime: str, overlap_p2p_comm: bool, num_partial: int | None) -> None:

@@ -18,22 +18,22 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
-from automodel_cli.distributed.sharded import handle_of
-from automodel_cli.models.part import ModelPart
+from automodel_cli.distributed.sharded_module import handle_of
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.cut.anatomy import tied_embedding
-from automodel_cli.pipelining.cut.probe import check_split
-from automodel_cli.pipelining.cut.stage_part import PATCHED, Ready, StagePart, cut_stage, num_streams
+from automodel_cli.pipelining.cut.model_structure import tied_embedding
+from automodel_cli.pipelining.cut.split_check import check_split
+from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StagePart, cut_stage, num_streams
 from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
-from automodel_cli.pipelining.listing import PipelineInfo
+from automodel_cli.pipelining.error_keys import as_yaml
 from automodel_cli.pipelining.mesh_axes import Axes, default_device
 from automodel_cli.pipelining.schedule.schedules import check_composition
-from automodel_cli.pipelining.spelling import as_yaml
+from automodel_cli.pipelining.summary import PipelineInfo
 from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 from automodel_cli.pipelining.timeline.svg import draw_svg
-from automodel_cli.pipelining.torch_runtime import compat as torch_compat
-from automodel_cli.pipelining.torch_runtime import contributions
-from automodel_cli.pipelining.torch_runtime.compat import Runtime, Stage
+from automodel_cli.pipelining.torch_runtime import gradient_sync
+from automodel_cli.pipelining.torch_runtime import torch_compat as torch_compat
+from automodel_cli.pipelining.torch_runtime.torch_compat import Runtime, Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -234,11 +234,11 @@ class PipelineStages:
         with self._spelling():
             runtime = self._runtime(len(batches), train=True)
         plain, tied = self._plain_parameters(), self._tied_copies()
-        with contributions.only_this_step([*plain, *tied]):
+        with gradient_sync.only_this_step([*plain, *tied]):
             results = self._run(runtime, batches, loss, request)
-            contributions.sum_over_groups(plain, self._axes.sum_groups())
+            gradient_sync.sum_over_groups(plain, self._axes.sum_groups())
             if tied:
-                contributions.sum_tied(tied, self._table_ranks(), self._axes.group)
+                gradient_sync.sum_tied(tied, self._table_ranks(), self._axes.group)
         total = torch.zeros((), device=self.device)
         return torch.stack([results[i].detach() for i in range(len(batches))]).sum() if info.has_last_stage else total
 
@@ -394,7 +394,7 @@ def _as_part(model: Any, ready: Ready) -> ModelPart:
     if isinstance(model, ModelPart):
         return model
     if isinstance(model, PreTrainedModel):
-        from automodel_cli.models.head import HeadKind, detect_head
+        from automodel_cli.models.lm_head.head import HeadKind, detect_head
 
         # The logits of a causal LM with a forward of its own are what that forward returns.
         return ModelPart(model, HeadKind("generic") if ready.outer else detect_head(model.config))

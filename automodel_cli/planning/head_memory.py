@@ -8,7 +8,7 @@ what the head computes in if those are fewer than 4, else 0:
     or, where that is more:
     b V D + c V (4 + 4 cap + b) a chunk's product in the compute dtype, where the device has no product that adds to
                                 float32, with the chunk's gradient; afterwards the whole gradient in that dtype
-    with kernels (models/head_kernels.py) instead of both:
+    with kernels (models/lm_head/kernels.py) instead of both:
     (b or 4) c V, or b V D      a chunk's logits, whose place their gradient takes; afterwards the whole gradient
     2 S D (b or 4)              hidden states of the label tokens and their gradient, as if every token had a label
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from automodel_cli.data.head_output import HeadRequest
-from automodel_cli.models.head_fused import HeadKind
+from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind
 
 _FLOAT = torch.float32.itemsize
 

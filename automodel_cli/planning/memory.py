@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from automodel_cli.distributed.expert_parallel import is_experts
-from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.expert_parallel.apply import is_experts
+from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.distributed.strategies.base import Storage
 from automodel_cli.models.nf4 import BYTES_PER_WEIGHT
-from automodel_cli.planning.units import Unit
-from automodel_cli.training.optim import OptimizerNode, optimizer_node
-from automodel_cli.training.param_groups import TrainableParam
+from automodel_cli.planning.layer_costs import Unit
+from automodel_cli.training.optimizers.nodes import OptimizerNode, optimizer_node
+from automodel_cli.training.optimizers.param_groups import TrainableParam
 
 
 @dataclass(frozen=True)

@@ -12,26 +12,26 @@ from torch import nn
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.compile_modes import AUTO, GLUE
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.distributed.strategies.base import Strategy
-from automodel_cli.distributed.tensor_parallel import cut_parameters
-from automodel_cli.models.build import build_part
+from automodel_cli.distributed.tensor_parallel.apply import cut_parameters
+from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.head import default_chunk_size, kernel_chunk_size, kernels_allow
+from automodel_cli.models.lm_head.head import default_chunk_size, kernel_chunk_size, kernels_allow
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import num_packed
-from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.placement import place_layout, render_table
-from automodel_cli.pipelining.cut.probe import check_split
+from automodel_cli.pipelining.cut.split_check import check_split
 from automodel_cli.pipelining.cut.stage_plan import StagePlan, plan_stages
+from automodel_cli.pipelining.error_keys import as_yaml
 from automodel_cli.pipelining.schedule.program import Program
-from automodel_cli.pipelining.spelling import as_yaml
 from automodel_cli.pipelining.timeline.simulator import Timeline, peak_activations
-from automodel_cli.planning.activations import Activations, trace_activations
+from automodel_cli.planning.activation_memory import Activations, trace_activations
 from automodel_cli.planning.head_memory import head_bytes
+from automodel_cli.planning.layer_costs import Units, read_units
 from automodel_cli.planning.memory import Accounting, Memory
-from automodel_cli.planning.schedules import Comparison, Cutter
-from automodel_cli.planning.units import Units, read_units
+from automodel_cli.planning.schedule_comparison import Comparison, Cutter
 
 
 @dataclass(frozen=True)

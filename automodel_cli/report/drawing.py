@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal, NamedTuple
 
-from automodel_cli.report.axes import Point, nice_ticks, tick_label
+from automodel_cli.report.chart_axes import Point, nice_ticks, tick_label
 
 Value = str | float
 Style = Mapping[str, Value]

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.objectives.base import PolicyObjective, selection_of
-from automodel_cli.rollout.rewards.base import RewardNode
-from automodel_cli.rollout.rewards.combine import check_nodes
-from automodel_cli.rollout.rollout_config import RolloutConfig
-from automodel_cli.rollout.rules import (
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.config_checks import (
     check_environment,
     check_indexer,
     check_prompt_data,
     check_routing,
     refuse_shared_prompts,
 )
-from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
+from automodel_cli.rollout.rewards.aggregate import check_nodes
+from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate, check_reference_update
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -262,17 +262,17 @@ def check_prompts_per_rank(recipe: PolicyRecipe, dp_size: int) -> None:
 def check_sampled_model(recipe: PolicyRecipe, hf_config: PretrainedConfig) -> None:
     """Measure that responses are sampled exactly: up to their longest, token by token with our sampler, and with the
     prompt sharing and routing replay that the config asks for. Raises ConfigError."""
-    from automodel_cli.rollout.model_engines import check_decoding, check_lengths
+    from automodel_cli.rollout.engines.policy_engine import check_decoding, check_lengths
 
     model, rollout = recipe.model, recipe.rollout
     check_lengths(hf_config, recipe.data.seq_len)
     if rollout.engine.capabilities.live_weights:
         check_decoding(hf_config, attention=model.attention, trust_remote_code=model.trust_remote_code)
     if rollout.share_prompts is True:
-        from automodel_cli.models.support import why_not_shared
+        from automodel_cli.models.packing_support import why_not_shared
 
         refuse_shared_prompts(rollout, why_not_shared(hf_config, trust_remote_code=model.trust_remote_code))
     if rollout.replay_routing:
-        from automodel_cli.models.routing import selectors_of
+        from automodel_cli.models.moe.router_hooks import selectors_of
 
         selectors_of(hf_config, trust_remote_code=model.trust_remote_code)

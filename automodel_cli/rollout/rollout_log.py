@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from automodel_cli.config.files import open_own
-from automodel_cli.rollout.reward_means import counted, has_reward, mean_reward
-from automodel_cli.rollout.rollout import Rollout
-from automodel_cli.rollout.rollout_config import RolloutConfig
+from automodel_cli.config.safe_files import open_own
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.monitoring.reward_statistics import counted, has_reward, mean_reward
+from automodel_cli.rollout.rollout_result import Rollout
 from automodel_cli.rollout.types import Sample
-from automodel_cli.run.answers import Accuracy, Answer
-from automodel_cli.run_folders.rollouts import said
-from automodel_cli.training.metrics import keep_rows_until
+from automodel_cli.run.heldout_accuracy import Accuracy, Answer
+from automodel_cli.runs.rollouts import said
+from automodel_cli.training.metrics_file import keep_rows_until
 
 _WIDTH, _MOST = 118, 60
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)

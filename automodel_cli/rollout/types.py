@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from automodel_cli.data.prompts import Prompt
+    from automodel_cli.data.preparation.prompts import Prompt
 
 FinishReason = Literal["stop", "length"]
 CudaGraphs = Literal["auto"] | bool

@@ -10,7 +10,7 @@ from automodel_cli.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from automodel_cli.config.compose import Composed
-    from automodel_cli.launch.servers import GenerationServers
+    from automodel_cli.launch.generation_servers import GenerationServers
 
 
 class ConfigRoot(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.mesh_config import Layout
 
 if TYPE_CHECKING:
     from automodel_cli.planning.plan import Request
@@ -15,7 +15,7 @@ def plan_request(recipe: Recipe, layout: Layout) -> Request:
     """What the plan of a recipe on these ranks depends on."""
     from automodel_cli.objectives.base import request_of
     from automodel_cli.planning.plan import Request
-    from automodel_cli.run.model import rows_of
+    from automodel_cli.run.model_builder import rows_of
 
     return Request(
         model=recipe.model,

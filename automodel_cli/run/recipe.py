@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.objectives.base import Objective
-from automodel_cli.objectives.multi_token import WithMultiToken
+from automodel_cli.objectives.mtp import WithMultiToken
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.run.config_root import ConfigRoot
-from automodel_cli.run.rules import (
+from automodel_cli.run.checks.cross_section_checks import (
     check_4bit_base,
     check_float16,
     check_fp8,
@@ -31,11 +30,12 @@ from automodel_cli.run.rules import (
     check_transformer_engine,
     check_validation,
 )
-from automodel_cli.run.sizes import check_sizes
+from automodel_cli.run.checks.mesh_checks import check_sizes
+from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.training.callback import Callback
 from automodel_cli.training.config import CheckpointConfig, LoggingConfig, TrainConfig, ValidationConfig
-from automodel_cli.training.lr_scheduler import ScheduleNode
-from automodel_cli.training.optim import OptimizerNode
+from automodel_cli.training.optimizers.lr_scheduler import ScheduleNode
+from automodel_cli.training.optimizers.nodes import OptimizerNode
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,8 @@ class Recipe(ConfigRoot):
     row_name: ClassVar[str] = "rows"
     """What a step counts."""
     as_classifier: ClassVar[bool] = False
-    """Whether what is trained, exported and compared is the score of a row (`models/classifier.py`)."""
+    """Whether what is trained, exported and compared is the score of a row
+    (`models/checkpoint_io/sequence_classifier.py`)."""
 
     @property
     def frozen_model(self) -> ModelConfig | None:
@@ -161,12 +162,12 @@ class Recipe(ConfigRoot):
         """What only this kind of run asks of a model, measured before anything is built. Raises ConfigError."""
 
     def missing_files(self) -> list[ConfigError]:
-        from automodel_cli.run.missing_files import missing_files
+        from automodel_cli.run.checks.missing_files import missing_files
 
         return list(missing_files(self.model, self.data))
 
     def data_problems(self) -> list[ConfigError]:
-        from automodel_cli.run.known_data import data_problems
+        from automodel_cli.run.checks.data_checks import data_problems
 
         return list(
             data_problems(
@@ -196,9 +197,9 @@ class Recipe(ConfigRoot):
 
     def prepared(self, tokenizer: Any) -> Any:
         """The data as a run reads it: `train`, `validation` (or None) and `report`. Needs no process group."""
-        from automodel_cli.data.prepare import prepare
-        from automodel_cli.models.source import stop_ids
-        from automodel_cli.run.token_ids import check_prepared
+        from automodel_cli.data.preparation.pipeline import prepare
+        from automodel_cli.models.hub.source import stop_ids
+        from automodel_cli.run.checks.token_ids import check_prepared
 
         stops = stop_ids(self.model)
         found = prepare(self.data, tokenizer, seed=self.seed, preferences=self.preferences, stop_ids=stops)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.fixes import word
+from automodel_cli.config.fix_syntax import word
 
 if TYPE_CHECKING:
     import torch

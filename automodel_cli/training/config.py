@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.training.early_stop import LOSS, Goal
+from automodel_cli.training.early_stopping import LOSS, Goal
 from automodel_cli.training.trackers import TrackerName, TrackerNode, tracker_nodes
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
-from automodel_cli.distributed.sharded import handle_of
+from automodel_cli.distributed.sharded_module import handle_of
 
 LossFn = Callable[[HeadOutput, Batch], Tensor]
 """(output, batch) -> scalar, already divided by the global weight."""

@@ -18,7 +18,7 @@ from automodel_cli.distributed.gradients import clip_grad_norm_
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.objectives.base import Objective, request_of
 from automodel_cli.objectives.denominators import with_denominators
-from automodel_cli.training.metric_accumulator import MetricAccumulator
+from automodel_cli.training.metrics.metric_accumulator import MetricAccumulator
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.torch_compat import step_unless
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.training.metrics import Row
+from automodel_cli.training.metrics_file import Row
 
 
 class Tracker(Protocol):

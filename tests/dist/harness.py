@@ -5,7 +5,7 @@ So are PEFT and torch's compiler, half a second and a whole one of each rank tha
 
 from __future__ import annotations
 
-from automodel_cli.launch.ranks import RankFailure, launch, launch_all, preload
+from automodel_cli.launch.fork_server import RankFailure, launch, launch_all, preload
 
 preload(
     "pytest",

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
-from automodel_cli.distributed.expert_parallel import experts_modules
+from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.mesh import Mesh
-from automodel_cli.distributed.strategies.ddp.wrapping import DDPSharded
+from automodel_cli.distributed.strategies.ddp.wrap import DDPSharded
 from automodel_cli.distributed.strategies.fsdp2 import sharding as fsdp2
 from automodel_cli.distributed.strategies.fsdp2.sharding import FSDP2Sharded
-from automodel_cli.distributed.tp_styles import SumParameterGradients
-from automodel_cli.models.context import Context
+from automodel_cli.distributed.tensor_parallel.styles import SumParameterGradients
+from automodel_cli.models.context_parallel_layout import Context
 from automodel_cli.training import step
 
 

@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.config import FSDP2Config, ParallelizerConfig
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models.attention import PACKED, register
-from automodel_cli.models.head import HeadKind
-from automodel_cli.models.part import ModelPart
+from automodel_cli.models.attention.packed import PACKED, register
+from automodel_cli.models.lm_head.head import HeadKind
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import microbatch
+from automodel_cli.parity.cases import FP32
 from automodel_cli.parity.compare import Errors, Recorder, Sabotage, judge
 from automodel_cli.parity.reference import Reference, exact_process
-from automodel_cli.parity.rows import FP32
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import StepResult, train_step
 from tests import tiny

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.distributed.gradients import grad_norm
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
-from automodel_cli.models import attention
-from automodel_cli.models.head import detect_head
-from automodel_cli.models.part import ModelPart
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.attention import packed as attention_packed
+from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.auto_pipeline import AutoPipeline
 from tests.tiny import build_hf, gradient_error, gradients, packed_batch, token_row
 
@@ -71,7 +71,7 @@ class Errors:
 
 def whole_part(case: Case, num_layers: int) -> ModelPart:
     """The same random model on every rank and in the reference."""
-    attention.register()
+    attention_packed.register()
     model = build_hf(case.family, num_hidden_layers=num_layers, tie_word_embeddings=case.kind == "tied")
     model.set_attn_implementation("packed")
     return ModelPart(model, detect_head(model.config), chunk_size=16)
@@ -221,7 +221,7 @@ def _layers_only(mesh: Mesh) -> Callable[..., None]:
     """FSDP on the layers alone, as expert parallelism wraps experts: the part itself is no FSDP module."""
     from torch.distributed.fsdp import fully_shard
 
-    from automodel_cli.distributed.layers import transformer_layers
+    from automodel_cli.distributed.layer_wrapping import transformer_layers
     from automodel_cli.distributed.strategies.fsdp2.sharding import sum_gradients
 
     def wrap(part: nn.Module, **axes: Any) -> None:

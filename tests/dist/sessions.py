@@ -12,7 +12,7 @@ from typing import Any
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import stop
+from automodel_cli.launch import signals
 
 
 @contextmanager
@@ -24,9 +24,9 @@ def session(
 
     Call it in a function for `launch(..., process_group=False)`.
     """
-    from automodel_cli.run.held_out import HeldOutLoss
-    from automodel_cli.run.session import open_session
-    from recipes.grpo import GRPORecipe
+    from automodel_cli.recipes.grpo import GRPORecipe
+    from automodel_cli.run.trainer import open_session
+    from automodel_cli.run.validation_loss import HeldOutLoss
 
     os.chdir(folder)
     os.environ["AUTOMODEL_CACHE"] = str(folder / "cache")
@@ -35,7 +35,7 @@ def session(
     mine.write_text(config)
     mine.replace(path)  # whole at any moment: all ranks write it
     composed = compose(path, overrides, run_dir=folder / "runs" / run if run else None)
-    stop.install()
+    signals.install()
     recipe = check(composed, Trust(packages=trust))
     with open_session(recipe, composed) as opened:
         if not isinstance(recipe, GRPORecipe):

@@ -10,11 +10,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from automodel_cli.distributed.added import AddingLinear, weight_sum_of
-from automodel_cli.distributed.sharded import handle_of
+from automodel_cli.distributed.sharded_module import handle_of
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.distributed.strategies.fsdp2.sharding import fsdp2_strategy_parallelize
-from automodel_cli.models.head_fused import HeadKind, Settings, fused_scores
+from automodel_cli.distributed.wgrad_fusion.linear import AddingLinear, weight_sum_of
+from automodel_cli.models.lm_head.fused_linear_logprobs import HeadKind, Settings, fused_scores
 from tests.dist.harness import launch
 
 _WIDTH, _ROWS, _VOCAB = 16, 6, 12

@@ -11,22 +11,22 @@ import pytest
 import torch
 
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.objectives.base import RewardKL
+from automodel_cli.objectives.bradley_terry import BradleyTerry
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.ppo import PPO
-from automodel_cli.objectives.reward import BradleyTerry
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.experience import Update
-from automodel_cli.rollout.token_advantages import TokenAdvantages
+from automodel_cli.rollout.minibatches.entropy_mask import with_uncertain
+from automodel_cli.rollout.minibatches.token_advantages import TokenAdvantages
+from automodel_cli.rollout.samples import Update
 from automodel_cli.rollout.types import Sample
-from automodel_cli.rollout.uncertain import with_uncertain
 from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.dist.test_grpo import given_samples, updates_of

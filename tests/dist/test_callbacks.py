@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_cli.training.checkpoint_dir import CheckpointDir
+from automodel_cli.training.checkpoint.directory import CheckpointDir
 from tests.dist.harness import launch
 from tests.dist.sessions import session
 from tests.e2e.command import TINY, metrics

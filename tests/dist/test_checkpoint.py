@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MixedPrecision
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models.build import build_part
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import LoRAConfig, ModelConfig
-from automodel_cli.models.load import load_weights
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.training import newton_schulz
-from automodel_cli.training.checkpoint import Checkpointer
+from automodel_cli.training.checkpoint.checkpointer import Checkpointer
 from automodel_cli.training.config import CheckpointConfig
-from automodel_cli.training.lr_scheduler import Cosine
-from automodel_cli.training.optim import AdamW, Muon
+from automodel_cli.training.optimizers import newton_schulz
+from automodel_cli.training.optimizers.lr_scheduler import Cosine
+from automodel_cli.training.optimizers.nodes import AdamW, Muon
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch, launch_all

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist import mutations

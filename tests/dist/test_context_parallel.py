@@ -15,19 +15,19 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models import attention_choice
-from automodel_cli.models.attention import register
-from automodel_cli.models.context import Context
-from automodel_cli.models.head import detect_head
-from automodel_cli.models.part import ModelPart
+from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention.packed import register
+from automodel_cli.models.context_parallel_layout import Context
+from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.cases import FP32
 from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, exact_process
-from automodel_cli.parity.rows import FP32
-from automodel_cli.pipelining.build import build_stages
+from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
@@ -134,7 +134,7 @@ def in_one_process(case: Case) -> tuple[Reference, list[Tensor]]:
 
 def run_case(case: Case, wanted: tuple[Reference, list[Tensor]] | None) -> Outcome:
     mesh = build_mesh(case.mesh.resolve(dist.get_world_size()), "cpu")
-    attention_choice.choose(case.kernel, mesh.device)
+    kernel_selection.choose(case.kernel, mesh.device)
     every = make_batches(case.packed)
     mine = every[mesh.dp_rank :: mesh.dp_size]
     stages = make_stages(case, mesh, len(mine))

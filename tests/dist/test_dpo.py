@@ -15,20 +15,20 @@ import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.objectives import dpo
 from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.kto import KTO
 from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import Recorder, build_stages, run_rows
 from automodel_cli.parity.reference import Original
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.training.evaluate import evaluate
 from automodel_cli.training.stages import Stages
 from automodel_cli.training.step import train_step
+from automodel_cli.training.validate import evaluate
 from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.marks import slow

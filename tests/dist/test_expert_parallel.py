@@ -18,19 +18,20 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import Batch
-from automodel_cli.distributed import process_group, product_speed
+from automodel_cli.distributed import process_group
 from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
-from automodel_cli.distributed.expert_parallel import apply_expert_parallel, is_experts
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.expert_parallel.apply import apply_expert_parallel, is_experts
 from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models.build import build_part
+from automodel_cli.distributed.wgrad_fusion import gemm_timings
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import LoRAConfig, ModelConfig
-from automodel_cli.models.load import load_weights
-from automodel_cli.models.part import ModelPart
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.reference import Reference, exact_process
-from automodel_cli.pipelining import build
+from automodel_cli.pipelining import build_stages as pipelining_build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
@@ -115,7 +116,9 @@ def build_stages(case: Case, mesh: Mesh) -> Stages:
     if case.schedule is None:
         return SingleStage(parallelize(part, mesh, case.config))
     pipeline = PipelineConfig(schedule=case.schedule)
-    return build.build_stages(part, mesh, pipeline, case.config, num_microbatches=case.num_microbatches)
+    return pipelining_build_stages.build_stages(
+        part, mesh, pipeline, case.config, num_microbatches=case.num_microbatches
+    )
 
 
 def run_case(case: Case, mesh: Mesh) -> Errors:
@@ -369,7 +372,7 @@ def test_tokens_have_a_communicator_of_their_own_and_all_groups_one_timeout():
 
 
 def each_expert_adds_in_a_product():
-    product_speed.adds_faster = lambda rows, weights: True
+    gemm_timings.adds_faster = lambda rows, weights: True
 
 
 ADDING = replace(FSDP2, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))

@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from automodel_cli.distributed import fp8_linear
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
-from automodel_cli.distributed.fp8 import RECIPES, Arithmetic
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.float8 import linear as float8_linear
+from automodel_cli.distributed.float8.quantization import RECIPES, Arithmetic
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.config import Fp8Config, LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import Recorder, build_stages
 from automodel_cli.parity.reference import Original
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -183,7 +183,7 @@ def layers_over_tp(rank, world):
             layer = nn.Linear(64, 128, dtype=torch.float64)
             with torch.no_grad():
                 layer.weight *= torch.logspace(-4, 1, 128)[:, None] * torch.logspace(3, -2, 64)
-            fp8_linear.convert(layer, Arithmetic(RECIPES[recipe], emulate=True))
+            float8_linear.convert(layer, Arithmetic(RECIPES[recipe], emulate=True))
             found.append(products(layer, mesh, style))
         worst[recipe] = max(
             ((got - want).abs().max() / want.abs().max()).item()

@@ -14,8 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.distributed.gradients import clip_grad_norm_
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import fsdp2_strategy_parallelize, parallelize, to_cpu
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.training.stages import SingleStage

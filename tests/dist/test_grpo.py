@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.data.prompts import Prompt
+from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.objectives.base import RewardKL
 from automodel_cli.objectives.grpo import GRPO
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
 from automodel_cli.parity.reference import Original, Reference, exact_process
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout import experience
-from automodel_cli.rollout.engine import sample_seed
-from automodel_cli.rollout.experience import RowPlan, Update, kl_sums, plan_updates
-from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.model_engines import RankZeroEngine, at_once, build_sampler
-from automodel_cli.rollout.sampling import shaping_of
+from automodel_cli.rollout import samples as rollout_samples
+from automodel_cli.rollout.engines.base import sample_seed
+from automodel_cli.rollout.engines.policy_engine import RankZeroEngine, at_once, build_sampler
+from automodel_cli.rollout.engines.sampler.sampling import shaping_of
+from automodel_cli.rollout.engines.transformers_engine import HFEngine
+from automodel_cli.rollout.samples import RowPlan, Update, kl_sums, plan_updates
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -140,7 +140,7 @@ def shifted_by_one(rank: int, world: int, folder: Path) -> Errors:
         done = whole(self, name, values_N, samples)
         return done.with_column(name, [batch.extra[name].roll(1, 1) for batch in done.batches])
 
-    experience.Update.with_values = late  # type: ignore[method-assign]
+    rollout_samples.Update.with_values = late  # type: ignore[method-assign]
     return same_update(rank, world, folder, "llama", [row(dp=2)])[0]
 
 
@@ -210,7 +210,7 @@ PARAMS = SamplingParams(max_new_tokens=7, temperature=0.7, top_p=0.9, top_k=40)
 def on_policy(rank: int, world: int, folder: Path, family: str, which: Row) -> dict[str, float]:
     """Generate, score under the same distribution, and one update."""
     mesh, stages = built(folder, family, which, world)
-    sampler = build_sampler(stages, mesh, stop_token_ids=[5, 9], num_slots=3)
+    sampler = build_sampler(stages, mesh, stop_token_ids=[5, 9], max_num_seqs=3)
     prompts = [sample.prompt for sample in given_samples()]
     mine = list(range(len(prompts)))[mesh.dp_rank :: mesh.dp_size]
     drawn = sampler.generate([prompts[i].tokens for i in mine], PARAMS, [sample_seed(0, i) for i in mine])

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.data.prompts import Prompt
+from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.models.tokenizer import ByteTokenizer
 from automodel_cli.objectives.base import RewardKL
+from automodel_cli.parity.cases import Row
 from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, exact_process
-from automodel_cli.parity.rows import Row
-from automodel_cli.rollout.engine import sample_seed
+from automodel_cli.rollout.collection.multi_turn import exchange_replies, scored_samples, with_environment
+from automodel_cli.rollout.engines.base import sample_seed
+from automodel_cli.rollout.engines.policy_engine import build_sampler
 from automodel_cli.rollout.environments.calculator import Calculator
-from automodel_cli.rollout.environments.conversation import Episode, Player
+from automodel_cli.rollout.environments.episode import Episode, Player
 from automodel_cli.rollout.environments.pool import EnvironmentPool
-from automodel_cli.rollout.episodes import exchange_replies, scored_samples, with_environment
-from automodel_cli.rollout.experience import RowPlan, Update, kl_sums, plan_updates
-from automodel_cli.rollout.model_engines import build_sampler
-from automodel_cli.rollout.rewards.combine import RewardSum
+from automodel_cli.rollout.rewards.aggregate import RewardSum
 from automodel_cli.rollout.rewards.text import FormatRegex
+from automodel_cli.rollout.samples import RowPlan, Update, kl_sums, plan_updates
 from automodel_cli.rollout.types import Sample, SamplingParams, Score
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -56,7 +56,7 @@ def drawn_samples(rank: int, world: int, folder: Path, family: str, which: Row) 
     tokenizer = ByteTokenizer().build()
     everything = prompts(tokenizer)
     mine = list(range(len(everything)))[mesh.dp_rank :: mesh.dp_size]
-    engine = build_sampler(stages, mesh, stop_token_ids=STOPS, num_slots=3)
+    engine = build_sampler(stages, mesh, stop_token_ids=STOPS, max_num_seqs=3)
     played = [Episode(f"sample {i}", everything[i].tokens, everything[i].messages, {}, sample_seed(0, i)) for i in mine]
     exchange = partial(exchange_replies, mesh)
     asked = [(i // 2, i % 2, everything[i]) for i in mine]

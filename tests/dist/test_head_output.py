@@ -16,21 +16,21 @@ from transformers import AutoModelForCausalLM
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.models import head_fused, vocabulary
-from automodel_cli.models.build import build_part
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.export import export_hf
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.export import export_hf
-from automodel_cli.models.load import load_weights
-from automodel_cli.models.part import ModelPart
-from automodel_cli.models.value_head import FILE, ValueHead, fill
+from automodel_cli.models.lm_head import fused_linear_logprobs, vocab_parallel
+from automodel_cli.models.lm_head.value_head import FILE, ValueHead, fill
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.base import Metric
-from automodel_cli.objectives.documents import label_mask
+from automodel_cli.objectives.segment_reduce import label_mask
 from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import Errors, build_stages, run_rows
 from automodel_cli.parity.reference import Original
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining import stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.step import train_step
@@ -118,23 +118,23 @@ def test_a_soft_cap_is_part_of_every_field(originals: dict[str, Original]):
 
 def _entropies_apart(batches: list[Batch]) -> list[Batch]:
     """Each rank's share of the vocabulary on its own."""
-    real = vocabulary.Vocabulary._combine
+    real = vocab_parallel.Vocabulary._combine
 
     def combine(self, lse_S, picked_SN, entropy_S):
         return *real(self, lse_S, picked_SN, entropy_S)[:2], entropy_S
 
-    vocabulary.Vocabulary._combine = combine  # type: ignore[method-assign]
+    vocab_parallel.Vocabulary._combine = combine  # type: ignore[method-assign]
     return batches
 
 
 def _likeliest_of_this_rank(batches: list[Batch]) -> list[Batch]:
-    vocabulary.Vocabulary.topk = lambda self, logits_SV, k: logits_SV.topk(k)  # type: ignore[method-assign]
+    vocab_parallel.Vocabulary.topk = lambda self, logits_SV, k: logits_SV.topk(k)  # type: ignore[method-assign]
     return batches
 
 
 def _entropy_without_gradient(batches: list[Batch]) -> list[Batch]:
-    real = head_fused._Chunk._replace
-    head_fused._Chunk._replace = lambda self, **fields: real(self)  # type: ignore[method-assign]
+    real = fused_linear_logprobs._Chunk._replace
+    fused_linear_logprobs._Chunk._replace = lambda self, **fields: real(self)  # type: ignore[method-assign]
     return batches
 
 

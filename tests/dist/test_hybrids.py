@@ -16,9 +16,9 @@ import pytest
 from automodel_cli.distributed.config import DDPConfig, MegatronFSDPConfig
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.cases import Row
 from automodel_cli.parity.compare import Errors, Refused, run_rows
 from automodel_cli.parity.reference import Original
-from automodel_cli.parity.rows import Row
 from tests.dist import cuda_stand_in
 from tests.dist.harness import launch
 from tests.dist.test_composed import row

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import Errors, run_rows
 from automodel_cli.parity.reference import Original
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
 from tests.dist.harness import launch
-from tests.unit.models.test_length_rope import case_model
+from tests.unit.models.document_masking.test_dynamic_rope import case_model
 
 FSDP2 = FSDP2Config(mp_policy=FP32)
 SHARED, SPLIT = MeshConfig(dp_size=1, cp_size=2), MeshConfig(dp_size=1, pp_size=2)

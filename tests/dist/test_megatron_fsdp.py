@@ -13,21 +13,21 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import DDPConfig, MegatronFSDPConfig
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.distributed.sharded import follow_optimizer, handle_of, weights_changed
+from automodel_cli.distributed.sharded_module import follow_optimizer, handle_of, weights_changed
 from automodel_cli.distributed.strategies.megatron_fsdp import sharding as megatron_fsdp
-from automodel_cli.models.build import build_part
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
+from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.load import load_weights
-from automodel_cli.models.uneven import gathered, is_uneven
-from automodel_cli.models.weights import iter_hf_weights
+from automodel_cli.models.uneven_dtensor import gathered, is_uneven
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.training.checkpoint import Checkpointer
+from automodel_cli.training.checkpoint.checkpointer import Checkpointer
 from automodel_cli.training.config import CheckpointConfig
-from automodel_cli.training.lr_scheduler import Constant
-from automodel_cli.training.optim import AdamW, Muon, build_optimizer
+from automodel_cli.training.optimizers.lr_scheduler import Constant
+from automodel_cli.training.optimizers.nodes import AdamW, Muon, build_optimizer
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests import tiny

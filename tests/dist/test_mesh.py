@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from automodel_cli.distributed import process_group
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from tests.dist.harness import launch, launch_all
 
 # request -> axes of the FSDP mesh, dp ranks of rank 0, FSDP ranks of rank 0 (replicas x shards)

@@ -15,22 +15,22 @@ import torch.distributed as dist
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import DDPConfig
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.models.build import build_part
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig, MTPConfig
-from automodel_cli.models.load import load_weights
-from automodel_cli.models.part import ModelPart
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.base import request_of
-from automodel_cli.objectives.multi_token import WithMultiToken
+from automodel_cli.objectives.mtp import WithMultiToken
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.cases import Row
 from automodel_cli.parity.compare import Recorder
-from automodel_cli.parity.gradients import gradient_errors, missing, worst_of
-from automodel_cli.parity.rows import Row
-from automodel_cli.pipelining import build
+from automodel_cli.parity.gradient_errors import gradient_errors, missing, worst_of
+from automodel_cli.pipelining import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.cut.probe import check_split
+from automodel_cli.pipelining.cut.split_check import check_split
 from automodel_cli.pipelining.cut.stage_plan import plan_stages
-from automodel_cli.pipelining.torch_runtime import contributions
+from automodel_cli.pipelining.torch_runtime import gradient_sync
 from automodel_cli.training.step import train_step
 from tests import multi_token
 from tests.dist.harness import launch
@@ -62,7 +62,7 @@ def run(
     """A step of every row, whose worst errors over ranks rank 0 returns; `wanted` by count of microbatches. `sums`
     False is a mistake: the stages' copies of the embedding keep the gradients of their own use of it."""
     if not sums:
-        contributions.sum_tied = lambda *_: None
+        gradient_sync.sum_tied = lambda *_: None
     return [_run(folder, wanted[r.num_microbatches], r) for r in rows]
 
 
@@ -73,7 +73,7 @@ def _run(folder: str, want: ByHand, r: Row) -> Outcome:
     config = ModelConfig(pretrained=folder, mtp=MTPConfig(loss_weight=WEIGHT))
     objective = WithMultiToken(SFT(), WEIGHT)
     whole = build_part(config, request=request_of(objective))
-    stages = build.build_stages(whole, mesh, r.pipeline, r.parallelizer, num_microbatches=count)
+    stages = build_stages.build_stages(whole, mesh, r.pipeline, r.parallelizer, num_microbatches=count)
     for part in stages.parts:
         assert isinstance(part, ModelPart)
         load_weights(part, config, device="cpu", seed=0)

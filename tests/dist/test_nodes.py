@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.cli.main import run
-from automodel_cli.run import nodes, shared_folder
+from automodel_cli.run import shared_directory
+from automodel_cli.run.commands import cluster_check
 from tests.dist.harness import launch_all
 
 
 def _examine(rank, world, folders, versions):
     os.environ["SLURMD_NODENAME"] = f"node{rank}"
-    nodes.platform.python_version = lambda: versions[rank]
-    shared_folder.SECONDS_TO_SEE = 0.5
-    return list(nodes.examine_nodes(Path(folders[rank])))
+    cluster_check.platform.python_version = lambda: versions[rank]
+    shared_directory.SECONDS_TO_SEE = 0.5
+    return list(cluster_check.examine_nodes(Path(folders[rank])))
 
 
 def test_two_nodes_that_agree(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from automodel_cli.distributed.config import CPUOffload, DDPConfig
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models.build import build_part
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.load import load_weights
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step

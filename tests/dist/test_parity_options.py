@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import CPUOffload, DDPConfig, MixedPrecision
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import fsdp2_strategy_parallelize, parallelize
-from automodel_cli.models.part import ModelPart
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step

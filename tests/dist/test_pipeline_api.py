@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.models.build import build_part
+from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.pipelining.auto_pipeline import AutoPipeline
 from automodel_cli.pipelining.config import PipelineConfig
@@ -268,7 +268,7 @@ def after_build(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def build_mesh_of(world: int) -> Any:
-    from automodel_cli.distributed.layout import MeshConfig
+    from automodel_cli.distributed.mesh_config import MeshConfig
 
     return build_mesh(MeshConfig(pp_size=world).resolve(world), "cpu")
 

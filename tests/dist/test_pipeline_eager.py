@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig, ProcessGroupCollection
 from automodel_cli.pipelining.megatron_core.finalize import finalize_model_grads
 from automodel_cli.pipelining.megatron_core.forward_backward import forward_backward_no_pipelining

@@ -10,16 +10,16 @@ import torch
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MixedPrecision
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models.build import build_part
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import LoRAConfig, ModelConfig
-from automodel_cli.models.load import load_weights
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.pipelining.build import build_stages
+from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.training.optim import AdamW
+from automodel_cli.training.optimizers.nodes import AdamW
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch

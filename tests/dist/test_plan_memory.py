@@ -6,16 +6,16 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.distributed.tensor_parallel import cut_parameters
-from automodel_cli.models import compat
-from automodel_cli.models.build import build_part
+from automodel_cli.distributed.tensor_parallel.apply import cut_parameters
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.planning.layer_costs import read_units
 from automodel_cli.planning.memory import Accounting
-from automodel_cli.planning.units import read_units
-from automodel_cli.training.optim import AdamW
+from automodel_cli.training.optimizers.nodes import AdamW
 from tests.dist.harness import launch
 from tests.marks import slow
 from tests.tiny import tiny_fields
@@ -50,7 +50,7 @@ def _real_and_planned(world: int, family: str, sizes: MeshConfig) -> tuple[int, 
     planned = sum(accounting.stored_numel(item) for unit in (units.before, *units.layers) for item in unit.params)
     part = build_part(model)
     parallelize(part, build_mesh(layout, "cpu"), config)
-    return sum(compat.local(p).numel() for p in part.parameters()), planned
+    return sum(transformers_compat.local(p).numel() for p in part.parameters()), planned
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", *slow("gpt_oss", "qwen3_moe")])

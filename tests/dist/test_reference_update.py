@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config, MegatronFSDPConfig
 from automodel_cli.models.config import LoRAConfig, ModelConfig
-from automodel_cli.run.reference_update import ReferenceUpdate, check_reference_update
+from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate, check_reference_update
 from tests.dist.harness import launch
 from tests.dist.sessions import session, train
 from tests.dist.test_sessions import DPO
@@ -40,7 +40,7 @@ def _resumed(rank, world, folder, run):
 
 
 def _grpo(rank, world, folder, *overrides):
-    from automodel_cli.rollout.rollouts import Rollouts
+    from automodel_cli.rollout.rollout_manager import Rollouts
 
     with session(folder, TINY.format(family="llama"), *QUIET, *overrides) as opened:
         recipe = opened.recipe

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.data.prompts import Prompt
-from automodel_cli.rollout.engine import Capabilities, Engine, sample_seed
-from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.model_engines import RankZeroEngine
-from automodel_cli.rollout.sample_queue import SampleQueue, SampleRequest
+from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.rollout.collection.async_queue import SampleQueue, SampleRequest
+from automodel_cli.rollout.engines.base import Capabilities, Engine, sample_seed
+from automodel_cli.rollout.engines.policy_engine import RankZeroEngine
+from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.types import Completion, SamplingParams
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all

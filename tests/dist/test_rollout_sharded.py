@@ -17,23 +17,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models.attention import packed_attention, register
-from automodel_cli.models.build import part_of
+from automodel_cli.models.attention.packed import packed_attention, register
+from automodel_cli.models.builder import part_of
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.head import HeadKind
-from automodel_cli.models.part import ModelPart
-from automodel_cli.parity.rows import FP32
-from automodel_cli.pipelining.build import build_stages
+from automodel_cli.models.lm_head.head import HeadKind
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.parity.cases import FP32
+from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.torch_runtime.compat import fsdp_roots
-from automodel_cli.rollout.engine import sample_seed
-from automodel_cli.rollout.model_engines import build_sampler
-from automodel_cli.rollout.sampler import graphs
-from automodel_cli.rollout.sampler.decoder import Decoder
-from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.pipelining.torch_runtime.torch_compat import fsdp_roots
+from automodel_cli.rollout.engines.base import sample_seed
+from automodel_cli.rollout.engines.policy_engine import build_sampler
+from automodel_cli.rollout.engines.sampler import cuda_graphs
+from automodel_cli.rollout.engines.sampler.decoder import Decoder
+from automodel_cli.rollout.engines.sampler.sampler import Sampler
 from automodel_cli.rollout.types import SamplingParams
 from automodel_cli.training.stages import SingleStage
 from tests import tiny
@@ -75,7 +75,7 @@ def whole_part(family: str, layers: int = 2) -> ModelPart:
 
 @cache
 def alone(family: str, layers: int):
-    sampler = Sampler(Decoder.whole(whole_part(family, layers)), packed_attention, stop_token_ids=STOP, num_slots=3)
+    sampler = Sampler(Decoder.whole(whole_part(family, layers)), packed_attention, stop_token_ids=STOP, max_num_seqs=3)
     return [sampler.generate(prompts_of(rank), PARAMS, seeds_of(rank)) for rank in range(len(COUNTS))]
 
 
@@ -88,10 +88,10 @@ def _generate(rank, world, family, mesh_config, pipeline, parallelizer):
         stages = SingleStage(parallelize(part, mesh, config))
     else:
         stages = build_stages(part, mesh, PipelineConfig(schedule=pipeline), config, num_microbatches=4)
-    said = graphs.obstacle(stages.parts, replace(mesh, device=torch.device("cuda")))
+    said = cuda_graphs.obstacle(stages.parts, replace(mesh, device=torch.device("cuda")))
     layout = mesh.layout
     assert bool(said) == (layout.pp * layout.ep * layout.tp * layout.cp > 1 or family in HYBRIDS), said
-    sampler = build_sampler(stages, mesh, stop_token_ids=STOP, num_slots=2)
+    sampler = build_sampler(stages, mesh, stop_token_ids=STOP, max_num_seqs=2)
     completions = []
     for _ in range(2):  # the second phase gathers again
         completions = sampler.generate(prompts_of(mesh.dp_rank), PARAMS, seeds_of(mesh.dp_rank))
@@ -112,8 +112,8 @@ def _frozen(rank, world):
     mesh = build_mesh(MeshConfig(dp_size=world).resolve(world), "cpu")
     stages = SingleStage(parallelize(whole_part("llama"), mesh, FSDP2Config(mp_policy=FP32)))
     with pytest.raises(ConfigError, match="cuda_graphs=true, but the device is cpu"):
-        graphs.settled(True, stages.parts, mesh)
-    graphs._FEWEST_SLOTS, graphs._SHORTEST, graphs._EAGER = 2, 16, 0
+        cuda_graphs.settled(True, stages.parts, mesh)
+    cuda_graphs._FEWEST_SLOTS, cuda_graphs._SHORTEST, cuda_graphs._EAGER = 2, 16, 0
     waits, called = [], []
     torch.cpu.Stream.wait_stream = lambda self, stream: waits.append(stream)
 
@@ -125,8 +125,8 @@ def _frozen(rank, world):
             raise RuntimeError("not this one")
         return lambda: frozen(inputs_B3)
 
-    frozen = graphs.of_gathered(capture, [root for part in stages.parts for root in fsdp_roots(part)])
-    sampler = build_sampler(stages, mesh, stop_token_ids=STOP, num_slots=2, capture=frozen)
+    frozen = cuda_graphs.of_gathered(capture, [root for part in stages.parts for root in fsdp_roots(part)])
+    sampler = build_sampler(stages, mesh, stop_token_ids=STOP, max_num_seqs=2, capture=frozen)
     for _ in range(2):
         completions = sampler.generate(prompts_of(mesh.dp_rank), PARAMS, seeds_of(mesh.dp_rank))
         assert all(isinstance(p, DTensor) for module in stages.parts for p in module.parameters())

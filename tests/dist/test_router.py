@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.models.config import MoEConfig
-from automodel_cli.models.part import ModelPart
-from automodel_cli.models.router import RouterWatch
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.moe.load_balancing import RouterWatch
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.pipelining.build import build_stages
+from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import NonFiniteError, train_step

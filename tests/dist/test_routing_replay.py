@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import RunError
 from automodel_cli.data.batch import ROUTED_EXPERTS, Batch
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.models.router import routers
-from automodel_cli.models.routing import install_routing, selectors_of
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.moe.load_balancing import routers
+from automodel_cli.models.moe.router_hooks import install_routing, selectors_of
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import Errors, Recorder, judge
 from automodel_cli.parity.reference import Reference, exact_process
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.engine import sample_seed
-from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.model_engines import build_sampler
+from automodel_cli.rollout.engines.base import sample_seed
+from automodel_cli.rollout.engines.policy_engine import build_sampler
+from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.types import Completion, Sample, SamplingParams
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -136,7 +136,7 @@ def recorded(rank: int, world: int, folder: Path, rows: Sequence[Row]) -> list[d
     for which in rows:
         mesh, stages = built(folder, FAMILY, which, world)
         install_routing(stages.parts, selectors_of(tiny.tiny_config(FAMILY)), mesh.device, stages.pp_group)
-        sampler = build_sampler(stages, mesh, stop_token_ids=[5, 9], num_slots=3)
+        sampler = build_sampler(stages, mesh, stop_token_ids=[5, 9], max_num_seqs=3)
         prompts = [sample.prompt.tokens for sample in given_samples()]
         mine = list(range(len(prompts)))[mesh.dp_rank :: mesh.dp_size]
         drawn = sampler.generate([prompts[i] for i in mine], params, [sample_seed(0, i) for i in mine])
@@ -177,7 +177,7 @@ logging: {report: false}
 
 def replayed_run(rank: int, world: int, folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
     """What the steps of a run measure."""
-    from automodel_cli.rollout.rollouts import Rollouts
+    from automodel_cli.rollout.rollout_manager import Rollouts
     from tests.dist.sessions import session
 
     found = []
@@ -203,7 +203,7 @@ def test_a_run_that_samples_its_own_weights_has_no_mismatch(tmp_path):
 
 def refused_run(rank: int, world: int, folder: Path, overrides: Sequence[str]) -> str:
     """What is said before the first step of an engine that knows nothing of the second layer's experts."""
-    from automodel_cli.rollout.rollouts import Rollouts
+    from automodel_cli.rollout.rollout_manager import Rollouts
     from tests.dist.sessions import session
 
     def forgetful(self: HFEngine, *args: Any) -> list[Completion]:

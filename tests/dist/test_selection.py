@@ -15,9 +15,9 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.objectives.best_of_n import BestOfN
 from automodel_cli.objectives.online_dpo import OnlineDPO
 from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
-from automodel_cli.parity.gradients import full_gradients
+from automodel_cli.parity.gradient_errors import full_gradients
 from automodel_cli.parity.reference import Original, Reference
-from automodel_cli.rollout.experience import RowPlan, Update, plan_updates
+from automodel_cli.rollout.samples import RowPlan, Update, plan_updates
 from automodel_cli.rollout.types import Sample
 from automodel_cli.training.step import train_step
 from tests import tiny

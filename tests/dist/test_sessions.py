@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from automodel_cli.distributed.expert_parallel import experts_modules
-from automodel_cli.distributed.fp8_experts import arithmetic_of
+from automodel_cli.distributed.expert_parallel.apply import experts_modules
+from automodel_cli.distributed.float8.grouped_gemm import arithmetic_of
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests import tiny
 from tests.dist.harness import launch

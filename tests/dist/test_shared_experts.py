@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.distributed import token_dispatch
-from automodel_cli.distributed.gated_experts import GatedExperts
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.expert_parallel import token_dispatcher
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch
@@ -38,7 +38,7 @@ def _order(rank: int, world: int, mode: bool | str) -> list[str]:
     config = replace(FSDP2, activation_checkpointing=mode)
     stages = build_stages(Case("deepseek_v3", EP2, config=config), mesh)
     log: list[str] = []
-    exchange, weight_gradient = token_dispatch.exchange, GatedExperts.weight_gradient
+    exchange, weight_gradient = token_dispatcher.exchange, GatedExperts.weight_gradient
 
     def logged(rows: Any, *args: Any) -> Any:
         arriving = exchange(rows, *args)
@@ -58,7 +58,7 @@ def _order(rank: int, world: int, mode: bool | str) -> list[str]:
 
     (shared,) = [module for name, module in stages.parts[0].named_modules() if name.endswith("shared_experts")]
     shared.gate_proj.register_forward_hook(computed)
-    token_dispatch.exchange, GatedExperts.weight_gradient = logged, gradient
+    token_dispatcher.exchange, GatedExperts.weight_gradient = logged, gradient
     train_step(stages, batches_of(mesh.dp_rank, 1), SFT(), Recorder(stages.parts), mesh, max_grad_norm=None)
     return log
 

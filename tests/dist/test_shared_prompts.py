@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.data.prompts import Prompt
+from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.models import attention_segments
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.attention import varlen_segments
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.ppo import PPO
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import Errors, Recorder, build_stages, judge
 from automodel_cli.parity.reference import Original, Reference, exact_process
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.rollout.experience import RowPlan, Update, plan_updates
+from automodel_cli.rollout.samples import RowPlan, Update, plan_updates
 from automodel_cli.rollout.types import Sample, Score
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -167,7 +167,7 @@ def test_so_does_megatron_fsdp(folder):
 
 def same_update_put_together(rank: int, world: int, folder: Path, cases: Sequence[tuple[str, Row]]) -> list[Errors]:
     """As rows that are too long for a mask are computed."""
-    attention_segments._SHORT_ROW = 0
+    varlen_segments._SHORT_ROW = 0
     return same_update(rank, world, folder, cases)
 
 
@@ -180,24 +180,24 @@ def test_so_do_documents_that_are_put_together_as_those_of_long_rows_are(folder,
 
 def one_token_ahead(rank: int, world: int, folder: Path) -> Errors:
     """Responses that begin at the last token of the prefix, not behind it: their keys are seen one token late."""
-    whole = attention_segments.of_documents
+    whole = varlen_segments.of_documents
 
     def early(documents):
         return tuple(s._replace(ahead=max(0, s.ahead - 1)) for s in whole(documents))
 
-    attention_segments.of_documents = early
+    varlen_segments.of_documents = early
     return same_update_put_together(rank, world, folder, [("llama", row())])[0]
 
 
 def first_token_unseen(rank: int, world: int, folder: Path) -> Errors:
     """Rows in which responses see their prefix without its first token."""
-    whole = attention_segments.row_mask
+    whole = varlen_segments.row_mask
 
     def late(documents, *arguments):
         prefixes = tuple((first + 1, length - 1) if length else (first, length) for first, length in documents.prefixes)
         return whole(documents._replace(prefixes=prefixes), *arguments)
 
-    attention_segments.row_mask = late
+    varlen_segments.row_mask = late
     return same_update(rank, world, folder, [("llama", row())])[0]
 
 
@@ -227,7 +227,7 @@ def two_steps(
     rank: int, world: int, folder: Path, overrides: Sequence[str]
 ) -> dict[str, tuple[list[dict[str, float]], str]]:
     """What the steps of a run measure with shared prompts and without, and what its header says of them."""
-    from automodel_cli.rollout.rollouts import Rollouts
+    from automodel_cli.rollout.rollout_manager import Rollouts
     from tests.dist.sessions import session
 
     found = {}

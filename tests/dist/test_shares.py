@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_cli.distributed.shares import all_of, share_of
+from automodel_cli.distributed.scatter_gather import all_of, share_of
 from tests.dist.harness import launch_all
 
 

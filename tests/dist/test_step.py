@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from automodel_cli.distributed.gradients import clip_grad_norm_
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.training.optim import AdamW
+from automodel_cli.training.optimizers.nodes import AdamW
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import NonFiniteError, train_step
 from tests.dist.harness import launch_all

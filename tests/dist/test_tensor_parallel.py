@@ -10,24 +10,25 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from automodel_cli.distributed import tp_plan
 from automodel_cli.distributed.config import CPUOffload, FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
-from automodel_cli.models import attention_choice, compat
-from automodel_cli.models.build import build_part
+from automodel_cli.distributed.tensor_parallel import plan as tensor_parallel_plan
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
+from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.config import LoRAConfig, ModelConfig
-from automodel_cli.models.load import load_weights
 from automodel_cli.models.lora import wrappers
-from automodel_cli.models.weights import iter_hf_weights
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import packed_batch, step_batches, token_row
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import run_rows
 from automodel_cli.parity.reference import Original
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.training.param_groups import decay_groups, trainable
+from automodel_cli.training.optimizers.param_groups import decay_groups, trainable
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests import tiny
@@ -116,7 +117,7 @@ def test_stages_of_a_pipeline(originals, family):
 
 
 def _without_the_norm_rule(rank, world, original):
-    with patch.dict(tp_plan._STYLES, {"replicated_with_grad_allreduce": lambda: None}):
+    with patch.dict(tensor_parallel_plan._STYLES, {"replicated_with_grad_allreduce": lambda: None}):
         return run_rows(rank, world, original, [row()])
 
 
@@ -150,7 +151,7 @@ def _logprobs_of_each(rank, world, several, kernel):
 
 
 def _logprobs(world, fields, kernel):
-    attention_choice.choose(kernel, torch.device("cpu"))
+    kernel_selection.choose(kernel, torch.device("cpu"))
     mesh = build_mesh(MeshConfig(tp_size=world).resolve(world), "cpu")
     config = ModelConfig(config=fields, head_chunk_size=7)
     part = build_part(config)
@@ -226,7 +227,7 @@ def _adapted(rank, world, sp):
 
 @torch.no_grad()
 def _fill(param, whole):
-    compat.local(param).copy_(compat.local_part(param, whole))
+    transformers_compat.local(param).copy_(transformers_compat.local_part(param, whole))
 
 
 def test_adapters():

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.deep_ep import DeepEP, require_deep_ep
-from automodel_cli.distributed.layout import MeshConfig
-from automodel_cli.distributed.token_dispatch import AllToAll, exchange
+from automodel_cli.distributed.expert_parallel.deep_ep import DeepEP, require_deep_ep
+from automodel_cli.distributed.expert_parallel.token_dispatcher import AllToAll, exchange
+from automodel_cli.distributed.mesh_config import MeshConfig
 from tests.dist import deep_ep_stand_in
 from tests.dist.harness import launch, launch_all
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from automodel_cli.data.prompts import Prompt
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.data.preparation.prompts import Prompt
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import Capabilities, sample_seed
-from automodel_cli.rollout.environment import Environment, Turn
-from automodel_cli.rollout.environments.conversation import Episode, Player
+from automodel_cli.rollout.collection.async_queue import SampleQueue, SampleRequest
+from automodel_cli.rollout.collection.multi_turn import episodes_beside
+from automodel_cli.rollout.engines.base import Capabilities, sample_seed
+from automodel_cli.rollout.engines.policy_engine import RankZeroEngine
+from automodel_cli.rollout.environments.base import Environment, Turn
+from automodel_cli.rollout.environments.episode import Episode, Player
 from automodel_cli.rollout.environments.pool import EnvironmentPool
-from automodel_cli.rollout.episodes import episodes_beside
-from automodel_cli.rollout.model_engines import RankZeroEngine
-from automodel_cli.rollout.sample_queue import SampleQueue, SampleRequest
 from automodel_cli.rollout.types import Completion, SamplingParams
 from tests.dist.harness import launch, launch_all
 

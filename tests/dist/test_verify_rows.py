@@ -7,13 +7,13 @@ import pytest
 
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.config import FSDP2Config
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models import lora
 from automodel_cli.models.config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity.cases import FP32, Row
 from automodel_cli.parity.compare import TIMES_ROUNDING, Errors, run_rows
 from automodel_cli.parity.reference import Original
-from automodel_cli.parity.rows import FP32, Row
 from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist.harness import launch

@@ -1,6 +1,7 @@
 """Imported by the ranks' server before it forks: what every rank would else find out anew about the tiny families.
 
-Which way each is run (`models/ways.py`), that it can be cut into stages, how its hub keys become parameters, and what
+Which way each is run (`models/probes/isolation.py`), that it can be cut into stages, how its hub keys become
+parameters, and what
 torch and the library import or compile at the first model, pass and checkpoint: 0.3 CPU s of each rank. No rank sees
 anything but warm caches.
 """
@@ -12,12 +13,12 @@ import tempfile
 import torch
 from tqdm import tqdm
 
-from automodel_cli.models import compat
-from automodel_cli.models.build import build_part
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.load import load_weights
 from automodel_cli.parity.batches import microbatch
-from automodel_cli.pipelining.cut.probe import check_split
+from automodel_cli.pipelining.cut.split_check import check_split
 from tests import tiny
 
 
@@ -27,7 +28,7 @@ def warm() -> None:
     batch = microbatch(0, packed=True)
     for family in ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma3_text"):
         with tempfile.TemporaryDirectory() as folder:
-            with compat.quiet():
+            with transformers_compat.quiet():
                 tiny.build_hf(family).save_pretrained(folder)
             config = ModelConfig(pretrained=folder, head_chunk_size=16)
             part = build_part(config)

@@ -9,19 +9,19 @@ import pytest
 from torch import Tensor
 
 from automodel_cli.dryrun import fake_cuda, torch_compat
-from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.collectives import Collectives
+from automodel_cli.dryrun.dispatch_mode import TracedRank
 from automodel_cli.dryrun.fake_cuda import CUDA
-from automodel_cli.dryrun.gpus import GPUS
+from automodel_cli.dryrun.hardware import GPUS
 from automodel_cli.dryrun.memory import MemoryTracker
-from automodel_cli.dryrun.mode import TracedRank
-from automodel_cli.dryrun.rank import _materialise
-from automodel_cli.models.attention import packed_attention, register
-from automodel_cli.models.head import detect_head
-from automodel_cli.models.part import ModelPart
-from automodel_cli.rollout.sampler import graphs
-from automodel_cli.rollout.sampler.decoder import Decoder
-from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.dryrun.simulated_clock import Clock
+from automodel_cli.dryrun.trace_rank import _materialise
+from automodel_cli.models.attention.packed import packed_attention, register
+from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.rollout.engines.sampler import cuda_graphs
+from automodel_cli.rollout.engines.sampler.decoder import Decoder
+from automodel_cli.rollout.engines.sampler.sampler import Sampler
 from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
 from tests.dist.harness import launch
@@ -44,7 +44,7 @@ def _counted(rank: int, world: int, family: str, greedy: bool) -> Counted:
     fake = torch_compat.install(CUDA)
     found: list[Counted] = []
 
-    def watch(step: graphs.Step, inputs_B3: Tensor) -> Callable[[], Tensor]:
+    def watch(step: cuda_graphs.Step, inputs_B3: Tensor) -> Callable[[], Tensor]:
         step(inputs_B3)
         mode.counts.on = True
         step(inputs_B3)
@@ -56,7 +56,7 @@ def _counted(rank: int, world: int, family: str, greedy: bool) -> Counted:
     params = SamplingParams(max_new_tokens=12, temperature=0.0) if greedy else SamplingParams(12, 0.7, 0.9, 20, seed=1)
     with fake, mode:
         _materialise(part, CUDA)
-        sampler = Sampler(Decoder.whole(part, CUDA), packed_attention, stop_token_ids=[], num_slots=4, capture=watch)
+        sampler = Sampler(Decoder.whole(part, CUDA), packed_attention, stop_token_ids=[], max_num_seqs=4, capture=watch)
         sampler.generate([[5, 6, 7], [8, 9]], params)
     return found[0]
 

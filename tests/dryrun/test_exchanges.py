@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from automodel_cli.dryrun.collectives import Collectives
-from automodel_cli.dryrun.rank import trace
-from automodel_cli.dryrun.request import Request
+from automodel_cli.dryrun.trace_rank import trace
+from automodel_cli.dryrun.types import Request
 from automodel_cli.dryrun.worker import load
 from tests.dist.harness import launch
 from tests.dryrun.test_recipes import _ONCE_A_STEP, _fewer_layers

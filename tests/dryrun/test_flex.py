@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.dryrun.request import RankResult, Request
+from automodel_cli.dryrun.types import RankResult, Request
 from tests.dryrun.test_tiny import _LAYERS, _PLAIN
 from tests.dryrun.traces import trace_in_fork
 

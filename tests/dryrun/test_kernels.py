@@ -13,11 +13,11 @@ from torch.nn.functional import ScalingType, scaled_grouped_mm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from automodel_cli.dryrun import gpus, kernels, torch_compat
-from automodel_cli.dryrun.clock import Clock
+from automodel_cli.dryrun import cost_model, hardware, torch_compat
 from automodel_cli.dryrun.collectives import Collectives
 from automodel_cli.dryrun.fake_cuda import CUDA
-from automodel_cli.dryrun.gpus import GPUS
+from automodel_cli.dryrun.hardware import GPUS
+from automodel_cli.dryrun.simulated_clock import Clock
 from tests.dist.harness import launch
 
 N = 1 << 20
@@ -110,11 +110,11 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and func not in kernels.FREE and not kernels.is_view(func):
+        if func.namespace == "aten" and func not in cost_model.FREE and not cost_model.is_view(func):
             outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-            work = kernels.flops(func, args, _unknown)
-            moved = kernels.num_bytes(func, args, kwargs or {}, outs)
-            self.costs.append((work, moved, kernels.seconds(GPUS["h100"], func, args, work, moved, _unknown)))
+            work = cost_model.flops(func, args, _unknown)
+            moved = cost_model.num_bytes(func, args, kwargs or {}, outs)
+            self.costs.append((work, moved, cost_model.seconds(GPUS["h100"], func, args, work, moved, _unknown)))
         return out
 
 
@@ -175,10 +175,12 @@ def test_a_grouped_product_takes_as_long_as_it_was_measured_to_take(rows: int, m
 
 
 def test_attention_is_granted_more_in_longer_documents_and_more_forward_than_backward() -> None:
-    shares = [gpus.attention(tokens, backward=False) for tokens in (100, 512, 700, 1024, 5000, 100_000)]
+    shares = [hardware.attention(tokens, backward=False) for tokens in (100, 512, 700, 1024, 5000, 100_000)]
     assert shares == sorted(shares)
     assert shares[1] == pytest.approx(191 / 989, abs=1e-3) and shares[-1] == pytest.approx(335 / 989, abs=1e-3)
-    assert all(gpus.attention(t, backward=True) < gpus.attention(t, backward=False) for t in (512, 3000, 20_000))
+    assert all(
+        hardware.attention(t, backward=True) < hardware.attention(t, backward=False) for t in (512, 3000, 20_000)
+    )
 
 
 def test_a_grouped_product_of_8_bits_takes_as_long_as_it_was_measured_to_take(costs: Any) -> None:
@@ -195,19 +197,19 @@ def test_attention_counts_the_pairs_that_meet(causal: bool, pairs: float) -> Non
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 6, 10], [0, 10, 14])]
     forward = (q, k, k, *bounds, 6, 10, 0.0, causal, False)
     backward = (q, q, k, k, q, q, *bounds, 6, 10, 0.0, causal, q, q)
-    found = kernels.flops(torch.ops.aten._flash_attention_forward.default, forward, lambda t: t)
+    found = cost_model.flops(torch.ops.aten._flash_attention_forward.default, forward, lambda t: t)
     assert found == 4 * pairs * 8 * 64
-    again = kernels.flops(torch.ops.aten._flash_attention_backward.default, backward, lambda t: t)
+    again = cost_model.flops(torch.ops.aten._flash_attention_backward.default, backward, lambda t: t)
     assert again == 2.5 * found
 
 
 def test_rings_between_machines_use_the_cards_of_all_their_gpus_and_exchanges_each_its_own() -> None:
     """Two machines of 8; 45 GB of a tensor at 450 GB/s inside and 50 outside, at 70%."""
-    links, size = gpus.Links(450e9, 50e9, 8), 45e9
-    start = gpus.COLLECTIVE_SECONDS
+    links, size = hardware.Links(450e9, 50e9, 8), 45e9
+    start = hardware.COLLECTIVE_SECONDS
 
     def seconds(kind: str, *ranks: int) -> float:
-        return (links.seconds(kind, size, ranks) - start) * gpus.LINK
+        return (links.seconds(kind, size, ranks) - start) * hardware.LINK
 
     inside, both, one_of_each = range(8), range(16), (0, 8)
     assert seconds("allgather_base", *inside) == pytest.approx(7 / 8 * 45 / 450)
@@ -222,11 +224,11 @@ def test_rings_between_machines_use_the_cards_of_all_their_gpus_and_exchanges_ea
 
 def test_a_ring_of_keys_takes_its_time_beside_what_is_computed() -> None:
     clock = Clock()
-    collectives = Collectives(clock, gpus.Links(450e9))
+    collectives = Collectives(clock, hardware.Links(450e9))
     group: Any = SimpleNamespace(ranks=(0, 1))
     x = torch.empty(45_000_000, dtype=NARROW)
-    sends = gpus.COLLECTIVE_SECONDS + 90e6 / 450e9 / gpus.LINK
+    sends = hardware.COLLECTIVE_SECONDS + 90e6 / 450e9 / hardware.LINK
     arrived = collectives.passed_on(lambda group, x: lambda: x)(group, x)
     clock.kernel(sends / 2)
     assert arrived() is x
-    assert clock.now() == pytest.approx(gpus.LAUNCH_SECONDS + sends)
+    assert clock.now() == pytest.approx(hardware.LAUNCH_SECONDS + sends)

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from automodel_cli.distributed import dispatch_kernels, route_kernels
-from automodel_cli.distributed.expert_parallel import experts_modules
-from automodel_cli.distributed.routing import routers_in
-from automodel_cli.dryrun.mode import TracedRank
-from automodel_cli.dryrun.rank import trace
-from automodel_cli.dryrun.request import Request
+from automodel_cli.distributed.expert_parallel import permute, topk_router
+from automodel_cli.distributed.expert_parallel.apply import experts_modules
+from automodel_cli.distributed.expert_parallel.router_detection import routers_in
+from automodel_cli.dryrun.dispatch_mode import TracedRank
+from automodel_cli.dryrun.trace_rank import trace
+from automodel_cli.dryrun.types import Request
 from automodel_cli.dryrun.worker import load
 from tests.dist.harness import launch
 from tests.dryrun.test_recipes import _fewer_layers
@@ -131,14 +131,14 @@ def _written_by_hand(watch: Watch, block: nn.Module, hidden_TD: Tensor) -> None:
     watch.begin()
     num_experts, num_local = len(router_ED), len(first_LFD)
     logits_TE = hidden_TD @ router_ED.t()
-    weight_TK, index_TK = route_kernels.route(logits_TE, None, choices, False, True, 1.0, False)
+    weight_TK, index_TK = topk_router.route(logits_TE, None, choices, False, True, 1.0, False)
     expert_P, order_P = torch.sort(index_TK.flatten(), stable=True)
-    token_P, place_P, sent = dispatch_kernels.pairs(expert_P, order_P, choices, num_experts)
+    token_P, place_P, sent = permute.pairs(expert_P, order_P, choices, num_experts)
     each = [num_local] * dist.get_world_size()
     received_RL = exchanged(sent, each, each).view(-1, num_local)
     counts = torch.stack([sent, received_RL.flatten()]).tolist()
     send, receive = ([sum(row[i : i + num_local]) for i in range(0, num_experts, num_local)] for row in counts)
-    order_N, place_N, _, ends_L = dispatch_kernels.arrivals(received_RL, sum(receive))
+    order_N, place_N, _, ends_L = permute.arrivals(received_RL, sum(receive))
     rows_ND = exchanged(hidden_TD.index_select(0, token_P), send, receive).index_select(0, order_N)
     inner_NF = grouped_mm(rows_ND, first_LFD.transpose(-2, -1), offs=ends_L)
     gated_NI = fused("gate", [inner_NF], new(len(inner_NF), inner_NF.shape[1] // 2))

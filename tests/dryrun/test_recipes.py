@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.config import bundled
-from automodel_cli.dryrun.request import RankResult, Request
-from automodel_cli.models import shipped
+from automodel_cli.config import bundled_recipes
+from automodel_cli.dryrun.types import RankResult, Request
+from automodel_cli.models.hub import bundled_configs
 from tests.dryrun.traces import trace_in_fork
 from tests.marks import slow
 
@@ -98,8 +98,8 @@ def _fewer_layers(recipe: str, layers: int) -> tuple[str, ...]:
 
     given = load(Request(recipe, (), 1))
     name = given.model.pretrained
-    with shipped.preferred():
-        fields = dict(shipped.fields(name, None) or {})
+    with bundled_configs.preferred():
+        fields = dict(bundled_configs.fields(name, None) or {})
     fields["num_hidden_layers"] = layers
     if "layer_types" in fields:
         fields["layer_types"] = fields["layer_types"][:layers]
@@ -120,7 +120,7 @@ def _literal(value: Any) -> str:
 
 def test_every_bundled_recipe_of_real_size_is_dry_run() -> None:
     assert {case.recipe for case in EVERY} == {
-        name for name in bundled.names() if not _NOT_OF_REAL_SIZE.fullmatch(name)
+        name for name in bundled_recipes.names() if not _NOT_OF_REAL_SIZE.fullmatch(name)
     }
 
 

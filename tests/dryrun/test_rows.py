@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.dryrun.request import Request
-from automodel_cli.dryrun.rows import document_lengths, microbatches
+from automodel_cli.dryrun.synthetic_batches import document_lengths, microbatches
+from automodel_cli.dryrun.types import Request
 from automodel_cli.dryrun.worker import load
 from automodel_cli.models.tokenizer import load_tokenizer
 

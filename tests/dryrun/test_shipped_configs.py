@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from automodel_cli.config import bundled
-from automodel_cli.models import shipped
-from automodel_cli.models.build import build_part
+from automodel_cli.config import bundled_recipes
+from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.source import hf_config
+from automodel_cli.models.hub import bundled_configs
+from automodel_cli.models.hub.source import hf_config
 
 PUBLISHED = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,  # the model card's safetensors count
@@ -24,27 +24,27 @@ PUBLISHED = {
 
 def test_every_hub_model_of_a_bundled_recipe_has_its_config_here() -> None:
     named = set()
-    for path in bundled.conf_dir().rglob("*.yaml"):
+    for path in bundled_recipes.conf_dir().rglob("*.yaml"):
         content = yaml.safe_load(path.read_text()) or {}
         for section in (content, content.get("model") or {}):
             name = section.get("pretrained") if isinstance(section, dict) else None
             if isinstance(name, str) and not name.startswith("runs/"):  # the export of an earlier run
                 named.add(name)
-    assert named <= set(shipped.names())
-    assert set(PUBLISHED) == set(shipped.names())
+    assert named <= set(bundled_configs.names())
+    assert set(PUBLISHED) == set(bundled_configs.names())
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_shipped_config_has_the_published_number_of_parameters(name: str) -> None:
-    with shipped.preferred():
+    with bundled_configs.preferred():
         part = build_part(ModelConfig(pretrained=name))
     number = sum(p.numel() for p in {id(p): p for p in part.parameters()}.values())
     assert number == pytest.approx(PUBLISHED[name], rel=1e-4)
 
 
 def test_a_run_never_takes_a_shipped_config(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shipped.fields("Qwen/Qwen3-0.6B", None) is None
-    with shipped.preferred():
-        assert shipped.fields("Qwen/Qwen3-0.6B", None) is not None
-        assert shipped.fields("Qwen/Qwen3-0.6B", "a-branch") is None
+    assert bundled_configs.fields("Qwen/Qwen3-0.6B", None) is None
+    with bundled_configs.preferred():
+        assert bundled_configs.fields("Qwen/Qwen3-0.6B", None) is not None
+        assert bundled_configs.fields("Qwen/Qwen3-0.6B", "a-branch") is None
         assert hf_config(ModelConfig(pretrained="Qwen/Qwen3-0.6B")).hidden_size == 1024

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.distributed.layout import Layout
+from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.dryrun import command, fake_cuda
-from automodel_cli.dryrun.clock import Clock
 from automodel_cli.dryrun.command import distinct_ranks, measure
 from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.dryrun.estimate import Estimate, estimate
-from automodel_cli.dryrun.gpus import GPUS
-from automodel_cli.dryrun.rank import check_covered, number_to_run
-from automodel_cli.dryrun.remedies import try_changes
-from automodel_cli.dryrun.request import RankResult, Request
-from automodel_cli.dryrun.rows import Documents, microbatches
+from automodel_cli.dryrun.hardware import GPUS
+from automodel_cli.dryrun.simulated_clock import Clock
+from automodel_cli.dryrun.suggestions import try_changes
+from automodel_cli.dryrun.synthetic_batches import Documents, microbatches
+from automodel_cli.dryrun.trace_rank import check_covered, number_to_run
+from automodel_cli.dryrun.types import RankResult, Request
 from automodel_cli.dryrun.worker import load
 from automodel_cli.pipelining.timeline.simulator import peak_activations
 from automodel_cli.planning.plan import make_plan

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from automodel_cli.dryrun import rank as traced_rank
-from automodel_cli.dryrun.faults import described
-from automodel_cli.dryrun.rank import trace
-from automodel_cli.dryrun.request import RankResult, Request
+from automodel_cli.dryrun import trace_rank as traced_rank
+from automodel_cli.dryrun.trace_errors import described
+from automodel_cli.dryrun.trace_rank import trace
+from automodel_cli.dryrun.types import RankResult, Request
 from automodel_cli.dryrun.worker import load
 from tests.dist.harness import launch
 

@@ -131,4 +131,6 @@ def test_a_node_that_is_no_engine_is_told_what_it_lacks(folder: Path) -> None:
     (folder / "turns.yaml").write_text(GRPO.format(family="llama"))
     own = ("rollout.engine={_target_: own_reward.Vowels}", "--trust-package=own_reward")
     done = automodel(folder, "check", "-c", "turns.yaml", *own)
-    assert done.returncode == 2 and "which lacks build, capabilities of automodel_cli.rollout.engine" in done.stderr
+    assert (
+        done.returncode == 2 and "which lacks build, capabilities of automodel_cli.rollout.engines.base" in done.stderr
+    )

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.launch import clean_up, worker
-from automodel_cli.models.export import discard_staged, publish, staging
-from automodel_cli.run import shared_folder
-from automodel_cli.run_folders.lock import hold
-from automodel_cli.run_folders.record import read_record
+from automodel_cli.launch import cleanup_timeout, rank_process
+from automodel_cli.models.checkpoint_io.export import discard_staged, publish, staging
+from automodel_cli.run import shared_directory
+from automodel_cli.runs.lock import hold
+from automodel_cli.runs.run_record import read_record
 from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.sessions import session
@@ -103,7 +103,7 @@ def test_a_disk_that_fills_up_under_the_metrics(tmp_path: Path, mount: Mount) ->
 
 
 def _export_to(rank, world, folder, disk):
-    from automodel_cli.run.results import finish
+    from automodel_cli.run.finalize import finish
 
     with session(folder, SFT, *FEW, "train.max_steps=1") as opened:
         for step, batches in opened.steps():
@@ -203,7 +203,7 @@ def test_a_rank_whose_numbers_are_not_finite(tmp_path: Path) -> None:
 
 
 def _train_in_a_folder_of_its_own(rank, world, folder):
-    shared_folder.SECONDS_TO_SEE = 0.5
+    shared_directory.SECONDS_TO_SEE = 0.5
     os.environ["SLURMD_NODENAME"] = f"node{rank}"
     mine = folder / f"host-{rank}"
     mine.mkdir()
@@ -267,8 +267,8 @@ def test_a_rank_that_raises_does_not_wait_for_the_others_to_leave(tmp_path: Path
 
 
 def _hang_in_the_clean_up(rank, world, folder):
-    clean_up.TELL_SECONDS = clean_up.LEAVE_SECONDS = 0.5
-    worker._status = worker.make_status(folder / f"status-{rank}", None)
+    cleanup_timeout.TELL_SECONDS = cleanup_timeout.LEAVE_SECONDS = 0.5
+    rank_process._status = rank_process.make_status(folder / f"status-{rank}", None)
 
     def then(step, opened):
         opened.at_exit.callback(time.sleep, 60)

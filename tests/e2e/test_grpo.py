@@ -33,7 +33,7 @@ model:
     tie_word_embeddings: true
   tokenizer: {{_target_: automodel_cli.models.tokenizer.ByteTokenizer}}
 data:
-  task: {{_target_: automodel_cli.data.tasks.ChatTasks, num_train: 400, num_validation: 8}}
+  task: {{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 400, num_validation: 8}}
   seq_len: 64
 rollout:
   {{prompts_per_step: 4, group_size: 4, max_new_tokens: 8, temperature: 0.9, top_p: 0.95, show_every: 3,
@@ -292,7 +292,7 @@ def test_dynamic_sampling_goes_on_when_the_model_has_become_good(tmp_path: Path)
 
 LIAR = """
 import dataclasses, torch
-from automodel_cli.rollout.engine import Capabilities
+from automodel_cli.rollout.engines.base import Capabilities
 
 @dataclasses.dataclass(frozen=True)
 class Liar:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_cli.rollout.engine import sample_seed
-from automodel_cli.rollout.hf import HFEngine
+from automodel_cli.rollout.engines.base import sample_seed
+from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.types import SamplingParams
 from tests.e2e.command import automodel, curve, environment, kill_after_step, metrics, start
 from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config
@@ -116,7 +116,7 @@ def test_two_ranks_draw_what_one_does(whole: Path, tmp_path: Path) -> None:
 PATCHED = """
 import sys, threading, time
 from automodel_cli.config.errors import RunError
-from automodel_cli.rollout.hf import HFEngine
+from automodel_cli.rollout.engines.transformers_engine import HFEngine
 
 whole = HFEngine.generate
 

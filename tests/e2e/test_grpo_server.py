@@ -18,14 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.hf import HFEngine
-from automodel_cli.rollout.servers.http import Server
-from automodel_cli.rollout.servers.process import ServerProcess
+from automodel_cli.rollout.engines.servers.server_process import ServerProcess
+from automodel_cli.rollout.engines.transformers_engine import HFEngine
+from automodel_cli.rollout.http import Server
 from tests.e2e.command import automodel, curve, metrics
 from tests.e2e.test_grpo import TINY, samples_of, write_config
 from tests.e2e.test_grpo_turns import STOPS
 from tests.pages import undocumented_metrics
-from tests.unit.rollout.servers.test_http_servers import VLLMDouble, free_port
+from tests.unit.rollout.engines.servers.test_http_servers import VLLMDouble, free_port
 
 FILES = "rollout.engine.transport=files"
 DOUBLE = """

@@ -26,7 +26,7 @@ TOOL = [
 ALL_TOKENS = ["objective.kl_coef=0", "objective.top_entropy=null"]  # the loss is the mean over what was drawn
 BRITTLE = """
 from dataclasses import dataclass
-from automodel_cli.rollout.environment import Environment, Turn
+from automodel_cli.rollout.environments.base import Environment, Turn
 
 @dataclass(frozen=True, kw_only=True)
 class Brittle(Environment):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_cli.rollout.engine import sample_seed
+from automodel_cli.rollout.engines.base import sample_seed
+from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.environments.calculator import Calculator
-from automodel_cli.rollout.environments.conversation import Episode, Player
+from automodel_cli.rollout.environments.episode import Episode, Player
 from automodel_cli.rollout.environments.pool import EnvironmentPool
-from automodel_cli.rollout.hf import HFEngine
 from automodel_cli.rollout.types import SamplingParams
 from tests.e2e.command import automodel, curve, kill_after_step, start
 from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config

@@ -1,5 +1,5 @@
 """Somebody else's YAML, checkpoint and completion, through the real command line: nothing of theirs is executed, and
-the answer says what it was. (Completions: tests/unit/rollout/rewards/test_sandbox.py.)"""
+the answer says what it was. (Completions: tests/unit/rollout/rewards/sandbox/test_host.py.)"""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from automodel_cli.data.checksums import content_hash
-from automodel_cli.training import checkpoint_dir
-from automodel_cli.training.checkpoint_dir import read_meta
+from automodel_cli.data.storage.checksums import content_hash
+from automodel_cli.training.checkpoint import directory as checkpoint_directory
+from automodel_cli.training.checkpoint.directory import read_meta
 from tests.e2e.command import automodel, write_config
 from tests.unit.training.test_torch_compat import Runs, touch
 
@@ -118,7 +118,7 @@ def test_a_hostile_checkpoint(trained: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
     meta = read_meta(newest)  # whoever writes a checkpoint writes its checksums too
     meta["files"][".metadata"] = {"bytes": path.stat().st_size, "xxh3": content_hash(path)}
-    checkpoint_dir._write_meta(newest / checkpoint_dir.META, meta)
+    checkpoint_directory._write_meta(newest / checkpoint_directory.META, meta)
     try:
         words = ("train.max_steps=6", "train.extend_schedule=stretch", f"checkpoint.resume={newest}")
         done = automodel(trained.parents[1], "resume", "tiny", *words)

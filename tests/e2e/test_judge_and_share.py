@@ -23,7 +23,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_cli.cli.main import run
-from automodel_cli.run.chat import Speaker
+from automodel_cli.run.commands.chat import Speaker
 from tests.e2e.command import automodel, cold, environment, metrics, write_config
 
 CHOICES = [
@@ -164,7 +164,7 @@ def test_tasks_of_a_pipeline_find_what_one_process_finds_on_its_export(home: Pat
         EVAL.replace(
             "max_new_tokens: 12",
             "max_new_tokens: 12\n    data: &own"
-            " {task: {_target_: automodel_cli.data.tasks.ChatTasks, num_validation: 5}, seq_len: 64}",
+            " {task: {_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_validation: 5}, seq_len: 64}",
         )
     )
     done = automodel(home, "eval", "runs/two/export", "-c", "own.yaml", "--out", "two.json")

@@ -13,14 +13,14 @@ import click
 import pytest
 
 from automodel_cli.cli.main import cli, run
-from automodel_cli.cli.search import axes
-from automodel_cli.config import bundled
+from automodel_cli.cli.optuna_sweep import axes
+from automodel_cli.config import bundled_recipes
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.trust import Trust
-from automodel_cli.data.locate import local_files
-from automodel_cli.data.prepare import prepare
-from automodel_cli.data.prompts import prepare_prompts
+from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.prompts import prepare_prompts
+from automodel_cli.data.sources.file_discovery import local_files
 from automodel_cli.evaluation.config import EvalConfig
 from automodel_cli.models.tokenizer import ByteTokenizer
 from tests.pages import PAGES, ROOT, Block, blocks, commands
@@ -99,7 +99,9 @@ def test_a_command_of_a_block_is_one_that_runs(page: Path, folder: Path, monkeyp
         conf, overrides = params.get("conf"), params.get("overrides") or ()
         if conf is None or words[0] == "eval":
             continue
-        assert isinstance(conf, str) and (Path(conf).is_file() or conf in bundled.names()), f"{page.name}: {words}"
+        assert isinstance(conf, str) and (Path(conf).is_file() or conf in bundled_recipes.names()), (
+            f"{page.name}: {words}"
+        )
         if words[0] == "sweep":
             axes(overrides)
         else:  # what a URL needs may not be installed

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_cli.models.classifier import load_classifier
-from automodel_cli.models.export_check import Precision, measure
+from automodel_cli.models.checkpoint_io.export_check import Precision, measure
+from automodel_cli.models.checkpoint_io.sequence_classifier import load_classifier
 from automodel_cli.rollout.rewards.base import Judged
-from automodel_cli.rollout.rewards.model import RewardModel
+from automodel_cli.rollout.rewards.reward_model import RewardModel
 from tests.e2e.command import automodel, curve, metrics
 from tests.e2e.test_dpo import PAIRS
 
@@ -65,8 +65,8 @@ def test_stages_train_and_export_the_same_scores(folder, losses):
 
 def test_as_a_reward_it_scores_a_held_out_pair_as_its_training_did(folder, losses):
     """The mean score of the chosen responses, which validation has measured on packed rows."""
-    from automodel_cli.data.preference_tasks import PreferenceTasks
-    from automodel_cli.data.tasks import ChatTasks
+    from automodel_cli.data.synthetic.chat_tasks import ChatTasks
+    from automodel_cli.data.synthetic.preference_tasks import PreferenceTasks
 
     reward = RewardModel(folder=str(folder / "runs" / "whole" / "export"))
     pairs = list(PreferenceTasks(ChatTasks(num_train=200, num_validation=16)).rows("validation"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_cli.run_folders.lock import hold
+from automodel_cli.runs.lock import hold
 from tests.e2e.command import automodel, environment, write_config
 from tests.unit.cli.test_main import PROBE
 

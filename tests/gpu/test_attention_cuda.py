@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from automodel_cli.data.batch import SeenKeys
-from automodel_cli.models.attention import packed_attention
-from automodel_cli.models.attention_kernels import dense, visible_mask
+from automodel_cli.models.attention.kernels import dense, visible_mask
+from automodel_cli.models.attention.packed import packed_attention
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automodel_cli.distributed.layout import MeshConfig
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.parallelizer import parallelize
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.compare import Errors, Recorder, judge

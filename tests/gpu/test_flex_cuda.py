@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from automodel_cli.models import attention_choice, attention_flex
-from automodel_cli.models.attention import packed_attention
+from automodel_cli.models.attention import flex as attention_flex
+from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention.packed import packed_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,7 @@ CUDA = torch.device("cuda")
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    attention_choice.choose("auto", torch.device("cpu"))
+    kernel_selection.choose("auto", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_a_kernel_is_the_definition_forward_and_backward(dtype, width: int, valu
 
 
 def test_soft_caps_take_flex_by_themselves_and_no_memory_of_tokens_by_tokens():
-    attention_choice.choose("auto", CUDA)
+    kernel_selection.choose("auto", CUDA)
     query, key, value = (
         torch.randn(1, heads, 16384, 128, device=CUDA, dtype=torch.bfloat16).requires_grad_() for heads in (8, 4, 4)
     )

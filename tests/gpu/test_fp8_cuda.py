@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_cli.distributed import fp8_experts, fp8_groups, fp8_linear, fused
-from automodel_cli.distributed.fp8 import CAPABILITY, RECIPES, Arithmetic
+from automodel_cli.distributed.float8 import group_cast, grouped_gemm
+from automodel_cli.distributed.float8 import linear as float8_linear
+from automodel_cli.distributed.float8.quantization import CAPABILITY, RECIPES, Arithmetic
+from automodel_cli.distributed.fusion import compiled_regions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,11 +22,11 @@ pytestmark = [
 CUDA = torch.device("cuda")
 
 
-def run(recipe: str, tokens: int, *, emulate: bool, fuser: fused.Fuser | None = None):
+def run(recipe: str, tokens: int, *, emulate: bool, fuser: compiled_regions.Fuser | None = None):
     torch.manual_seed(0)
     linear = nn.Linear(512, 256).to(CUDA, torch.bfloat16)
-    fp8_linear.convert(linear, Arithmetic(RECIPES[recipe], emulate))
-    fp8_linear.prepare(linear, CUDA, fuser)
+    float8_linear.convert(linear, Arithmetic(RECIPES[recipe], emulate))
+    float8_linear.prepare(linear, CUDA, fuser)
     x = torch.randn(tokens, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     y = linear(x)
     y.backward(torch.randn_like(y))
@@ -50,14 +52,14 @@ def test_tensor_cores_give_what_the_emulation_gives(recipe: str, tokens: int):
 
 @pytest.mark.parametrize("recipe", ON_THIS_GPU)
 def test_casts_compile_on_this_gpu_to_the_same_bits(recipe: str):
-    fuser = fused.Compiled("inductor", CUDA, torch.bfloat16)
+    fuser = compiled_regions.Compiled("inductor", CUDA, torch.bfloat16)
     got, want = run(recipe, 256, emulate=False, fuser=fuser), run(recipe, 256, emulate=False)
     assert not fuser.refused, str(fuser)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 grouped = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in fp8_experts.GENERATIONS,
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in grouped_gemm.GENERATIONS,
     reason="needs a CUDA device with grouped 8-bit products",
 )
 
@@ -74,9 +76,9 @@ def test_grouped_products_give_what_the_emulation_gives(counts: list[int], turne
 
     def both(emulate: bool):
         fp8 = Arithmetic(RECIPES["rowwise"], emulate)
-        y = fp8_experts.product(fp8, rows_NK, weight, ends_L, turned=turned, fast=True)
-        back = fp8_experts.product(fp8, grad_NO, weight, ends_L, turned=not turned)
-        return y, back, fp8_experts.weight_gradient(fp8, rows_NK, grad_NO, ends_L)
+        y = grouped_gemm.product(fp8, rows_NK, weight, ends_L, turned=turned, fast=True)
+        back = grouped_gemm.product(fp8, grad_NO, weight, ends_L, turned=not turned)
+        return y, back, grouped_gemm.weight_gradient(fp8, rows_NK, grad_NO, ends_L)
 
     for got, exact in zip(both(False), both(True), strict=True):
         assert (got - exact).abs().max() <= 2**-7 * exact.abs().max()
@@ -84,4 +86,4 @@ def test_grouped_products_give_what_the_emulation_gives(counts: list[int], turne
 
 @grouped
 def test_rows_of_experts_are_cast_by_the_kernel():
-    assert not fp8_groups.difference(CUDA)
+    assert not group_cast.difference(CUDA)

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from automodel_cli.distributed import fused
-from automodel_cli.distributed.fused import Compiled
-from automodel_cli.distributed.gated_experts import GatedExperts
-from automodel_cli.distributed.glue import fuse_layers
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
+from automodel_cli.distributed.fusion import compiled_regions
+from automodel_cli.distributed.fusion.compiled_regions import Compiled
+from automodel_cli.distributed.fusion.patterns import fuse_layers
 from tests import tiny
 
 pytestmark = [
@@ -32,11 +32,11 @@ def test_glue_compiles_on_this_gpu_and_computes_the_same(family: str, dtype: tor
     found = []
     for one in (plain.to("cuda", dtype), model.to("cuda", dtype)):
         for tokens in (12, 17, 30):
-            before = len(fused.compilations)
+            before = len(compiled_regions.compilations)
             one.zero_grad()
             one(
                 input_ids=torch.arange(2 * tokens, device="cuda").view(2, -1) % 40
             ).logits.float().square().mean().backward()
-        assert len(fused.compilations) == before, "other numbers of tokens are the same graphs"
+        assert len(compiled_regions.compilations) == before, "other numbers of tokens are the same graphs"
         found.append(tiny.gradients(one))
     assert tiny.gradient_error(*found) < (1e-5 if dtype == torch.float32 else 0.05)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_cli.models.attention import packed_attention, register
-from automodel_cli.models.head import detect_head
-from automodel_cli.models.part import ModelPart
-from automodel_cli.rollout.sampler.decoder import Decoder
-from automodel_cli.rollout.sampler.graphs import Capture, Step, cuda_capture
-from automodel_cli.rollout.sampler.sampler import Sampler
+from automodel_cli.models.attention.packed import packed_attention, register
+from automodel_cli.models.lm_head.head import detect_head
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.rollout.engines.sampler.cuda_graphs import Capture, Step, cuda_capture
+from automodel_cli.rollout.engines.sampler.decoder import Decoder
+from automodel_cli.rollout.engines.sampler.sampler import Sampler
 from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
 
@@ -32,9 +32,9 @@ def make_part(family: str, dtype: torch.dtype, **extra: int) -> ModelPart:
     return ModelPart(model, detect_head(model.config)).cuda()
 
 
-def sampler(part: ModelPart, capture: Capture | None, num_slots: int = 12) -> Sampler:
+def sampler(part: ModelPart, capture: Capture | None, max_num_seqs: int = 12) -> Sampler:
     decoder = Decoder.whole(part, torch.device("cuda"))
-    return Sampler(decoder, packed_attention, stop_token_ids=[2, 5, 9], num_slots=num_slots, capture=capture)
+    return Sampler(decoder, packed_attention, stop_token_ids=[2, 5, 9], max_num_seqs=max_num_seqs, capture=capture)
 
 
 class Counted:
@@ -111,7 +111,7 @@ def test_a_small_model_decodes_faster_in_bfloat16(caplog):
     params = SamplingParams(max_new_tokens=200, seed=1)
     seconds = {}
     for name, capture in (("eager", None), ("graphs", cuda_capture())):
-        engine = sampler(part, capture, num_slots=32)
+        engine = sampler(part, capture, max_num_seqs=32)
         for _ in range(2):
             began = time.perf_counter()
             engine.generate(PROMPTS, params)

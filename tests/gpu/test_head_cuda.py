@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automodel_cli.distributed.added import _products_add_in_float32, add_product_
-from automodel_cli.models import head_kernels
+from automodel_cli.distributed.wgrad_fusion.linear import _products_add_in_float32, add_product_
+from automodel_cli.models.lm_head import kernels as lm_head_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,5 +27,5 @@ def test_products_of_bf16_add_up_in_float32():
 
 
 def test_the_triton_kernels_agree_with_the_definition_and_are_taken():
-    assert head_kernels.disagreement(torch.device("cuda")) < 1e-5
-    assert head_kernels.usable("cuda")
+    assert lm_head_kernels.disagreement(torch.device("cuda")) < 1e-5
+    assert lm_head_kernels.usable("cuda")

@@ -17,17 +17,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from automodel_cli.distributed.expert_parallel import experts_modules
+from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.servers.process import answers
-from automodel_cli.rollout.servers.sglang import SGLangEngine
-from automodel_cli.rollout.servers.transfer import FileTransfer
+from automodel_cli.rollout.engines.servers.server_process import answers
+from automodel_cli.rollout.engines.servers.sglang import SGLangEngine
 from automodel_cli.rollout.types import SamplingParams
+from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests.e2e.command import automodel, curve
 from tests.real_servers import RUN, prompts
 from tests.sglang.server import MARKS, OPTIONS, PROGRAM, SGLangServed
 from tests.tiny import perturb
-from tests.unit.rollout.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_servers import free_port
 
 pytestmark = MARKS
 PARAMS = SamplingParams(24, routing=True)

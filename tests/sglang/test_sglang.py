@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.servers.group_transfer import GroupTransfer
-from automodel_cli.rollout.servers.http import Server
-from automodel_cli.rollout.servers.pool import LivePool
-from automodel_cli.rollout.servers.sglang import SGLangEngine
-from automodel_cli.rollout.servers.transfer import FileTransfer, Transfer
+from automodel_cli.rollout.engines.servers.server_pool import LivePool
+from automodel_cli.rollout.engines.servers.sglang import SGLangEngine
+from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import Completion, SamplingParams
+from automodel_cli.rollout.weight_sync.broadcast import GroupTransfer
+from automodel_cli.rollout.weight_sync.transports import FileTransfer, Transfer
 from tests.e2e.command import automodel, curve
 from tests.real_servers import RUN, built, gap_of_versions, largest_gap, moved, prompts, saved, weights_of
 from tests.sglang.server import MARKS, SGLangServed
-from tests.unit.rollout.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_servers import free_port
 
 pytestmark = MARKS
 

@@ -25,15 +25,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.servers.http import Server
-from automodel_cli.rollout.servers.openai import OpenAIEngine
-from automodel_cli.rollout.servers.process import ServerProcess
-from automodel_cli.rollout.servers.transfer import FileTransfer
-from automodel_cli.rollout.servers.vllm import VLLMEngine
+from automodel_cli.rollout.engines.servers.openai import OpenAIEngine
+from automodel_cli.rollout.engines.servers.server_process import ServerProcess
+from automodel_cli.rollout.engines.servers.vllm import VLLMEngine
+from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.types import Completion, SamplingParams
+from automodel_cli.rollout.weight_sync.transports import FileTransfer
 from tests.e2e.command import automodel, curve, metrics, start
 from tests.real_servers import RUN, Served, built, gap_of_versions, largest_gap, moved, prompts, saved, weights_of
-from tests.unit.rollout.servers.test_http_servers import free_port
+from tests.unit.rollout.engines.servers.test_http_servers import free_port
 
 ROOT = Path(__file__).parents[2]
 VLLM = os.environ.get("AUTOMODEL_VLLM")

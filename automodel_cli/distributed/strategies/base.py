@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO, GLUE
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
 
 if TYPE_CHECKING:
     import torch

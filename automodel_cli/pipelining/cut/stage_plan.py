@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from torch import nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.nf4 import NF4Linear
-from automodel_cli.models.part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.cut.anatomy import Anatomy, tied_embedding
+from automodel_cli.pipelining.cut.layer_ranges import (
+    balanced_sizes,
+    even_sizes,
+    layer_ranges,
+    ranges_from_names,
+    stage_count,
+)
 from automodel_cli.pipelining.cut.layout_string import parse_layout, validate_layout
-from automodel_cli.pipelining.cut.split import balanced_sizes, even_sizes, layer_ranges, ranges_from_names, stage_count
-from automodel_cli.pipelining.schedule.owners import stage_owners
+from automodel_cli.pipelining.cut.model_structure import Anatomy, tied_embedding
 from automodel_cli.pipelining.schedule.program import Program, forward_only_program
 from automodel_cli.pipelining.schedule.programs import build_program
+from automodel_cli.pipelining.schedule.stage_ranks import stage_owners
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from automodel_cli.pipelining.megatron_core.interleaved import forward_backward_
 from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator
 from automodel_cli.pipelining.megatron_core.step import ForwardStepFunc, StepRunner, alone
 from automodel_cli.pipelining.megatron_core.tensors import deallocate_output_tensor
-from automodel_cli.pipelining.schedule.orders import get_pp_rank_microbatches
+from automodel_cli.pipelining.schedule.one_f_one_b import get_pp_rank_microbatches
 
 __all__ = [
     "forward_backward_no_pipelining",

@@ -16,7 +16,7 @@ from automodel_cli.pipelining.megatron_core.grad_sync import plan_sync
 from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator, Shape
 from automodel_cli.pipelining.megatron_core.step import ForwardStepFunc, StepRunner
 from automodel_cli.pipelining.megatron_core.tensors import deallocate_output_tensor
-from automodel_cli.pipelining.schedule.orders import (
+from automodel_cli.pipelining.schedule.one_f_one_b import (
     check_microbatch_group_size,
     get_pp_rank_microbatches,
     get_schedule_table,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.schedule.orders import compute_order
-from automodel_cli.pipelining.schedule.owners import stage_owners
+from automodel_cli.pipelining.schedule.one_f_one_b import compute_order
 from automodel_cli.pipelining.schedule.program import Action, Program, Step
 from automodel_cli.pipelining.schedule.schedules import Schedule, check_schedule, find_schedule
+from automodel_cli.pipelining.schedule.stage_ranks import stage_owners
 
 
 def build_program(
@@ -48,7 +48,7 @@ def build_program(
         orders = [compute_order(m, p, rank, v, group_size, extra_warmup=extra_warmup) for rank in range(p)]
         ranks = [_from_megatron(order, p, rank) for rank, order in enumerate(orders)]
     else:
-        from automodel_cli.pipelining.torch_runtime.actions import rank_programs
+        from automodel_cli.pipelining.schedule.actions import rank_programs
 
         assert schedule.torch_class is not None, f"no generator for {schedule.name}"
         ranks = rank_programs(schedule.torch_class, p, m, v)

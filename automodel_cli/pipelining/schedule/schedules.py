@@ -11,7 +11,7 @@ import difflib
 from dataclasses import dataclass
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.schedule.owners import ScheduleKind, Style
+from automodel_cli.pipelining.schedule.stage_ranks import ScheduleKind, Style
 
 
 @dataclass(frozen=True)

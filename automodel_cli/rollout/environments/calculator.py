@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.environment import Environment, Turn
+from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.types import Message
 
 _MAX_LENGTH, _MAX_BITS = 200, 4096

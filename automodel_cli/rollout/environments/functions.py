@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.environments.loop_thread import in_thread
+from automodel_cli.rollout.environments.event_loop import in_thread
 from automodel_cli.rollout.environments.tools import ToolEnvironment, ToolError
 
 _AWAY = (OSError, TimeoutError)  # connections are OSErrors

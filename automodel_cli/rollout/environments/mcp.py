@@ -18,8 +18,8 @@ from typing import Any
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.rollout.engine_configs import words_of
-from automodel_cli.rollout.environments.loop_thread import LoopThread
+from automodel_cli.rollout.engines.config import words_of
+from automodel_cli.rollout.environments.event_loop import LoopThread
 from automodel_cli.rollout.environments.tools import ToolEnvironment, ToolError
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.environment import EnvironmentNode, Turn
-from automodel_cli.rollout.environments.loop_thread import LoopThread, in_thread
+from automodel_cli.rollout.environments.base import EnvironmentNode, Turn
+from automodel_cli.rollout.environments.event_loop import LoopThread, in_thread
 from automodel_cli.rollout.types import Account, EpisodeEnd, Message
 
 logger = logging.getLogger(__name__)

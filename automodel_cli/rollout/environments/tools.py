@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.environment import Environment, Turn
+from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.rewards.text import check_pattern
 from automodel_cli.rollout.types import Message
 

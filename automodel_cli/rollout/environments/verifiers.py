@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, DataError
-from automodel_cli.rollout.environment import Environment, Turn
+from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.environments.tools import Call, calls_in
 from automodel_cli.rollout.rewards.text import check_pattern
 from automodel_cli.rollout.types import Message

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
-from automodel_cli.rollout.rewards.sandbox import Limits, check_memory, judge, require_isolation, run_python
+from automodel_cli.rollout.rewards.sandbox.host import Limits, check_memory, judge, require_isolation, run_python
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.rollout.rewards.base import Judged, Reward
-from automodel_cli.rollout.rewards.plain_expressions import guard_sympy
+from automodel_cli.rollout.rewards.safe_eval import guard_sympy
 from automodel_cli.rollout.rewards.text import check_pattern
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.rollout.rewards.base import Judged, Reward
-from automodel_cli.rollout.rewards.plain_expressions import guard_eval, guard_sympy
+from automodel_cli.rollout.rewards.safe_eval import guard_eval, guard_sympy
 
 _VERSION = 1  # part of every cache key
 

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.http import Server
 from automodel_cli.rollout.rewards.base import Judged, Many, Reward, RewardOfMany
 from automodel_cli.rollout.rewards.text import check_pattern
-from automodel_cli.rollout.servers.http import Server
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from automodel_cli.run.bench import Config, Times, compare
-from automodel_cli.run.stopwatch import kind_of
+from automodel_cli.run.commands.bench import Config, Times, compare
+from automodel_cli.run.commands.benchmark_callback import kind_of
 from tests.e2e.command import automodel, write_config
 
 
@@ -38,7 +38,7 @@ def _compared(monkeypatch: pytest.MonkeyPatch, output: Path, runs: list[Times]) 
         asked.append(config.name)
         return next(order)
 
-    monkeypatch.setattr("automodel_cli.run.bench.measure", measured)
+    monkeypatch.setattr("automodel_cli.run.commands.bench.measure", measured)
     compare(Config("a", ()), Config("b", ()), warmup=1, steps=3, rounds=2, json_file=output)
     assert asked == ["a", "b", "b", "a"], "in turns"
     return json.loads(output.read_text())

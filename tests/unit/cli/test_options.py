@@ -14,24 +14,24 @@ from types import ModuleType
 import pytest
 import yaml
 
-from automodel_cli.cli import complete
+from automodel_cli.cli import completion_values
 from automodel_cli.cli.main import run
 from automodel_cli.cli.options import page
-from automodel_cli.config import bundled, reference, schema
+from automodel_cli.config import bundled_recipes, key_reference, schema
 from automodel_cli.data.config import TaskNode
 from automodel_cli.models.config import TokenizerNode
-from automodel_cli.rollout.engine import EngineConfig
-from automodel_cli.rollout.environment import EnvironmentNode
+from automodel_cli.rollout.engines.base import EngineConfig
+from automodel_cli.rollout.environments.base import EnvironmentNode
 from automodel_cli.rollout.rewards.base import RewardNode
 from automodel_cli.training.config import ValidationTask
 from automodel_cli.training.trackers import TrackerNode
 from tests.unit.cli.test_main import check_quick
 
-NODES = reference.nodes()
+NODES = key_reference.nodes()
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: f"{node.path}:{node.target.rpartition('.')[2]}")
-def test_every_key_has_a_sentence_of_its_own(node: reference.Node) -> None:
+def test_every_key_has_a_sentence_of_its_own(node: key_reference.Node) -> None:
     """The docstring below the field, and no two keys of a node share one."""
     texts = {key.name: key.text for key in node.keys}
     assert [name for name, text in texts.items() if not text] == [], f"write a docstring below the field: {node.target}"
@@ -55,8 +55,8 @@ class _Inherits(_Node):
 
 
 def test_only_the_docstring_below_a_field_is_its_sentence() -> None:
-    assert reference.sentences(_Node) == {"speed": "", "depth": "Layers."}
-    assert reference.sentences(_Inherits) == {"speed": "", "depth": "Layers."}
+    assert key_reference.sentences(_Node) == {"speed": "", "depth": "Layers."}
+    assert key_reference.sentences(_Inherits) == {"speed": "", "depth": "Layers."}
 
 
 def test_keys_of_different_fields_do_not_share_a_sentence() -> None:
@@ -130,13 +130,13 @@ def test_no_key_is_missing() -> None:
         "rollout.environment.",
     )
     for name in ("sft", "dpo", "rm", "kd", "grpo"):
-        found = {key for key in complete.keys(name) if not key.startswith(free)}
+        found = {key for key in completion_values.keys(name) if not key.startswith(free)}
         assert found - {"pipeline.pipeline"} <= names  # from conf/pipeline/none.yaml, which is packed globally
 
 
 def test_every_option_of_a_group_is_named_with_its_node() -> None:
     options = {(node.path, option) for node in NODES for option in node.options}
-    for file in bundled.conf_dir().glob("*/*.yaml"):
+    for file in bundled_recipes.conf_dir().glob("*/*.yaml"):
         tree = yaml.safe_load(file.read_text())
         if isinstance(tree, dict) and "_target_" in tree and file.parent.name != "eval":  # roots, no options
             assert (file.parent.name, file.stem) in options

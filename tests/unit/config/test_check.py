@@ -12,7 +12,7 @@ import pytest
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.other_frameworks import FOREIGN
+from automodel_cli.config.foreign_keys import FOREIGN
 from automodel_cli.config.trust import Trust
 from tests.errors import assert_error, raises
 
@@ -192,20 +192,20 @@ def test_the_foreign_table_names_keys_that_exist() -> None:
     from automodel_cli.config import schema
     from automodel_cli.config.targets import resolve
 
-    known = set(schema.keys(resolve("recipes.sft.SFTRecipe")))
-    known |= set(schema.keys(resolve("recipes.grpo.GRPORecipe")))
-    known |= set(schema.keys(resolve("automodel_cli.training.optim.AdamW"), "optimizer."))
-    known |= set(schema.keys(resolve("automodel_cli.training.lr_scheduler.Cosine"), "lr_scheduler."))
+    known = set(schema.keys(resolve("automodel_cli.recipes.sft.SFTRecipe")))
+    known |= set(schema.keys(resolve("automodel_cli.recipes.grpo.GRPORecipe")))
+    known |= set(schema.keys(resolve("automodel_cli.training.optimizers.nodes.AdamW"), "optimizer."))
+    known |= set(schema.keys(resolve("automodel_cli.training.optimizers.lr_scheduler.Cosine"), "lr_scheduler."))
     known |= set(schema.keys(resolve("automodel_cli.distributed.config.FSDP2Config"), "parallelizer."))
     assert [row for row in FOREIGN.values() if row.key not in known] == []
 
 
 def test_names_of_sampling_that_others_have() -> None:
     from automodel_cli.config import schema
-    from automodel_cli.config.suggest import suggest
+    from automodel_cli.config.suggestions import suggest
     from automodel_cli.config.targets import resolve
 
-    known = set(schema.keys(resolve("recipes.grpo.GRPORecipe")))
+    known = set(schema.keys(resolve("automodel_cli.recipes.grpo.GRPORecipe")))
     of_ours = suggest("rollout.num_generations", 8, known)
     assert of_ours is not None and of_ours.fix == "rollout.group_size=8"
     for key, said in (
@@ -222,7 +222,7 @@ def test_names_of_sampling_that_others_have() -> None:
 
 
 def test_a_key_that_is_spelt_alike_and_means_something_else_is_no_typo() -> None:
-    from automodel_cli.config.suggest import suggest
+    from automodel_cli.config.suggestions import suggest
 
     known = ["objective.kl_coef", "objective.clip_high"]
     assert suggest("objective.value_coef", 0.5, known) is None
@@ -375,7 +375,7 @@ def test_third_party_signatures_dtypes_and_partial() -> None:
 
 
 def test_partial_is_not_for_our_own_nodes() -> None:
-    text = GOOD + "mesh: {_target_: automodel_cli.distributed.layout.MeshConfig, _partial_: true}\n"
+    text = GOOD + "mesh: {_target_: automodel_cli.distributed.mesh_config.MeshConfig, _partial_: true}\n"
     assert_error(refusal(text), "not_supported", "mesh._partial_", values=("true",))
 
 
@@ -400,7 +400,11 @@ def test_a_bug_in_a_trusted_node_is_reported_with_its_key(here: Path, monkeypatc
         ),
         (["model.tokenizer.banana=3"], "model.tokenizer", None),
         (["model.tokenizer=3"], "model.tokenizer", "model.tokenizer='\"3\"'"),
-        (["~optimizer", "optimizer={lr: 3}"], "optimizer", "optimizer._target_=automodel_cli.training.optim.AdamW"),
+        (
+            ["~optimizer", "optimizer={lr: 3}"],
+            "optimizer",
+            "optimizer._target_=automodel_cli.training.optimizers.nodes.AdamW",
+        ),
         (
             ["logging.trackers=[{space_id: me/x}]"],
             "logging.trackers.0",
@@ -424,9 +428,9 @@ def test_a_mapping_or_a_switch_in_place_of_something_else(overrides: list[str], 
 
 def test_no_key_of_ours_takes_just_anything() -> None:
     """Where an annotation is Any nothing is checked: only plans of tensor parallelism, which their node looks at."""
-    from automodel_cli.config import reference
+    from automodel_cli.config import key_reference
 
-    free = {key.name for node in reference.nodes() for key in node.keys if key.kind == "any node"}
+    free = {key.name for node in key_reference.nodes() for key in node.keys if key.kind == "any node"}
     assert free == {"parallelizer.tp_plan"}
 
 
@@ -441,7 +445,7 @@ def test_no_key_of_ours_takes_just_anything() -> None:
     ],
 )
 def test_another_word_is_no_typo(override: str) -> None:
-    from automodel_cli.config.suggest import suggest
+    from automodel_cli.config.suggestions import suggest
 
     key, _, value = override.partition("=")
     found = suggest(key, value, _keys_of_sft())
@@ -451,7 +455,7 @@ def test_another_word_is_no_typo(override: str) -> None:
 @pytest.mark.parametrize("name", ["model.lora.rank", "checkpoint.resume", "optimizer.weight_decay", "data.seq_len"])
 def test_one_slip_of_the_hand_is_a_typo(name: str) -> None:
     """A letter left out, doubled, replaced, or swapped with its neighbor, anywhere in the word."""
-    from automodel_cli.config.suggest import suggest
+    from automodel_cli.config.suggestions import suggest
 
     known = _keys_of_sft()
     section, _, leaf = name.rpartition(".")
@@ -467,8 +471,8 @@ def _keys_of_sft() -> list[str]:
     from automodel_cli.config import schema
     from automodel_cli.config.targets import resolve
 
-    optimizer = schema.keys(resolve("automodel_cli.training.optim.AdamW"), "optimizer.")
-    return [*schema.keys(resolve("recipes.sft.SFTRecipe")), *optimizer]
+    optimizer = schema.keys(resolve("automodel_cli.training.optimizers.nodes.AdamW"), "optimizer.")
+    return [*schema.keys(resolve("automodel_cli.recipes.sft.SFTRecipe")), *optimizer]
 
 
 @pytest.mark.parametrize("overrides", [["objective=kto"], ["objective._target_=automodel_cli.objectives.kto.KTO"]])

@@ -18,9 +18,9 @@ from tests.errors import raises
 
 MODULE = """
 from dataclasses import dataclass
-from automodel_cli.data.format import Format
+from automodel_cli.data.formats.base import Format
 from automodel_cli.distributed.strategies.base import ParallelizerConfig
-from automodel_cli.rollout.environment import Environment, Turn
+from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.rewards.base import Reward, RewardOfMany
 
 @dataclass(frozen=True)
@@ -92,15 +92,19 @@ def build(conf: str, *overrides: str) -> Any:
         (
             "quickstart",
             "data.format={_target_: mine.NoRead}",
-            "mine.NoRead, which lacks read of automodel_cli.data.format",
+            "mine.NoRead, which lacks read of automodel_cli.data.formats.base",
         ),
         (
             "quickstart",
             "data.format={_target_: mine.Bare}",
-            "which lacks fields, makes, read of automodel_cli.data.format",
+            "which lacks fields, makes, read of automodel_cli.data.formats.base",
         ),
         ("quickstart", "objective={_target_: mine.NoCall}", "lacks __call__ of automodel_cli.objectives.base"),
-        ("quickstart", "lr_scheduler={_target_: mine.Bare}", "lacks build of automodel_cli.training.lr_scheduler"),
+        (
+            "quickstart",
+            "lr_scheduler={_target_: mine.Bare}",
+            "lacks build of automodel_cli.training.optimizers.lr_scheduler",
+        ),
         ("quickstart", "optimizer={_target_: torch.optim.AdamW}", "torch.optim.AdamW, which lacks build of"),
         ("quickstart", "data.task={_target_: mine.Bare}", "lacks cache_key, rows of automodel_cli.data.config"),
         ("quickstart", "logging.trackers=[{_target_: mine.Bare}]", "lacks start of automodel_cli.training.trackers"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from automodel_cli.config import bundled
+from automodel_cli.config import bundled_recipes
 from automodel_cli.config.compose import compose, locate
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.hydra_adapter import Loader
@@ -56,7 +56,7 @@ def test_values_and_origins_follow_the_merge_order(here: Path) -> None:
 
 
 def test_a_file_composes_with_the_bundled_groups(here: Path) -> None:
-    group = next(p for p in sorted(bundled.conf_dir().iterdir()) if p.is_dir() and list(p.glob("*.yaml")))
+    group = next(p for p in sorted(bundled_recipes.conf_dir().iterdir()) if p.is_dir() and list(p.glob("*.yaml")))
     option = sorted(group.glob("*.yaml"))[0]
     write(here / "mine.yaml", f"defaults:\n  - {group.name}: {option.stem}\n  - _self_\n")
     composed = compose("mine.yaml")
@@ -66,7 +66,7 @@ def test_a_file_composes_with_the_bundled_groups(here: Path) -> None:
 
 
 def test_the_users_folder_comes_before_the_bundled_one(here: Path) -> None:
-    name = bundled.names()[0]
+    name = bundled_recipes.names()[0]
     write(here / f"{name}.yaml", "mine: 1\n")
     write(here / "run.yaml", f"defaults: [{name}, _self_]\n")
     assert compose("run.yaml").tree == {"mine": 1}
@@ -187,11 +187,11 @@ def test_a_file_named_like_the_base_it_starts_from(here: Path) -> None:
     write(here / "optimizer" / "adamw.yaml", "defaults: [adamw, _self_]\nlr: 0.5\n")
     for conf in ("sft.yaml", "other.yaml"):
         composed = compose(conf)
-        assert composed.tree["_target_"] == "recipes.sft.SFTRecipe"
+        assert composed.tree["_target_"] == "automodel_cli.recipes.sft.SFTRecipe"
         assert (composed.tree["seed"], composed.origin("seed")) == (7, "sft.yaml:2")
-        assert composed.tree["optimizer"]["_target_"] == "automodel_cli.training.optim.AdamW"
+        assert composed.tree["optimizer"]["_target_"] == "automodel_cli.training.optimizers.nodes.AdamW"
         assert composed.tree["optimizer"]["lr"] == 0.5
-        shown = [bundled.display(file) for file in composed.files]
+        shown = [bundled_recipes.display(file) for file in composed.files]
         assert [name for name in shown if name.endswith("adamw.yaml")] == [
             "conf/optimizer/adamw.yaml",
             "optimizer/adamw.yaml",
@@ -244,9 +244,9 @@ def test_interpolations_that_fail_are_problems_not_tracebacks(here: Path) -> Non
 def test_which_file(here: Path) -> None:
     write(here / "mine.yaml", "a: 1\n")
     write(here / "old.yml", "a: 1\n")
-    name = bundled.names()[0]
+    name = bundled_recipes.names()[0]
     assert locate("mine.yaml") == here / "mine.yaml"
-    assert locate(name) == locate(f"conf/{name}.yaml") == bundled.path_of(name), "as messages call it"
+    assert locate(name) == locate(f"conf/{name}.yaml") == bundled_recipes.path_of(name), "as messages call it"
     cases = {
         "old.yml": "mv old.yml old.yaml",
         "mime.yaml": "-c mine.yaml",
@@ -307,7 +307,7 @@ def test_a_replaced_limit_names_what_replaced_it(here: Path) -> None:
     assert "train.max_steps" in composed.origin("train.epochs") and "command line" in composed.origin("train.epochs")
 
 
-@pytest.mark.parametrize("name", bundled.names())
+@pytest.mark.parametrize("name", bundled_recipes.names())
 def test_the_line_that_a_finished_run_prints_replaces_the_limit_of_every_recipe(here: Path, name: str) -> None:
     write(here / "run/config.yaml", compose(name).to_yaml())
     limits = compose("run/config.yaml", ["train.max_steps=4400"], run_dir=here / "run").tree["train"]

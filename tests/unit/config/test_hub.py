@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.config import fixes, hub
+from automodel_cli.config import fix_syntax, hub
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import SourceConfig
-from automodel_cli.data.readers import load_hub
-from automodel_cli.models.classifier import check_classifier
+from automodel_cli.data.sources.file_readers import load_hub
+from automodel_cli.models.checkpoint_io.sequence_classifier import check_classifier
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.source import hf_config
+from automodel_cli.models.hub.source import hf_config
 from automodel_cli.models.tokenizer import load_tokenizer
 
 
@@ -55,8 +55,8 @@ def test_what_is_not_in_the_cache(offline: Path, call: Any, keys: tuple[str, ...
         call()
     assert isinstance(error.value, DataError) == (not keys) and error.value.keys == keys
     assert "HF_HUB_OFFLINE=1" in error.value.message and f"HF_HOME={offline}" in error.value.message
-    (first, *_) = fixes.alternatives(error.value.fix or "")
-    assert (first, fixes.kind(first)) == (command, "command")
+    (first, *_) = fix_syntax.alternatives(error.value.fix or "")
+    assert (first, fix_syntax.kind(first)) == (command, "command")
 
 
 def test_the_cache_is_where_the_hub_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

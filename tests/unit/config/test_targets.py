@@ -34,8 +34,8 @@ HOSTILE = [
     # attribute walks through what is allowed
     "automodel_cli.config.compose.yaml.dump",
     "automodel_cli.config.check.os.system",
-    "automodel_cli.config.build.functools.partial",
-    "automodel_cli.launch.local.shutil.rmtree",
+    "automodel_cli.config.instantiate.functools.partial",
+    "automodel_cli.launch.local_launcher.shutil.rmtree",
     "automodel_cli.config.check.sys.modules",
     "automodel_cli.config.check.importlib.import_module",
     "torch.optim.lr_scheduler.partial",
@@ -45,15 +45,15 @@ HOSTILE = [
     "torch.optim.AdamW.__init__.__globals__",
     "automodel_cli.__loader__.load_module",
     "automodel_cli.config.check.__builtins__",
-    "automodel_cli.config.build._located",
+    "automodel_cli.config.instantiate._located",
     # ours, but no config node
     "automodel_cli.config.check.check",
     "automodel_cli.cli.main.main",
-    "automodel_cli.launch.local.run",
+    "automodel_cli.launch.local_launcher.run",
     "automodel_cli.config.errors.ConfigError",
     "automodel_cli.config.compose.ConfigError",
     "automodel_cli.config.check",
-    "automodel_cli.launch.worker.STATUS_DIR",
+    "automodel_cli.launch.rank_process.STATUS_DIR",
     # third-party functions
     "torch.distributed.fsdp.fully_shard",
     # no dotted name
@@ -74,7 +74,7 @@ def test_hostile_targets_are_refused(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "code", "value"),
     [
-        ("automodel_cli.config.bind.targets.resolve", "invalid_target", "automodel_cli.config.targets"),
+        ("automodel_cli.config.type_checking.targets.resolve", "invalid_target", "automodel_cli.config.targets"),
         ("automodel_cli.config.check._Node", "invalid_target", "private"),
         ("torch.optim.lr_scheduler.partial", "untrusted_code", "functools.partial"),
         ("automodel_cli.config.check.check", "invalid_target", "function"),
@@ -129,9 +129,9 @@ def test_a_trusted_module_that_cannot_be_imported_is_told_with_its_line(
 
 
 def test_allowed_targets() -> None:
-    from automodel_cli.distributed.layout import MeshConfig
+    from automodel_cli.distributed.mesh_config import MeshConfig
 
-    assert resolve("automodel_cli.distributed.layout.MeshConfig") is MeshConfig
+    assert resolve("automodel_cli.distributed.mesh_config.MeshConfig") is MeshConfig
     import torch
 
     assert resolve("torch.optim.AdamW") is torch.optim.AdamW
@@ -140,9 +140,9 @@ def test_allowed_targets() -> None:
 
 def test_near_misses_are_named() -> None:
     cases = {
-        "recipe.sft.SFTRecipe": "_target_=recipes.sft.SFTRecipe",
+        "recipe.sft.SFTRecipe": "_target_=automodel_cli.recipes.sft.SFTRecipe",
         "torch.optim.AdanW": "_target_=torch.optim.AdamW",
-        "automodel_cli.distributed.layout.MeshKonfig": "_target_=automodel_cli.distributed.layout.MeshConfig",
+        "automodel_cli.distributed.mesh_config.MeshKonfig": "_target_=automodel_cli.distributed.mesh_config.MeshConfig",
     }
     for given, fix in cases.items():
         with pytest.raises(ConfigError) as error:
@@ -156,8 +156,8 @@ def test_a_node_that_was_moved_is_named_where_it_is() -> None:
     cases = {
         "automodel_cli.rollout.calculator.Calculator": calculator,
         "automodel_cli.rollout.enviroments.calculator.Calculator": calculator,
-        "automodel_cli.rollout.engine.VLLMConfig": "automodel_cli.rollout.engine_configs.VLLMConfig",
-        "recipes.finetune.SFTRecipe": "recipes.sft.SFTRecipe",
+        "automodel_cli.rollout.engines.base.VLLMConfig": "automodel_cli.rollout.engines.config.VLLMConfig",
+        "recipes.finetune.SFTRecipe": "automodel_cli.recipes.sft.SFTRecipe",
         "recipes.objectives.SFT": "automodel_cli.objectives.sft.SFT",
     }
     for old, new in cases.items():

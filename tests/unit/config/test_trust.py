@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from automodel_cli.config import remembered
+from automodel_cli.config import trust_store
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import Composed, compose
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.remembered import FILE, remember
 from automodel_cli.config.trust import COMMAND, NOTHING, REMOTE_CODE, Need, Trust
-from automodel_cli.rollout.engine_configs import words_of
-from automodel_cli.run.rules import check_run_name
+from automodel_cli.config.trust_store import FILE, remember
+from automodel_cli.rollout.engines.config import words_of
+from automodel_cli.run.checks.cross_section_checks import check_run_name
 
 HOSTILE = """
 defaults: [grpo, override /rollout: vllm, _self_]
@@ -82,7 +82,7 @@ def test_a_tokenizer_needs_it_too(composed: Composed) -> None:
 
 
 def recall(folder: Path) -> Trust:
-    return remembered.recall(folder, (folder / "config.yaml").read_bytes())
+    return trust_store.recall(folder, (folder / "config.yaml").read_bytes())
 
 
 def run_of(folder: Path, trust: Trust) -> Path:
@@ -138,12 +138,12 @@ def test_the_seal_is_compared_with_what_was_composed(
     hostile, sealed = HOSTILE.replace("pwned", "hostile"), composed.to_yaml()
     (run / "config.yaml").write_text(sealed)
     remember(run, ALL, sealed)
-    assert remembered.recall(run, compose(run / "config.yaml", run_dir=run).content) == ALL
+    assert trust_store.recall(run, compose(run / "config.yaml", run_dir=run).content) == ALL
     (run / "config.yaml").write_text(hostile)
     found = compose(run / "config.yaml", run_dir=run)
     (run / "config.yaml").write_text(sealed)
     assert "hostile" in str(found.tree["rollout"]["engine"]["command"])
-    assert not remembered.recall(run, found.content)
+    assert not trust_store.recall(run, found.content)
     assert found.path == run / "config.yaml" and run / "config.yaml" in found.files
     assert found.where("model.attention").file == "run/config.yaml"
 

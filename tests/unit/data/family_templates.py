@@ -4,7 +4,7 @@ space.
 
 from __future__ import annotations
 
-from .helpers import NATIVE
+from tests.unit.data.helpers import NATIVE
 
 CHATML = NATIVE
 """Knows roles and content only."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from .helpers import tiny_tokenizer
+from tests.unit.data.helpers import tiny_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "templates"
 SPECIAL = [

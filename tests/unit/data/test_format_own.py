@@ -11,14 +11,13 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.prepare import prepare
-from automodel_cli.data.prompts import prepare_prompts
-
-from .helpers import tiny_tokenizer, turn, write_jsonl
+from automodel_cli.data.preparation.pipeline import prepare
+from automodel_cli.data.preparation.prompts import prepare_prompts
+from tests.unit.data.helpers import tiny_tokenizer, turn, write_jsonl
 
 MODULE = """
 from dataclasses import dataclass
-from automodel_cli.data.documents import AnsweredPrompt, Conversation, PlainText
+from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, PlainText
 from spoken_words import question
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.dataset import length_histogram
 from automodel_cli.data.packing import Packed, Pieces, best_fit_decreasing, cut_long, pack
+from automodel_cli.data.preparation.dataset import length_histogram
 
 
 def log_normal(number: int) -> np.ndarray:

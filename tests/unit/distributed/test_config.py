@@ -17,7 +17,7 @@ from automodel_cli.distributed.config import (
     MegatronFSDPConfig,
     MixedPrecision,
 )
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.megatron_fsdp.config import zero_strategy
 
 COMMON = {
@@ -194,7 +194,7 @@ def test_policies_build_torchs_objects():
 
 
 def test_config_modules_do_not_import_torch():
-    modules = "automodel_cli.distributed.config, automodel_cli.distributed.layout, automodel_cli.objectives.sft"
+    modules = "automodel_cli.distributed.config, automodel_cli.distributed.mesh_config, automodel_cli.objectives.sft"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -221,7 +221,7 @@ def test_unit_classes_that_the_model_lacks_are_answered_with_its_own():
     import torch
 
     from automodel_cli.distributed.strategies.megatron_fsdp.sharding import unit_modules
-    from automodel_cli.models.compat import meta_model
+    from automodel_cli.models.transformers_compat import meta_model
     from tests.tiny import tiny_config
 
     model = meta_model(tiny_config("qwen3"), dtype=torch.float32)

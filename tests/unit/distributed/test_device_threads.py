@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import automodel_cli
-from automodel_cli.data.loader import StepLoader
+from automodel_cli.data.preparation.dataloader import StepLoader
 from automodel_cli.distributed.device_threads import on_this_device, threads_on_this_device
-from automodel_cli.models import attention_flex
-from automodel_cli.rollout.environments.loop_thread import LoopThread, in_thread
-from automodel_cli.run import session
-from automodel_cli.training import checkpoint
+from automodel_cli.models.attention import flex as attention_flex
+from automodel_cli.rollout.environments.event_loop import LoopThread, in_thread
+from automodel_cli.run import trainer
+from automodel_cli.training.checkpoint import checkpointer
 from automodel_cli.training.config import CheckpointConfig
 
 MINE = 3
@@ -27,19 +27,19 @@ ROOT = Path(automodel_cli.__file__).parent
 
 NO_DEVICE = {
     "distributed/device_threads.py": "the pools themselves",
-    "data/time_limit.py": "watches chat templates, without torch",
-    "data/loader.py": "runs what the session prepares, which selects the device",
-    "distributed/store_talk.py": "talks to the store",
-    "launch/clean_up.py": "ends processes, without torch",
-    "launch/local.py": "watches processes, without torch",
-    "training/hang_watch.py": "talks to the store",
-    "run/mirror.py": "copies files",
+    "data/chat/time_limit.py": "watches chat templates, without torch",
+    "data/preparation/dataloader.py": "runs what the session prepares, which selects the device",
+    "distributed/store_client.py": "talks to the store",
+    "launch/cleanup_timeout.py": "ends processes, without torch",
+    "launch/local_launcher.py": "watches processes, without torch",
+    "training/monitors/watchdog.py": "talks to the store",
+    "run/remote/remote_sync.py": "copies files",
     "rollout/rewards/remote.py": "waits for answers of servers",
-    "rollout/servers/own.py": "starts processes",
-    "rollout/servers/pool.py": "waits for answers of servers",
-    "rollout/servers/served.py": "waits for answers of servers",
-    "rollout/servers/shared_gpus.py": "waits for answers of servers",
-    "rollout/servers/transfer.py": "posts requests, besides a thread that selects the device",
+    "rollout/engines/servers/server_launcher.py": "starts processes",
+    "rollout/engines/servers/server_pool.py": "waits for answers of servers",
+    "rollout/engines/servers/http_engine.py": "waits for answers of servers",
+    "rollout/engines/servers/colocated.py": "waits for answers of servers",
+    "rollout/weight_sync/transports.py": "posts requests, besides a thread that selects the device",
 }
 """Files that start threads of which none touches CUDA, and why."""
 
@@ -85,13 +85,13 @@ def test_a_checkpoint_is_written_from_the_ranks_device(
     devices: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    write = checkpoint.write_state
-    monkeypatch.setattr(checkpoint, "write_state", lambda *given: (seen.append(devices()), write(*given))[1])
+    write = checkpointer.write_state
+    monkeypatch.setattr(checkpointer, "write_state", lambda *given: (seen.append(devices()), write(*given))[1])
     part = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(part.parameters())
-    saver = checkpoint.Checkpointer(tmp_path, CheckpointConfig(async_save=True))
-    monkeypatch.setattr(checkpoint, "model_state", lambda parts: dict(part.state_dict()))
-    monkeypatch.setattr(checkpoint, "optimizer_state", lambda parts, optimizer: {})
+    saver = checkpointer.Checkpointer(tmp_path, CheckpointConfig(async_save=True))
+    monkeypatch.setattr(checkpointer, "model_state", lambda parts: dict(part.state_dict()))
+    monkeypatch.setattr(checkpointer, "optimizer_state", lambda parts, optimizer: {})
     saver.save(1, [part], optimizer, SimpleNamespace(state_dict=dict))  # type: ignore[arg-type]
     saver.close()
     assert seen == [MINE]
@@ -100,8 +100,8 @@ def test_a_checkpoint_is_written_from_the_ranks_device(
 def test_rows_are_pinned_on_the_ranks_device(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     rows = SimpleNamespace(first_rows=torch.tensor([0, 8]).numpy(), weights=[1.0], contents=[], collate=list)
-    monkeypatch.setattr(session, "_pinned", lambda batch: seen.append(devices()))
-    prepare = session.prepared_for(torch.device("cuda"))
+    monkeypatch.setattr(trainer, "_pinned", lambda batch: seen.append(devices()))
+    prepare = trainer.prepared_for(torch.device("cuda"))
     loader: Any = StepLoader(rows, microbatch_size=1, global_batch_size=2, seed=0, shuffle=False, prepare=prepare)
     loader.next_step()
     loader.next_step()

@@ -10,7 +10,7 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.trust import Trust
-from automodel_cli.launch import peers
+from automodel_cli.launch import peer_failure
 from automodel_cli.launch.slurm import Job, setup_block
 from tests.unit.cli.test_main import TRUST, automodel, check_quick
 
@@ -179,17 +179,17 @@ def test_a_lost_peer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     gloo = (
         "[/x/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.7]:41677: Connection reset by peer. This is typically"
     )
-    error = peers.lost(RuntimeError(gloo))
+    error = peer_failure.lost(RuntimeError(gloo))
     assert isinstance(error, RunError) and error.exit_code == 1
     assert "rank 3 of 8 on gpu07 has lost another rank" in str(error)
     assert "Read error [10.0.0.7]:41677: Connection reset by peer\n" in str(error)
     wrapped = RunError("checkpoint x could not be written")
     wrapped.__cause__ = RuntimeError(gloo)
-    assert "lost another rank" in str(peers.lost(wrapped)) and peers.lost(RunError("disk full")) is None
+    assert "lost another rank" in str(peer_failure.lost(wrapped)) and peer_failure.lost(RunError("disk full")) is None
     backend = type("DistBackendError", (RuntimeError,), {})
-    assert peers.lost(backend("NCCL error: ncclRemoteError: A call failed possibly due to a network error"))
-    assert peers.lost(backend("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0")) is None
-    assert peers.lost(RuntimeError("Connection reset by peer")) is None, "of whom? not of a collective"
+    assert peer_failure.lost(backend("NCCL error: ncclRemoteError: A call failed possibly due to a network error"))
+    assert peer_failure.lost(backend("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0")) is None
+    assert peer_failure.lost(RuntimeError("Connection reset by peer")) is None, "of whom? not of a collective"
 
 
 def test_nodes_that_generate_are_a_second_component(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from automodel_cli.data.batch import SeenKeys
-from automodel_cli.models import attention_choice
-from automodel_cli.models import attention_kernels as kernels
-from automodel_cli.models import attention_segments as segments
-from automodel_cli.models.attention import packed_attention
-from tests.unit.models.test_attention_flex import alone
+from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention import kernels as kernels
+from automodel_cli.models.attention import varlen_segments as segments
+from automodel_cli.models.attention.packed import packed_attention
+from tests.unit.models.attention.test_flex import alone
 
 CPU = torch.device("cpu")
 ROWS, TOKENS = 2, 40
@@ -61,7 +61,7 @@ def test_a_document_and_the_prefix_that_it_shares_are_that_document_whole(
     where rows are taken as they lie and where documents are put together."""
     monkeypatch.setattr(segments, "_SHORT_ROW", short_row)
     segments.row_mask.cache_clear()
-    attention_choice.choose(kernel, CPU)
+    kernel_selection.choose(kernel, CPU)
     try:
         tensors = leaves() if sinks else leaves()[:3]
         sink = tensors[3] if sinks else None
@@ -72,7 +72,7 @@ def test_a_document_and_the_prefix_that_it_shares_are_that_document_whole(
             key_index=SEEN.index_M,
         )
     finally:
-        attention_choice.choose("auto", CPU)
+        kernel_selection.choose("auto", CPU)
     want = whole_documents(tensors, sink, window, cap)
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     torch.testing.assert_close(got.flatten(0, 1), want, rtol=0, atol=tolerance)

@@ -8,11 +8,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import attention
-from automodel_cli.models.build import train_every_token
-from automodel_cli.models.head import HeadKind, detect_head
-from automodel_cli.models.part import ModelPart
-from automodel_cli.models.support import probe_packing
+from automodel_cli.models.attention import packed as attention_packed
+from automodel_cli.models.builder import train_every_token
+from automodel_cli.models.lm_head.head import HeadKind, detect_head
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.packing_support import probe_packing
 from tests.rounding import tolerance
 from tests.tiny import (
     FAMILIES,
@@ -40,7 +40,7 @@ def _reference(model: PreTrainedModel, weights: Tensor) -> tuple[Tensor, dict[st
 
 @pytest.fixture(autouse=True)
 def _registered():
-    attention.register()
+    attention_packed.register()
 
 
 @pytest.mark.parametrize("path", ["fused", "generic"])
@@ -89,7 +89,7 @@ def test_sinks_windows_and_wide_values_against_the_definition(softcap, window, v
     leaves = [tensor.requires_grad_() for tensor in (query, key, value, sink)]
     weights = torch.randn(1, total, 4, value_width, generator=generator)
     cu = torch.tensor([0, 4, 15, 40], dtype=torch.int32)
-    out, _ = attention.packed_attention(
+    out, _ = attention_packed.packed_attention(
         torch.nn.Module(), query, key, value, None, 0.25, 0.0, window, softcap, None if softcap else sink, cu
     )
     got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=bool(softcap))
@@ -117,11 +117,11 @@ def test_what_packed_attention_cannot_compute_is_refused():
     q = torch.randn(1, 2, 4, 8)
     module = torch.nn.Module()
     with pytest.raises(ConfigError, match=r"attention_dropout=0\.1"):
-        attention.packed_attention(module, q, q, q, None, dropout=0.1)
+        attention_packed.packed_attention(module, q, q, q, None, dropout=0.1)
     with pytest.raises(ConfigError, match="1 queries met 4 cached keys"):
-        attention.packed_attention(module, q[:, :, :1], q, q, None)
+        attention_packed.packed_attention(module, q[:, :, :1], q, q, None)
     with pytest.raises(ConfigError, match="attention mask of its own"):
-        attention.packed_attention(module, q, q, q, torch.zeros(1, 1, 4, 4))
+        attention_packed.packed_attention(module, q, q, q, torch.zeros(1, 1, 4, 4))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
@@ -130,7 +130,7 @@ def test_generation_switches_to_the_librarys_attention_and_back(family: str):
     ids = token_row(7)[None]
     want = model.generate(ids, max_new_tokens=5, do_sample=False)
     model.set_attn_implementation("packed")
-    with attention.library_attention(model):
+    with attention_packed.library_attention(model):
         got = model.generate(ids, max_new_tokens=5, do_sample=False)
     assert got.tolist() == want.tolist()
     assert model.config._attn_implementation == "packed"

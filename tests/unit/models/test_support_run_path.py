@@ -10,10 +10,10 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.gradients import _norm
-from automodel_cli.models.build import part_of
+from automodel_cli.models.builder import part_of
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.shrink import build_small, shrink
-from automodel_cli.models.support import probe_packing
+from automodel_cli.models.packing_support import probe_packing
+from automodel_cli.models.probes.tiny_model import build_small, shrink
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.reference import logprobs_of, one_process
@@ -39,9 +39,9 @@ def test_families_whose_head_needed_care_train_like_the_library(family: str):
 
 
 def _library(config: PretrainedConfig):
-    from automodel_cli.models import compat
+    from automodel_cli.models import transformers_compat
 
-    return compat.causal_lm(config, dtype=torch.float32)
+    return transformers_compat.causal_lm(config, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.data.tasks import KINDS, ChatTasks
+from automodel_cli.data.synthetic.chat_tasks import KINDS, ChatTasks
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.gguf_header import gguf_strings
+from automodel_cli.models.hub.gguf_header import gguf_strings
 from automodel_cli.models.tokenizer import COMMON_WORDS, END, ByteTokenizer, PretrainedTokenizer, load_tokenizer
 
 CHAT = [

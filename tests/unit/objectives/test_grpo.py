@@ -162,7 +162,7 @@ RATIOS = [[0.5, 3.0, 1.0], [2.0, 2.0, 1.5]]  # trainer / sampler of two response
 )
 def test_a_weight_for_each_token_or_for_the_response(correction, level, bounds, want):
     """The gradient of each token is -A w / N: w = old / sampler, of the response the product over its tokens."""
-    objective = GRPO(correction=correction, correction_level=level, **bounds)
+    objective = GRPO(correction=correction, sampler_correction_level=level, **bounds)
     sampler = [[-1.0 - math.log(ratio) for ratio in of_row] for of_row in RATIOS]
     mask = ONE_ROW.expand(2, 4)
     _, grad, metrics = step_of(objective, [[-1.0] * 3] * 2, mask=mask, sampler_logprobs=sampler)
@@ -173,7 +173,7 @@ def test_a_weight_for_each_token_or_for_the_response(correction, level, bounds, 
 
 
 def test_a_product_that_overflows_is_clamped_and_an_impossible_token_counts_for_nothing():
-    objective = GRPO(correction="truncate", correction_level="sequence", correction_max=2.0)
+    objective = GRPO(correction="truncate", sampler_correction_level="sequence", correction_max=2.0)
     for sampler, want in ((-400.0, 2.0), ([-1.0, -math.inf, -1.0], 0.0)):
         _, grad, _ = step_of(objective, [-1.0, -1.0, -1.0], sampler_logprobs=sampler)
         assert (-3 * grad).tolist() == [pytest.approx([want] * 3)]
@@ -327,7 +327,7 @@ REFUSED = [
     ({"kl_importance": True}, "kl_importance"),
     ({"correction_max": 2.0}, "correction_max"),
     ({"correction": "truncate"}, "correction_max"),
-    ({"correction_level": "sequence"}, "correction_level"),
+    ({"sampler_correction_level": "sequence"}, "sampler_correction_level"),
     ({"correction": "icepop", "correction_max": 2.0}, "correction_min"),
     ({"correction": "truncate", "correction_max": 1.0, "correction_min": 2.0}, "correction_min"),
     (

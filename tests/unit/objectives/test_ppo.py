@@ -9,10 +9,10 @@ import torch
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.objectives.gae import generalised_advantages
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.ppo import PPO
-from automodel_cli.objectives.returns import generalised_advantages
-from automodel_cli.rollout.rollout_config import RolloutConfig
+from automodel_cli.rollout.config import RolloutConfig
 from tests.unit.objectives.test_vectors import rows_as_batch
 
 

@@ -9,13 +9,13 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from automodel_cli.data.batch import IGNORE_INDEX
-from automodel_cli.models.shrink import shrink
+from automodel_cli.models.probes.tiny_model import shrink
 from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.kto import KTO
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import step_batches
-from automodel_cli.parity.gradients import gradient_errors, missing
+from automodel_cli.parity.gradient_errors import gradient_errors, missing
 from automodel_cli.parity.reference import Original, one_process
 from tests import tiny
 

@@ -9,8 +9,8 @@ import pytest
 from automodel_cli.config.check import check
 from automodel_cli.config.compose import compose
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.fixes import alternatives
-from automodel_cli.pipelining.spelling import respell
+from automodel_cli.config.fix_syntax import alternatives
+from automodel_cli.pipelining.error_keys import respell
 
 RUN = ["train.global_batch_size=8", "train.microbatch_size=1", "model.config.num_hidden_layers=8"]
 # what is on the command line after `-c quickstart mesh.pp_size=2 mesh.dp_size=1` and this

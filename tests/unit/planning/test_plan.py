@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import CPUOffload, DDPConfig, FSDP2Config, MixedPrecision
-from automodel_cli.distributed.layout import Layout
-from automodel_cli.models.build import build_part
+from automodel_cli.distributed.mesh_config import Layout
+from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import LoRAConfig, ModelConfig, MTPConfig
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.pipelining.cut.probe import check_split
-from automodel_cli.pipelining.cut.stage_part import cut_stage
+from automodel_cli.pipelining.cut.split_check import check_split
+from automodel_cli.pipelining.cut.stage_module import cut_stage
 from automodel_cli.pipelining.schedule.schedules import SCHEDULES
-from automodel_cli.planning.activations import trace_activations
+from automodel_cli.planning.activation_memory import trace_activations
+from automodel_cli.planning.layer_costs import read_units
 from automodel_cli.planning.memory import sharded_rows, state_rule
 from automodel_cli.planning.plan import Request, make_plan
-from automodel_cli.planning.render import render, svg
-from automodel_cli.planning.units import read_units
-from automodel_cli.training.optim import AdamW, Muon, build_optimizer
-from automodel_cli.training.param_groups import TrainableParam
+from automodel_cli.planning.report import render, svg
+from automodel_cli.training.optimizers.nodes import AdamW, Muon, build_optimizer
+from automodel_cli.training.optimizers.param_groups import TrainableParam
 from tests.e2e.command import automodel, write_config
 from tests.tiny import VOCAB, tiny_fields, token_row
 

@@ -14,7 +14,7 @@ import pytest
 from automodel_cli.pipelining.schedule.programs import build_program
 from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
 from automodel_cli.pipelining.timeline.svg import draw_svg
-from automodel_cli.report.page import Dataset, Evaluation, ShownRun, ShownSample, page_html
+from automodel_cli.report.html_page import Dataset, Evaluation, ShownRun, ShownSample, page_html
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LONG = "x" * 300

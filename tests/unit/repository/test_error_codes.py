@@ -13,14 +13,14 @@ import click
 import pytest
 
 from automodel_cli.cli.main import render
+from automodel_cli.config.diagnostics import Origin, Problem, as_error
 from automodel_cli.config.error_codes import ALL_CODES, CODES, ROW_CODES
 from automodel_cli.config.errors import ConfigError, DataError, RunError
-from automodel_cli.config.problems import Origin, Problem, as_error
 from automodel_cli.config.warn import warn
 from automodel_cli.dryrun.command import DryRunError
-from automodel_cli.pipelining.cut.anatomy import NotMeasuredError, SplitError
 from automodel_cli.pipelining.cut.layout_string import LayoutError
-from automodel_cli.rollout.servers.http import ServerError
+from automodel_cli.pipelining.cut.model_structure import NotMeasuredError, SplitError
+from automodel_cli.rollout.http import ServerError
 from automodel_cli.training.step import NonFiniteError
 from tests.errors import assert_error, raises
 from tests.pages import ROOT
@@ -39,7 +39,7 @@ NOT_CONVERTED = (
     "automodel_cli/planning",
     "automodel_cli/rollout",
     "automodel_cli/run/",
-    "automodel_cli/run_folders",
+    "automodel_cli/runs",
     "automodel_cli/training",
     "recipes",
 )

@@ -82,8 +82,8 @@ def test_own_schedule() -> None:
 def test_own_format() -> None:
     from own_format import BestAndWorst, BestAnswer
 
-    from automodel_cli.data.row_fields import Fields
-    from automodel_cli.data.rows import RowError
+    from automodel_cli.data.formats.row_accessor import Fields
+    from automodel_cli.data.row_errors import RowError
 
     row = {"title": "2 + 3?", "body": "Quick!", "answers": [{"text": "6", "score": -1}, {"text": "5", "score": 4}]}
     said = BestAnswer().read(Fields(row, BestAnswer.fields, {}))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from automodel_cli.objectives.best_of_n import BestOfN
+from automodel_cli.objectives.bradley_terry import BradleyTerry
 from automodel_cli.objectives.distillation import Distillation
 from automodel_cli.objectives.dpo import DPO
 from automodel_cli.objectives.grpo import GRPO
 from automodel_cli.objectives.kto import KTO
 from automodel_cli.objectives.online_dpo import OnlineDPO
 from automodel_cli.objectives.ppo import PPO
-from automodel_cli.objectives.reward import BradleyTerry
 from tests.pages import documented_metrics
 
 EVERYTHING = {"kl_coef": 0.1, "dual_clip": 3.0, "positive_nll": 0.1, "top_entropy": 0.2}

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from automodel_cli.cli.main import cli
-from automodel_cli.config import bundled
+from automodel_cli.config import bundled_recipes
 from tests.pages import PAGES, ROOT, commands
 
 KEYS = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "config.md").read_text(encoding="utf-8"), re.M))
@@ -29,7 +29,12 @@ def wrong(line: str) -> list[str]:
     words = words[: words.index("--")] if "--" in words else words  # what follows is another program's
     bad = [word for word in words if word.startswith("-") and word.split("=")[0] not in options | {"--help"}]
     for before, word in zip(["", *words], words, strict=False):
-        if before in ("-c", "--conf") and word.islower() and not word.endswith(".yaml") and word not in bundled.names():
+        if (
+            before in ("-c", "--conf")
+            and word.islower()
+            and not word.endswith(".yaml")
+            and word not in bundled_recipes.names()
+        ):
             bad.append(f"no recipe {word}")
         key = re.fullmatch(r"\+{0,2}([a-z_]\w*(?:\.\w+)*)=.*", word, re.S)
         if key and not before.startswith("--") and key[1] not in KEYS:

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from automodel_cli.rollout.servers import transfer
+from automodel_cli.rollout.weight_sync import transports
 from tests.signatures import SIGNATURES, bind
 
 ROOT = Path(__file__).parents[3]
 MEGATRON = "automodel_cli/distributed/strategies/megatron_fsdp"
-TRANSFER = "automodel_cli/rollout/servers/transfer.py"
+OPTIMIZERS = "automodel_cli/training/optimizers"
+TRANSFER = "automodel_cli/rollout/weight_sync/transports.py"
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ CALLED = [
     Called("bitsandbytes", "quantize_4bit", "automodel_cli/models/nf4.py", "quantize_4bit"),
     Called("bitsandbytes", "dequantize_4bit", "automodel_cli/models/nf4.py", "dequantize_4bit"),
     Called("bitsandbytes", "matmul_4bit", "automodel_cli/models/nf4.py", "matmul_4bit"),
-    Called("bitsandbytes", "AdamW8bit.__init__", "automodel_cli/training/optim.py", "kind"),
-    Called("torchao", "AdamW8bit.__init__", "automodel_cli/training/optim.py", "kind"),
-    Called("torchao", "_AdamBase._new_buffer", "automodel_cli/training/torchao_adamw.py", "self._new_buffer"),
+    Called("bitsandbytes", "AdamW8bit.__init__", "automodel_cli/training/optimizers/nodes.py", "kind"),
+    Called("torchao", "AdamW8bit.__init__", "automodel_cli/training/optimizers/nodes.py", "kind"),
+    Called("torchao", "_AdamBase._new_buffer", f"{OPTIMIZERS}/torchao_adamw.py", "self._new_buffer"),
     Called("megatron_fsdp", "fully_shard_model", f"{MEGATRON}/sharding.py", "megatron_fsdp.fully_shard_model"),
     Called("megatron_fsdp", "MixedPrecisionPolicy", f"{MEGATRON}/sharding.py", "megatron_fsdp.MixedPrecisionPolicy"),
     Called("megatron_fsdp", "_get_fsdp_tensor_spec", f"{MEGATRON}/compat.py", "package._get_fsdp_tensor_spec"),
@@ -64,9 +65,9 @@ CALLED = [
     ),
     *_wrapped("start_param_sync", "finish_grad_sync", "synchronize_param_gather", "install_optimized_model_weights",
               "zero_grad_buffer"),
-    Called("deep_ep", "Buffer.__init__", "automodel_cli/distributed/deep_ep.py", "Buffer"),
+    Called("deep_ep", "Buffer.__init__", "automodel_cli/distributed/expert_parallel/deep_ep.py", "Buffer"),
     *(
-        Called("deep_ep", f"Buffer.{name}", "automodel_cli/distributed/deep_ep.py", f"*.{name}")
+        Called("deep_ep", f"Buffer.{name}", "automodel_cli/distributed/expert_parallel/deep_ep.py", f"*.{name}")
         for name in ("get_dispatch_layout", "dispatch", "combine", "get_dispatch_config", "get_combine_config")
     ),
     Called("vllm", "WeightTransferTrainerFactory.trainer_init", TRANSFER, "*.trainer_init"),
@@ -124,7 +125,7 @@ def test_what_vllm_calls_of_a_client_is_what_ours_has() -> None:
     members = [member for member in SIGNATURES["vllm"] if member.startswith(prefix)]
     assert len(members) == 4
     for member in members:
-        ours = inspect.signature(getattr(transfer._Client, member.removeprefix(prefix))).parameters
+        ours = inspect.signature(getattr(transports._Client, member.removeprefix(prefix))).parameters
         recorded = SIGNATURES["vllm"][member]
         assert list(ours) == ["self", *recorded["required"], *recorded["optional"]]
 
@@ -136,7 +137,7 @@ def test_what_vllm_calls_of_a_client_is_what_ours_has() -> None:
 def test_the_words_that_start_a_server_are_in_its_files(
     package: str, least: int, num_variables: int, more: set[str]
 ) -> None:
-    source = (ROOT / f"automodel_cli/rollout/servers/{package}_servers.py").read_text()
+    source = (ROOT / f"automodel_cli/rollout/engines/servers/{package}_servers.py").read_text()
     said = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     options = {text for text in said if isinstance(text, str) and text.startswith("--")}
     prefix = f"{package.upper()}_"
@@ -151,7 +152,7 @@ def test_the_words_that_start_a_server_are_in_its_files(
     ids=["vllm", "sglang"],
 )
 def test_the_paths_that_we_ask_are_routes_of_the_server(package: str, files: tuple[str, ...], least: int) -> None:
-    sources = [(ROOT / f"automodel_cli/rollout/servers/{name}.py").read_text() for name in files]
+    sources = [(ROOT / f"automodel_cli/rollout/engines/servers/{name}.py").read_text() for name in files]
     texts = [
         node.value.partition("?")[0]
         for source in sources
@@ -172,7 +173,7 @@ def test_the_paths_that_we_ask_are_routes_of_the_server(package: str, files: tup
 )
 def test_what_a_group_is_told_are_fields_of_sglang(line: str, member: str) -> None:
     """The bodies that no double takes; what they take is bound where it arrives (servers/test_sglang)."""
-    tree = ast.parse((ROOT / "automodel_cli/rollout/servers/group_transfer.py").read_text())
+    tree = ast.parse((ROOT / "automodel_cli/rollout/weight_sync/broadcast.py").read_text())
     assert line.strip('"') in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     bodies = [
         {key.value for key in node.keys if isinstance(key, ast.Constant)}

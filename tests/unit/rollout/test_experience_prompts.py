@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS
-from automodel_cli.data.prompts import Prompt
-from automodel_cli.rollout.experience import RowPlan, Update, plan_updates
+from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.rollout.samples import RowPlan, Update, plan_updates
 from automodel_cli.rollout.types import Sample, Score
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.launch import stop, worker
+from automodel_cli.launch import rank_process
+from automodel_cli.launch import signals as launch_signals
 from automodel_cli.run.config_root import ConfigRoot
 
 if TYPE_CHECKING:
@@ -136,10 +137,10 @@ class Recipe(ConfigRoot):
         rank = int(os.environ.get("RANK", "0"))
         folder = composed.run_dir or Path(self.output_dir) / (self.run_name or composed.name)
         folder.mkdir(parents=True, exist_ok=True)
-        worker.redirect_output(folder / "logs")
+        rank_process.redirect_output(folder / "logs")
         print(f"rank {rank} omp {os.environ.get('OMP_NUM_THREADS')}", flush=True)
         if rank == 0:
-            worker.note_run_folder(folder)
+            rank_process.note_run_folder(folder)
         if rank == 0 and composed.run_dir is None:
             (folder / "config.yaml").write_text(composed.to_yaml())
         before = len(list(folder.glob("failed-*")))
@@ -178,7 +179,7 @@ class Recipe(ConfigRoot):
         (folder / f"started-{rank}").touch()
         for step in range(first, self.train.max_steps):
             time.sleep(self.train.step_seconds)
-            flag = stop.requested() or 0
+            flag = launch_signals.requested() or 0
             if world > 1:
                 shared = torch.tensor([1.0, float(flag)])
                 dist.all_reduce(shared, op=dist.ReduceOp.SUM)
@@ -192,4 +193,4 @@ class Recipe(ConfigRoot):
                 break
         if world > 1:
             dist.destroy_process_group()
-        return stop.exit_code(flag or None)
+        return launch_signals.exit_code(flag or None)

@@ -10,7 +10,7 @@ from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import (
     BuiltInStrategy,
     Storage,

@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed import added
-from automodel_cli.distributed.added import whole_backward
-from automodel_cli.distributed.layers import prepare_layers
-from automodel_cli.distributed.layout import AXES
+from automodel_cli.distributed.layer_wrapping import prepare_layers
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
-from automodel_cli.distributed.sharded import Sharded, register
+from automodel_cli.distributed.mesh_config import AXES
+from automodel_cli.distributed.sharded_module import Sharded, register
 from automodel_cli.distributed.strategies.fsdp2 import torch_compat
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
+from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
+from automodel_cli.distributed.wgrad_fusion.linear import whole_backward
 
 logger = logging.getLogger(__name__)
 
@@ -130,17 +130,17 @@ def sum_gradients(module: nn.Module) -> None:
 
 def add_in_products(module: nn.Module) -> None:
     """Let linear layers and experts add gradients of their weights to the sum over microbatches as they make them."""
-    from automodel_cli.distributed.expert_parallel import is_experts
+    from automodel_cli.distributed.expert_parallel.apply import is_experts
 
-    of_owners: dict[nn.Module, dict[str, added.WeightSum]] = {}
+    of_owners: dict[nn.Module, dict[str, wgrad_fusion_linear.WeightSum]] = {}
     for unit in fsdp_modules(module):
         for owner, name, weight_sum in torch_compat.weight_sums(unit):
             of_owners.setdefault(owner, {})[name] = weight_sum
     for owner, sums in of_owners.items():
         if type(owner) is nn.Linear:
-            added.convert(owner, sums.get("weight"))
+            wgrad_fusion_linear.convert(owner, sums.get("weight"))
         elif is_experts(owner):
-            added.take_sums(owner, sums)
+            wgrad_fusion_linear.take_sums(owner, sums)
 
 
 def fsdp2_strategy_parallelize(
@@ -165,7 +165,7 @@ def fsdp2_strategy_parallelize(
     config = config or FSDP2Config()
     tp_mesh = device_mesh["tp"] if device_mesh.mesh_dim_names == AXES else None
     if tp_mesh is not None and tp_mesh.size() > 1:
-        from automodel_cli.distributed.tensor_parallel import apply_tensor_parallel
+        from automodel_cli.distributed.tensor_parallel.apply import apply_tensor_parallel
 
         plan = config.tp_plan if tp_shard_plan is None else tp_shard_plan
         apply_tensor_parallel(model, tp_mesh, dataclasses.replace(config.axis_options(), tp_plan=plan))
@@ -231,7 +231,7 @@ def shard_experts(
 ) -> list[FSDPModule]:
     """Shard the layer's experts on their own mesh: other ranks hold other experts, so only `mesh` shards and sums.
     Returns them."""
-    from automodel_cli.distributed.expert_parallel import experts_modules
+    from automodel_cli.distributed.expert_parallel.apply import experts_modules
 
     # The layer has cast its inputs; routing weights that a family computes in float32 stay so, as without a mesh.
     mp_policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 
-from automodel_cli.distributed.added import of_local
+from automodel_cli.distributed.wgrad_fusion.linear import of_local
 
 
 def copy_once(unit: FSDPModule) -> None:

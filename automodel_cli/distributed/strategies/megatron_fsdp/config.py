@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.axis_options import AxisOptions
-from automodel_cli.distributed.layout import MeshConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import BuiltInStrategy, Storage, check_tp_plan, refuse_idle_tp_options
 
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

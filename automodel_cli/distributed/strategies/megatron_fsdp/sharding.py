@@ -30,10 +30,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.import_classes import import_classes_from_paths
-from automodel_cli.distributed.layers import materialize, prepare_layers
-from automodel_cli.distributed.layout import AXES
+from automodel_cli.distributed.layer_wrapping import materialize, prepare_layers
 from automodel_cli.distributed.mesh import Mesh, fsdp_mesh
-from automodel_cli.distributed.sharded import Sharded, follow_optimizer, register
+from automodel_cli.distributed.mesh_config import AXES
+from automodel_cli.distributed.sharded_module import Sharded, follow_optimizer, register
 from automodel_cli.distributed.strategies.megatron_fsdp import compat
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig, zero_strategy
 

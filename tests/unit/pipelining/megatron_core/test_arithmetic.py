@@ -12,7 +12,7 @@ from automodel_cli.pipelining.megatron_core import arithmetic as mc
 from automodel_cli.pipelining.megatron_core import tensors as mt
 from automodel_cli.pipelining.megatron_core.config import ModelParallelConfig
 from automodel_cli.pipelining.megatron_core.grad_sync import plan_sync
-from automodel_cli.pipelining.schedule import orders
+from automodel_cli.pipelining.schedule import one_f_one_b
 
 VECTORS = json.loads((Path(__file__).parents[3] / "vectors" / "schedules_pp2_pp4.json").read_text())
 
@@ -37,24 +37,26 @@ def test_pp_rank_microbatches():
     for row in VECTORS["pp_rank_microbatches"]:
         want = tuple(row[k] for k in ("total", "all_in_warmup", "warmup", "remaining"))
         arguments = (row["microbatches"], row["chunks"], row["group"], row["forward_only"], row["overlap_moe"])
-        assert orders.get_pp_rank_microbatches(*arguments, Communicator(row["pp"], row["rank"], row["vp"])) == want, row
+        assert (
+            one_f_one_b.get_pp_rank_microbatches(*arguments, Communicator(row["pp"], row["rank"], row["vp"])) == want
+        ), row
         numbers = {
             "pipeline_parallel_size": row["pp"],
             "pipeline_parallel_rank": row["rank"],
             "virtual_pipeline_parallel_size": row["vp"],
         }
-        assert orders.get_pp_rank_microbatches(*arguments, **numbers) == want, row
+        assert one_f_one_b.get_pp_rank_microbatches(*arguments, **numbers) == want, row
 
 
 def test_schedule_table():
     for row in VECTORS["schedule_table"]:
-        table = orders.get_schedule_table(row["microbatches"], row["chunks"], row["group"])
+        table = one_f_one_b.get_schedule_table(row["microbatches"], row["chunks"], row["group"])
         assert table == list(zip(row["microbatch_id"], row["chunk_id"], strict=True)), row
 
 
 def test_schedule_order():
     for row in VECTORS["schedule_order"]:
-        table = orders.get_schedule_table(row["microbatches"], row["chunks"], row["group"])
+        table = one_f_one_b.get_schedule_table(row["microbatches"], row["chunks"], row["group"])
         order = mc.convert_schedule_table_to_order(row["warmup"], row["chunks"], table)
         assert order == row["order"], row
         assert len(order) == 2 * row["microbatches"] * row["chunks"] and sum(order) == 0
@@ -106,10 +108,10 @@ def test_traces():
         arguments = (row["microbatches"], row["pp"], row["rank"], row["vp"], row["group"])
         if "error" in row:
             with pytest.raises((ValueError, RuntimeError), match=row["rule"]) as error:
-                orders.compute_order(*arguments)
+                one_f_one_b.compute_order(*arguments)
             assert type(error.value).__name__ == row["error"]
         else:
-            assert [str(step) for step in orders.compute_order(*arguments)] == row["compute"], row
+            assert [str(step) for step in one_f_one_b.compute_order(*arguments)] == row["compute"], row
 
 
 def test_full_traces_compute_and_recompute():
@@ -118,7 +120,7 @@ def test_full_traces_compute_and_recompute():
         if "error" in row:
             continue
         options, warmup = row["options"], None
-        order = orders.compute_order(
+        order = one_f_one_b.compute_order(
             row["microbatches"],
             row["pp"],
             row["rank"],
@@ -159,11 +161,11 @@ def test_sync_plan_is_the_recorded_one():
 
 def _sync_events(row):
     """Compute entries of one rank with the collectives of its plan between them."""
-    table = orders.get_schedule_table(row["microbatches"], row["vp"], row["group"])
+    table = one_f_one_b.get_schedule_table(row["microbatches"], row["vp"], row["group"])
     plan = plan_sync(table, row["vp"], row["rank"], grad_sync_func=row["options"].get("grad_sync", False))
     yield from (f"param_sync{chunk}" for chunk in plan.params_at_start)
     forwards = backwards = 0
-    for step in orders.compute_order(row["microbatches"], row["pp"], row["rank"], row["vp"], row["group"]):
+    for step in one_f_one_b.compute_order(row["microbatches"], row["pp"], row["rank"], row["vp"], row["group"]):
         if step.kind == "F":
             if forwards in plan.params_before_forward:
                 yield f"param_sync{plan.params_before_forward[forwards]}"

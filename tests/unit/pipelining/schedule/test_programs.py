@@ -10,6 +10,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.pipelining.schedule.actions import from_torch, to_torch
 from automodel_cli.pipelining.schedule.program import (
     Action,
     Overlap,
@@ -26,7 +27,6 @@ from automodel_cli.pipelining.schedule.schedules import (
     find_schedule,
 )
 from automodel_cli.pipelining.timeline.simulator import even_costs, simulate
-from automodel_cli.pipelining.torch_runtime.actions import from_torch, to_torch
 
 CASES = [
     (schedule, p, m, v)

@@ -14,9 +14,9 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError, RunError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import Capabilities
-from automodel_cli.rollout.environment import Environment, Turn
-from automodel_cli.rollout.environments.conversation import Episode, Player
+from automodel_cli.rollout.engines.base import Capabilities
+from automodel_cli.rollout.environments.base import Environment, Turn
+from automodel_cli.rollout.environments.episode import Episode, Player
 from automodel_cli.rollout.environments.pool import EnvironmentPool, check_rows
 from automodel_cli.rollout.types import Completion, SamplingParams
 

@@ -10,13 +10,13 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.prompts import prepare_prompts
+from automodel_cli.data.preparation.prompts import prepare_prompts
 from automodel_cli.models.tokenizer import CHAT_TEMPLATE, ByteTokenizer
-from automodel_cli.rollout.environment import Turn
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.environments.base import Turn
 from automodel_cli.rollout.environments.functions import FunctionTools
-from automodel_cli.rollout.environments.python import PythonTool
-from automodel_cli.rollout.rewards.sandbox import _CUT_OFF, isolation, statement
-from automodel_cli.rollout.rollout_config import RolloutConfig
+from automodel_cli.rollout.environments.python_tool import PythonTool
+from automodel_cli.rollout.rewards.sandbox.host import _CUT_OFF, isolation, statement
 
 
 def area(width: float, height: float = 1.0) -> float:

@@ -13,8 +13,8 @@ import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.models.tokenizer import ByteTokenizer
-from automodel_cli.rollout.engine import Capabilities
-from automodel_cli.rollout.environments.conversation import Episode, Player
+from automodel_cli.rollout.engines.base import Capabilities
+from automodel_cli.rollout.environments.episode import Episode, Player
 from automodel_cli.rollout.environments.pool import EnvironmentPool
 from automodel_cli.rollout.environments.verifiers import VerifiersEnvironment, VerifiersTasks
 from automodel_cli.rollout.types import Completion, SamplingParams

@@ -6,7 +6,7 @@ import glob
 import os
 import tempfile
 
-from automodel_cli.rollout.rewards.sandbox import Limits, judge, run_python
+from automodel_cli.rollout.rewards.sandbox.host import Limits, judge, run_python
 
 _TAKES = """
 import ctypes, os, time

@@ -10,15 +10,15 @@ from typing import ClassVar
 import pytest
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.rollout.rewards import plain_expressions
+from automodel_cli.rollout.rewards import safe_eval
+from automodel_cli.rollout.rewards.aggregate import RewardSum
 from automodel_cli.rollout.rewards.base import Judged, Reward
 from automodel_cli.rollout.rewards.code import CodeExecution
-from automodel_cli.rollout.rewards.combine import RewardSum
-from automodel_cli.rollout.rewards.inside import kernel
 from automodel_cli.rollout.rewards.math import MathEquivalence
-from automodel_cli.rollout.rewards.plain_expressions import guard_sympy
 from automodel_cli.rollout.rewards.reasoning import ReasoningReward, ReasoningTasks
-from automodel_cli.rollout.rewards.sandbox import Limits, isolation, run_python
+from automodel_cli.rollout.rewards.safe_eval import guard_sympy
+from automodel_cli.rollout.rewards.sandbox import linux_isolation
+from automodel_cli.rollout.rewards.sandbox.host import Limits, isolation, run_python
 from automodel_cli.rollout.rewards.text import ExactAnswer, FormatRegex, FunctionReward, Length
 
 ISOLATED = {"files", "network", "processes"} <= isolation()
@@ -229,7 +229,7 @@ class Evaluates(Reward):
 def test_a_verifier_that_evaluates_an_answer_can_do_nothing_else(tmp_path, monkeypatch):
     """A completion that takes the verifier's process over finds no way on, to other samples neither."""
     monkeypatch.setenv("MY_SECRET_KEY", "sk-secret")
-    if kernel.libc.syscall(444, None, 0, 1) < 3:
+    if linux_isolation.libc.syscall(444, None, 0, 1) < 3:
         pytest.skip("this kernel has no Landlock")
     marker = tmp_path / "ran"
     attacks = [
@@ -319,8 +319,8 @@ def test_sympy_reads_what_it_read(said):
 )
 def test_a_verifiers_own_eval_reads_literals_only(said):
     with pytest.raises(ValueError, match=r"code|expression"):
-        plain_expressions.check(said, frozenset())
-    assert plain_expressions.plain_eval("[['a', 1], -2, {'b': (3 << 2)}]") == [["a", 1], -2, {"b": 12}]
+        safe_eval.check(said, frozenset())
+    assert safe_eval.plain_eval("[['a', 1], -2, {'b': (3 << 2)}]") == [["a", 1], -2, {"b": 12}]
 
 
 @pytest.mark.parametrize("said", ["__import__('os').getpid()", "exec('x')", "open('/etc/passwd')", "getattr(1, 'x')"])
@@ -378,7 +378,7 @@ def test_time_ends_everything(code):
 
 
 def test_a_machine_without_isolation_is_refused(monkeypatch, caplog):
-    monkeypatch.setattr("automodel_cli.rollout.rewards.sandbox.isolation", lambda: frozenset({"processes"}))
+    monkeypatch.setattr("automodel_cli.rollout.rewards.sandbox.host.isolation", lambda: frozenset({"processes"}))
     with pytest.raises(ConfigError, match="cannot cut foreign code off from files, network, memory"):
         RewardSum({"code": CodeExecution()})
     RewardSum({"code": CodeExecution(allow_unisolated=True)})

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.http import ServerError
+from automodel_cli.rollout.rewards.aggregate import RewardSum
 from automodel_cli.rollout.rewards.base import Judged
-from automodel_cli.rollout.rewards.combine import RewardSum
 from automodel_cli.rollout.rewards.remote import ModelJudge, ScoreServer
-from automodel_cli.rollout.servers.http import ServerError
 
 ASKED: list[tuple[str, dict[str, Any], str | None]] = []
 

@@ -1,0 +1,100 @@
+"""What the shell may offer next: recipe names for `-c`, options of groups and config keys for overrides.
+
+Runs at every press of Tab, so it composes nothing: it follows the `defaults` of the file by name until a `_target_`
+appears, and walks that class's annotations. Neither Hydra nor torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from click import Context, Parameter
+from click.shell_completion import CompletionItem
+
+from automodel_cli.config import bundled_recipes
+from automodel_cli.config.errors import ConfigError
+
+
+def names(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
+    """Bundled recipes, with their summary as help."""
+    found = [n for n in bundled_recipes.names() if n.startswith(incomplete)]
+    return [CompletionItem(n, help=bundled_recipes.describe(n).summary) for n in found]
+
+
+def runs(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
+    """The runs below runs/, by name."""
+    found = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
+    return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+
+
+def configs(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
+    """Bundled recipes, and the .yaml files and folders of the path typed so far."""
+    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
+    entries = [p for p in sorted(folder.glob("*")) if p.is_dir() or p.suffix == ".yaml"] if folder.is_dir() else []
+    paths = [f"{p}/" if p.is_dir() else str(p) for p in entries if not p.name.startswith(".")]
+    return names(ctx, param, incomplete) + [CompletionItem(p) for p in paths if p.startswith(incomplete)]
+
+
+def overrides(ctx: Context, param: Parameter, incomplete: str) -> list[CompletionItem]:
+    """`group=option` once the key is typed, else every key of the recipe as `key=`."""
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        found = sorted(p.stem for p in (bundled_recipes.conf_dir() / key).glob("*.yaml"))
+        return [CompletionItem(f"{key}={option}") for option in found if option.startswith(value)]
+    return [CompletionItem(f"{k}=") for k in sorted(keys(ctx.params.get("conf") or "")) if k.startswith(incomplete)]
+
+
+def keys(conf: str) -> set[str]:
+    """Every key that the recipe of `conf` accepts, plus those its files set; of all bundled recipes where `conf` is
+    unknown.
+    """
+    from automodel_cli.config import schema, targets
+
+    path = bundled_recipes.path_of(conf) if conf in bundled_recipes.names() else Path(conf)
+    found: set[str] = set()
+    trees = list(_chain(path, "", set())) if path.is_file() else []
+    for package, tree in trees:
+        found |= {f"{package}.{k}" if package else k for k in _flat(tree)}
+        target = tree.get("_target_")
+        if isinstance(target, str):
+            try:
+                found |= set(schema.keys(targets.resolve(target), f"{package}." if package else ""))
+            except ConfigError:
+                continue  # a package that only --trust-package opens: its keys are not offered
+    return {k for k in found if not k.rpartition(".")[2].startswith("_")}
+
+
+def _chain(path: Path, package: str, seen: set[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The file and what its defaults name, each with the key it lands under. Names only: no overrides, no packages."""
+    import yaml
+
+    if path in seen or not path.is_file():
+        return
+    seen.add(path)
+    tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    yield package, {k: v for k, v in tree.items() if k != "defaults"}
+    for entry in tree.get("defaults", ()):
+        if isinstance(entry, str) and entry != "_self_":
+            yield from _first(path, entry, package, seen)
+        elif isinstance(entry, dict):
+            for group, option in entry.items():
+                group = str(group).removeprefix("override ").lstrip("/")
+                yield from _first(path, f"{group}/{option}", group.replace("/", "."), seen)
+
+
+def _first(path: Path, name: str, package: str, seen: set[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for folder in (path.parent, bundled_recipes.conf_dir()):
+        candidate = folder / f"{name.lstrip('/')}.yaml"
+        if candidate.is_file():
+            yield from _chain(candidate, package, seen)
+            return
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

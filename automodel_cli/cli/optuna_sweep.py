@@ -1,0 +1,128 @@
+"""`sweep --optuna N`: runs whose values Optuna chooses from what those before them have shown. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config import hydra_adapter
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.launch import signals
+
+if TYPE_CHECKING:
+    from optuna import Study
+
+STUDY = "optuna.journal"
+"""In the sweep's folder; `optuna-dashboard` reads it."""
+_MOST_RANDOM = 10
+
+
+def axes(overrides: Sequence[str]) -> tuple[list[hydra_adapter.Axis], list[str]]:
+    """What is searched, and the overrides that stay. Raises ConfigError."""
+    try:
+        found, fixed = hydra_adapter.axes(overrides)
+    except ValueError as error:
+        raise ConfigError(
+            f"{error}: a list, choice(...), range(...) or interval(low,high) is expected; tag(log, interval(...)) "
+            "needs low > 0",
+            origin=f"{error} (command line)",
+        ) from error
+    except hydra_adapter.HydraException as error:
+        raise ConfigError(f"the overrides cannot be read: {str(error).splitlines()[0]}") from error
+    if not found:
+        raise ConfigError(
+            "nothing is searched: each key has one value",
+            fix="automodel finetune llm, or 'optimizer.lr=tag(log, interval(1e-5, 1e-3))'",
+        )
+    return found, fixed
+
+
+def corners(found: Sequence[hydra_adapter.Axis]) -> list[list[str]]:
+    """Points that reach every end: a config is checked with each before the first run."""
+    most = max(len(axis.ends()) for axis in found)
+    return [[f"{axis.key}={axis.ends()[min(i, len(axis.ends()) - 1)]}" for axis in found] for i in range(most)]
+
+
+class Search:
+    """The study of a sweep, kept in its folder: the same command goes on with it.
+
+    Each trial is one run. What Optuna proposes depends on the number of the trial and on those before it alone, so that
+    a search that was interrupted goes on as if it had not been.
+    """
+
+    def __init__(self, folder: Path, found: Sequence[hydra_adapter.Axis], num_trials: int, *, maximize: bool):
+        self._optuna = optuna = _optuna()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        backend = optuna.storages.journal.JournalFileBackend(str(folder / STUDY))
+        self._axes, self.num_trials = {axis.key: axis for axis in found}, num_trials
+        self._spaces = {axis.key: _distribution(optuna, axis) for axis in found}
+        self._study: Study = optuna.create_study(
+            storage=optuna.storages.JournalStorage(backend),
+            study_name=folder.name,
+            direction="maximize" if maximize else "minimize",
+            load_if_exists=True,
+        )
+
+    def run(self, start: Callable[[int, list[str]], int], value_of: Callable[[int, list[str]], float | None]) -> int:
+        """Run trials until there are so many. `start` runs one, of a number and its overrides, and returns its exit
+        code; `value_of` is what it was worth. Returns the worst exit code; a notice to stop ends the search.
+
+        Raises RunError where the first run that ends well has no such value.
+        """
+        worst = 0
+        for number in range(self.num_trials):
+            trials = self._study.get_trials(deepcopy=False)
+            if number < len(trials) and trials[number].state.is_finished():
+                continue
+            trial = trials[number] if number < len(trials) else self._ask(number)
+            words = self._overrides(trial)
+            code = start(number, words)
+            if code in signals.EXIT_CODES.values():
+                return code
+            worst = max(worst, code)
+            value = value_of(number, words) if code == 0 else None
+            if code == 0 and value is None:
+                raise RunError("the run has no such metric to be judged by", fix="--metric loss")
+            state = self._optuna.trial.TrialState.FAIL if value is None else None
+            self._study.tell(number, value, state=state)
+        return worst
+
+    def trials(self) -> list[list[str]]:
+        """What was chosen in each trial so far."""
+        return [self._overrides(trial) for trial in self._study.get_trials(deepcopy=False)]
+
+    def _ask(self, number: int) -> Any:
+        random = min(_MOST_RANDOM, max(1, self.num_trials // 3))
+        self._study.sampler = self._optuna.samplers.TPESampler(seed=number, n_startup_trials=random)
+        return self._study.ask(self._spaces)
+
+    def _overrides(self, trial: Any) -> list[str]:
+        chosen = [(axis, trial.params[key]) for key, axis in self._axes.items()]
+        return [f"{axis.key}={v if isinstance(v, str) else axis.text(v)}" for axis, v in chosen]
+
+
+def _distribution(optuna: Any, axis: hydra_adapter.Axis) -> Any:
+    of = optuna.distributions
+    if not axis.values:
+        make = of.IntDistribution if axis.whole else of.FloatDistribution
+        low, high = (round(axis.low), round(axis.high)) if axis.whole else (axis.low, axis.high)
+        return make(low, high, log=axis.log)
+    if not axis.ordered or len(axis.values) < 2:
+        return of.CategoricalDistribution(axis.values)
+    numbers = sorted(float(value) for value in axis.values)
+    step = numbers[1] - numbers[0]
+    if all(number.is_integer() for number in numbers):
+        return of.IntDistribution(int(numbers[0]), int(numbers[-1]), step=int(step))
+    return of.FloatDistribution(numbers[0], numbers[0] + step * (len(numbers) - 1), step=step)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+        import optuna.storages.journal
+    except ImportError as error:
+        raise ConfigError(
+            f"--optuna needs the package optuna: {error}", fix="pip install 'automodel-cli[sweep]'"
+        ) from error
+    return optuna

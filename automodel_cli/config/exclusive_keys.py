@@ -1,0 +1,43 @@
+"""Keys of which one stands for the other: where one is given explicitly, a default of the other gives way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from automodel_cli.config.diagnostics import COMMAND_LINE, Origin
+
+ALTERNATIVES = (("train.max_steps", "train.epochs"),)
+"""The limits of a run. Both count only where one place gives both."""
+
+
+def replace_alternatives(config: DictConfig, origins: dict[str, Origin], files: Sequence[str]) -> None:
+    """Set the alternative to null whose place comes first: `files` in their order, then the command line."""
+    for pair in ALTERNATIVES:
+        given = [key for key in pair if _value(config, key) is not None]
+        if len(given) < 2:
+            continue
+        earlier, later = sorted(given, key=lambda key: _place(origins, files, key))
+        if _place(origins, files, earlier) == _place(origins, files, later):
+            continue
+        OmegaConf.update(config, earlier, None, force_add=True)
+        origins[earlier] = Origin("", text=f"replaced by {later} ({origins[later]})")
+
+
+def _value(config: DictConfig, key: str) -> Any:
+    node: Any = OmegaConf.to_container(config, resolve=False)
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
+def _place(origins: Mapping[str, Origin], files: Sequence[str], key: str) -> int:
+    """Return the position of the place that gave `key`; what is neither a file nor the command line comes first."""
+    origin = origins.get(key)
+    if origin is None:
+        return -1
+    if origin.text == COMMAND_LINE:
+        return len(files)
+    return max((i for i, file in enumerate(files) if file == origin.file), default=-1)

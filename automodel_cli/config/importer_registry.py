@@ -1,0 +1,25 @@
+"""Every tool that configs are imported from, and which of them a file was written for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from automodel_cli.config.importers import axolotl, llama_factory, nemo_automodel, prime_rl, trl, verl
+from automodel_cli.config.importers.framework import Table, flatten
+
+TABLES: dict[str, Table] = {
+    module.TABLE.slug: module.TABLE for module in (axolotl, llama_factory, trl, nemo_automodel, verl, prime_rl)
+}
+
+
+def recognise(tree: Mapping[str, Any], unknown: Collection[str] | None = None) -> Table | None:
+    """The tool that a whole file was written for: the one with the largest share of the keys that it asks for, None
+    where none has enough. `unknown`: of the root's keys those that are not ours.
+    """
+    if unknown is not None:
+        tree = {key: tree[key] for key in unknown if key in tree}
+    keys = set(flatten(tree)) | set(tree)
+    found = {slug: len(keys & set(table.signs[1])) for slug, table in TABLES.items()}
+    likely = max(TABLES, key=lambda slug: found[slug] / TABLES[slug].signs[0])
+    return TABLES[likely] if found[likely] >= TABLES[likely].signs[0] else None

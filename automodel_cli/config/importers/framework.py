@@ -1,0 +1,224 @@
+"""What a table says of a source file becomes a draft of ours; what no table knows is said, never dropped.
+
+A table (`Table`) has rows by the source's dotted keys (`*` stands for anything, `[]` for an index), a function for what
+several keys decide together, and the defaults of the tool that would change the loss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from automodel_cli.config.diagnostics import show
+
+Kind = Literal["sft", "dpo", "kd", "grpo"]
+_OMIT = object()
+UNKNOWN = "not known to this translation: look for it in `automodel options`"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key of theirs.
+
+    `ours` takes the value as it is, or by `values` (their value as lower-case text -> ours; another one is commented).
+    A key of ours without a dot is a group's option (`optimizer`). Without `ours`, `why` says why nothing stands for it;
+    with it, what differs.
+    """
+
+    ours: str | None = None
+    why: str = ""
+    values: Mapping[str, Any] | None = None
+
+
+def to(ours: str, why: str = "", **values: Any) -> Row:
+    """A key of theirs with a counterpart; their values are keywords (`true`, `null`, or their text)."""
+    return Row(ours, why, values or None)
+
+
+def none(why: str) -> Row:
+    """A key without a counterpart."""
+    return Row(None, why)
+
+
+@dataclass(frozen=True)
+class Default:
+    """What their tool does where the file says nothing, and ours would do otherwise."""
+
+    ours: str
+    value: Any
+    why: str
+    kinds: Sequence[Kind] = ("sft", "dpo", "kd", "grpo")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Everything about one tool. `signs`: keys at the root (or dotted) that name it, and how many must be there."""
+
+    tool: str
+    slug: str
+    signs: tuple[int, tuple[str, ...]]
+    kind: Callable[[Draft], Kind]
+    rows: Mapping[str, Row]
+    together: Callable[[Draft], None]
+    defaults: Sequence[Default]
+    averaging: str
+    """How their loss is averaged, beside ours."""
+
+    def row(self, key: str) -> Row | None:
+        """The row of a key: the exact one, else the first pattern in the table's order."""
+        general = re.sub(r"\[\d+\]", "[]", key)
+        if general in self.rows:
+            return self.rows[general]
+        return next((row for name, row in self.rows.items() if "*" in name and fnmatchcase(general, name)), None)
+
+
+@dataclass
+class Draft:
+    """A source file's leaves, and what has become of them."""
+
+    source: Mapping[str, Any]
+    gpus: int
+    kind: Kind = "sft"
+    values: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    """By key of ours: where it comes from, what differs."""
+    theirs: dict[str, list[str]] = field(default_factory=dict)
+    """By key of ours: the keys of theirs that decided it."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Keys of theirs without a counterpart, and why."""
+    done: set[str] = field(default_factory=set)
+    undecided: list[str] = field(default_factory=list)
+    """What would train otherwise than theirs, or not at all, until the user decides it."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Their value, or `default` where it is absent or empty. Does not count as translated."""
+        value = self.source.get(key)
+        return default if value is None else value
+
+    def has(self, prefix: str) -> bool:
+        """Whether any key of theirs begins so."""
+        return any(key.startswith(prefix) for key in self.source)
+
+    def put(self, ours: str, value: Any, *theirs: str, note: str = "") -> None:
+        """Set a key of ours (a group's option where it has no dot) because of these keys of theirs."""
+        (self.values if "." in ours or ours in ("seed", "run_name", "output_dir", "rewards") else self.options)[
+            ours
+        ] = value
+        there = [key for key in theirs if key in self.source]
+        said = ", ".join(f"{key}={show(self.source[key], 60)}" for key in there)
+        self.notes[ours] = [text for text in (said, note) if text]
+        self.theirs[ours] = there
+        self.done.update(there)
+
+    def leave(self, key: str, why: str) -> None:
+        """Say that a key of theirs has no counterpart, or none that fits its value."""
+        if key in self.source:
+            self.left[key] = why
+            self.done.add(key)
+
+    def decide(self, key: str, what: str) -> None:
+        """Say at the top of the file what the user must decide about a key of theirs."""
+        said = f"{key}={show(self.source[key], 60)}: " if key in self.source else f"{key}: "
+        self.undecided.append(said + what)
+        self.leave(key, f"to decide: {what}")
+
+    def is_set(self, ours: str) -> bool:
+        return ours in self.values or ours in self.options
+
+
+def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | None = None) -> Draft:
+    """A whole file. Every leaf of it is in `done` afterwards."""
+    draft = Draft(flatten(source), gpus)
+    draft.kind = kind or table.kind(draft)
+    table.together(draft)
+    for key, value in draft.source.items():
+        if key not in draft.done:
+            _row(draft, table, key, value)
+    for default in table.defaults:
+        if draft.kind in default.kinds and not draft.is_set(default.ours):
+            draft.put(default.ours, default.value, note=f"{table.tool}'s default; {default.why}")
+    _leave_idle_validation(draft)
+    _decay_embeddings(draft, table)
+    _name_unknown(draft)
+    if draft.kind == "grpo" and not draft.is_set("rewards"):
+        why = "their rewards are code; until you name yours, `exact` compares with the column answer (docs/rollout.md)"
+        draft.undecided.append(f"rewards: {why}")
+    return draft
+
+
+def _decay_embeddings(draft: Draft, table: Table) -> None:
+    """Each of these tools decays embeddings where it decays at all; ours does so where it is told to."""
+    ours_by_default = 0.0 if draft.kind == "grpo" else 0.01
+    decay = draft.values.get("optimizer.weight_decay", ours_by_default)
+    if isinstance(decay, (int, float)) and decay > 0:
+        draft.put("optimizer.decay_embeddings", True, note=f"{table.tool} decays embeddings and tied heads")
+
+
+def _name_unknown(draft: Draft) -> None:
+    """Keys that no table has may change the loss, unless they switch something off."""
+    unknown = [key for key, why in draft.left.items() if why == UNKNOWN and draft.source[key] is not False]
+    unknown = [key for key in unknown if not key.endswith("._target_")]
+    if unknown:
+        more = f" and {len(unknown) - 5} others" if len(unknown) > 5 else ""
+        draft.undecided.append(
+            f"{', '.join(unknown[:5])}{more}: not known to this translation, see the end of the file"
+        )
+
+
+def at_default(draft: Draft, defaults: Mapping[str, tuple[Any, str]]) -> None:
+    """Keys without a counterpart (their default, and why): left where they have it, else to be decided."""
+    for key, (default, why) in defaults.items():
+        if draft.get(key, default) == default:
+            draft.leave(key, why)
+        else:
+            draft.decide(key, why)
+
+
+def _leave_idle_validation(draft: Draft) -> None:
+    """When to validate is nothing to ours where no rows are held out; theirs lets it stand."""
+    if any(key.startswith("data.validation_") for key in draft.values):
+        return
+    for ours in ("validation.every", "validation.at_start"):
+        if draft.values.pop(ours, None) is not None:
+            draft.notes.pop(ours)
+            draft.left |= dict.fromkeys(draft.theirs[ours], f"{ours}, with rows held out: data.validation_rows")
+
+
+def _row(draft: Draft, table: Table, key: str, value: Any) -> None:
+    row = table.row(key)
+    if row is not None and row.ours is not None and draft.is_set(row.ours):
+        decided = "; ".join(draft.notes[row.ours]) or "another key"
+        draft.leave(key, f"{row.ours} is decided by {decided}")
+        return
+    if row is not None and row.values is not None:
+        known = row.values.get(show(value).lower(), _OMIT)
+        if known is not _OMIT:
+            assert row.ours is not None
+            draft.put(row.ours, known, key, note=row.why)
+            return
+    if value is None or value in ("", [], {}):
+        draft.leave(key, "empty there")
+    elif row is None:
+        draft.leave(key, UNKNOWN)
+    elif row.ours is None:
+        draft.leave(key, row.why)
+    elif row.values is not None:
+        draft.leave(key, f"{row.ours} has no such value{f'; {row.why}' if row.why else ''}")
+    else:
+        draft.put(row.ours, value, key, note=row.why)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted key, items of a list of mappings by `key[0].name`; other lists are leaves."""
+    if isinstance(value, Mapping) and value:
+        leaves: dict[str, Any] = {}
+        for name, item in value.items():
+            leaves |= flatten(item, f"{prefix}.{name}" if prefix else str(name))
+        return leaves
+    if isinstance(value, list) and value and any(isinstance(item, Mapping) for item in value):
+        return {k: v for i, item in enumerate(value) for k, v in flatten(item, f"{prefix}[{i}]").items()}
+    return {prefix: value}

@@ -1,0 +1,118 @@
+"""The tree of objects, made bottom-up of what is bound."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from automodel_cli.config import targets
+from automodel_cli.config.compose import Composed
+from automodel_cli.config.diagnostics import Origin, Problem, show
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fix_syntax import map_keys
+from automodel_cli.config.type_checking import WRONG, Node, join
+
+
+class Builder:
+    """Builds every frozen dataclass whose subtree is clean, so that the rules of `__post_init__` report together with
+    the typing errors; objects of other packages only once `only_nodes` is off, when nothing at all is wrong.
+    """
+
+    def __init__(self, composed: Composed, problems: list[Problem], only_nodes: bool):
+        self.composed, self.problems, self.only_nodes = composed, problems, only_nodes
+
+    def build(self, node: Node) -> Any:
+        """Call the target of `node` with what its arguments become; `WRONG` where anything is wrong."""
+        arguments = {name: self.value(item) for name, item in node.arguments.items()}
+        wrong = not node.clean or any(_contains_wrong(item) for item in arguments.values())
+        is_node = targets.is_node(node.target)
+        if wrong or (self.only_nodes and not is_node and not node.partial):
+            return WRONG
+        if node.partial:
+            return functools.partial(node.target, **arguments)
+        try:
+            return node.target(**arguments)
+        except ConfigError as error:
+            self.refused(node, arguments, error)
+        except Exception as error:
+            if is_node and targets.is_own(node.target):
+                raise  # a bug of ours: keep the traceback
+            message = f"{node.target.__qualname__} rejects its arguments: {error}"
+            self.refused(node, arguments, ConfigError(message, code="invalid_arguments"))
+        return WRONG
+
+    def value(self, item: Any) -> Any:
+        if isinstance(item, Node):
+            return self.build(item)
+        if isinstance(item, (list, tuple)):
+            return type(item)(self.value(i) for i in item)
+        if isinstance(item, dict):
+            return {k: self.value(v) for k, v in item.items()}
+        return item
+
+    def refused(self, node: Node, arguments: dict[str, Any], error: ConfigError) -> None:
+        """A node refused its own values: name the keys, their values and where each was written."""
+        located = [_located(node, arguments, key) for key in error.keys]
+        keys = [join(node.key, key) if key else node.key for key in located] or [node.key]
+        where = self.composed.nearest_origin(keys[0])
+        source = error.origin or self.sources(node, arguments, keys)
+        fix = error.fix and map_keys(error.fix, lambda key: _placed(node, arguments, key))
+        self.problems.append(Problem(error.code, keys[0], error.message, where, source, fix))
+
+    def sources(self, node: Node, arguments: dict[str, Any], keys: list[str]) -> str:
+        groups: dict[Origin, list[str]] = {}
+        for key in keys:
+            if key == node.key:  # the node as a whole
+                groups.setdefault(self.composed.nearest_origin(key), []).append(key)
+                continue
+            text = f"{key}={show(_effective(node, arguments, key[len(node.key) + 1 if node.key else 0 :]))}"
+            groups.setdefault(self.composed.where(key), []).append(text)
+        return "; ".join(f"{', '.join(texts)} ({origin})".lstrip() for origin, texts in groups.items())
+
+
+def _located(node: Node, arguments: dict[str, Any], key: str) -> str:
+    """A key relative to `node`. A section that a node asks for a rule may name its own fields: they are looked up
+    there. "" (the node as a whole) for a key that neither has.
+    """
+    name = key.partition(".")[0]
+    if name in node.signature.parameters:
+        return key
+    sections = [n for n in node.signature.parameters if name in _fields(_effective(node, arguments, n))]
+    return f"{sections[0]}.{key}" if len(sections) == 1 else ""
+
+
+def _placed(node: Node, arguments: dict[str, Any], key: str) -> str:
+    """The key of a fix as the root knows it: nodes may name their own fields, and those of their sections."""
+    name = key.partition(".")[0]
+    if name in node.signature.parameters:
+        return join(node.key, key)
+    if node.key:
+        return key
+    sections = [n for n in node.signature.parameters if name in _fields(_effective(node, arguments, n))]
+    return f"{sections[0]}.{key}" if len(sections) == 1 else key
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The fields of a config node; nothing for any other value."""
+    return vars(value) if targets.is_node(type(value)) else {}
+
+
+def _effective(node: Node, arguments: dict[str, Any], key: str) -> Any:
+    """The value that a refused node saw under a key relative to it: as set, or the default."""
+    name, *rest = key.split(".")
+    if name in arguments:
+        value = arguments[name]
+    else:
+        parameter = node.signature.parameters[name]
+        value = parameter.default() if parameter.is_factory else parameter.default
+    for part in rest:
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
+
+
+def _contains_wrong(built: Any) -> bool:
+    if isinstance(built, (list, tuple)):
+        return any(_contains_wrong(item) for item in built)
+    if isinstance(built, dict):
+        return any(_contains_wrong(item) for item in built.values())
+    return built is WRONG

@@ -1,0 +1,98 @@
+"""Did you mean: from an unknown key to the key that was probably meant. Nothing is ever corrected silently."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Collection
+from typing import NamedTuple
+
+from automodel_cli.config import foreign_keys
+from automodel_cli.config.diagnostics import show
+from automodel_cli.config.fix_syntax import override
+
+
+class Suggestion(NamedTuple):
+    """`fix` is `key=value` of ours, None where only a person can choose the value; `note` says what differs."""
+
+    fix: str | None
+    note: str = ""
+
+
+def suggest(key: str, value: object, known: Collection[str]) -> Suggestion | None:
+    """The first that hits: another tool's name (exact), same leaf in another section, a close path, a close leaf."""
+    leaf = key.rpartition(".")[2]
+    row = foreign_keys.lookup(key)
+    if row is not None and row.key in known:
+        return _translated(row, value)
+    same = [k for k in known if k.rpartition(".")[2] == leaf]
+    if same:
+        return _set(_closest(key, same), value)
+    values = [k for k in known if not any(other.startswith(k + ".") for other in known)]  # no sections
+    leaves: dict[str, list[str]] = {}
+    for k in values:
+        leaves.setdefault(k.rpartition(".")[2], []).append(k)
+    section = key.rpartition(".")[0]
+    typos = {name: _edits(leaf, name) for name in leaves if _is_typo(leaf, name)}
+    here = {name: edits for name, edits in typos.items() if any(k.rpartition(".")[0] == section for k in leaves[name])}
+    best = here or typos
+    return _set(_closest(key, leaves[min(best, key=best.__getitem__)]), value) if best else None
+
+
+def _is_typo(given: str, known: str) -> bool:
+    """Whether a hand that meant `known` may have written `given`: one slip, two in a long name that begins alike. More
+    makes another word: `precision` is no `revision`, `use_dora` no `use_rslora`, `value_coef` no `kl_coef`."""
+    edits = _edits(given, known)
+    shorter = min(len(given), len(known))
+    return (edits == 1 and shorter > 2) or (edits == 2 and shorter > 6 and given[0] == known[0])
+
+
+def _edits(given: str, known: str) -> int:
+    """The least number of letters to insert, remove, replace or swap with a neighbor (optimal string alignment)."""
+    before: list[int] = []
+    last = list(range(len(known) + 1))
+    for i, a in enumerate(given, 1):
+        row = [i]
+        for j, b in enumerate(known, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b)))
+            if i > 1 and j > 1 and a == known[j - 2] and given[i - 2] == b:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]
+
+
+def _translated(row: foreign_keys.Foreign, value: object) -> Suggestion:
+    """A value of theirs as an override of ours."""
+    if "=" in row.ours:
+        return Suggestion(row.ours, row.note)
+    known = row.values.get(show(value).lower())
+    if known is not None:
+        return Suggestion(known)
+    if row.is_list and isinstance(value, str) and "," in value:
+        value = [item.strip() for item in value.split(",")]
+    if row.other_value:
+        return Suggestion(None, row.note)
+    return Suggestion(_set(row.key, value).fix, row.note)
+
+
+def section(key: str, known: Collection[str]) -> str | None:
+    """The section that a misspelt section name was meant for: a sibling with keys below it."""
+    parent = key.rpartition(".")[0]
+    prefix = f"{parent}." if parent else ""
+    sections = {k[len(prefix) :].partition(".")[0] for k in known if k.startswith(prefix) and "." in k[len(prefix) :]}
+    near = difflib.get_close_matches(key[len(prefix) :], sections, 1, 0.75)
+    return prefix + near[0] if near else None
+
+
+def _closest(key: str, candidates: list[str]) -> str:
+    return max(candidates, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
+
+
+def _set(key: str, value: object) -> Suggestion:
+    """`key=value` as a shell takes it; a section or nothing is no value to carry over."""
+    if isinstance(value, dict) or value is None:
+        return Suggestion(None, f"{key} here")
+    text = show(value, limit=1000)
+    if isinstance(value, list):
+        return Suggestion(shlex.quote(f"{key}={text.replace(', ', ',')}"))
+    return Suggestion(override(key, text) if isinstance(value, str) else f"{key}={text}")

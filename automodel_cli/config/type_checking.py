@@ -1,0 +1,337 @@
+"""Composed values against annotations: every `_target_` bound to its signature, every error at once, nothing called."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from automodel_cli.config import key_reference, scalar_conversion, schema, targets
+from automodel_cli.config import trust as trusting
+from automodel_cli.config.compose import MISSING, Composed
+from automodel_cli.config.diagnostics import COMMAND_LINE, Problem, show
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fix_syntax import word
+from automodel_cli.config.importer_registry import recognise
+from automodel_cli.config.suggestions import section as nearest_section
+from automodel_cli.config.suggestions import suggest
+from automodel_cli.config.trust import Need, Trust
+
+_WHOLE = 10_000  # characters: nothing that is to be pasted is cut
+WRONG = object()
+"""A value that has already been reported."""
+
+
+@dataclass
+class Node:
+    """One bound target. `clean` is False when a keyword is unknown or missing; a wrong value is `WRONG`."""
+
+    key: str
+    target: Callable[..., Any]
+    partial: bool
+    signature: schema.Signature
+    arguments: dict[str, Any] = field(default_factory=dict)
+    clean: bool = True
+
+
+class Binder:
+    """Walks a composed tree against annotations. Every error goes to `problems`; nothing is called."""
+
+    def __init__(self, composed: Composed, trust: Trust, untrusted: list[Need] | None):
+        self.composed, self.trust, self.untrusted = composed, trust, untrusted
+        self.problems: list[Problem] = list(composed.problems)
+        self.reported = {p.key for p in composed.problems}
+        self.known: dict[str, None] = {}
+        self.unknown: list[tuple[str, object]] = []
+
+    def root(self, kind: type | None) -> Node | None:
+        tree = self.composed.tree
+        if "_target_" not in tree and kind is None:
+            self.refuse_without_recipe()
+            return None
+        node = self.node(tree, "", kind)
+        tool = recognise(tree, [key for key, _ in self.unknown if "." not in key])
+        if tool is not None:
+            self.add("no_recipe", "", f"the keys are those of {tool.tool}. Each key is translated below")
+            self.problems.insert(0, self.problems.pop())
+        for key, value in self.unknown:
+            self.report_unknown(key, value)
+        return node
+
+    def refuse_without_recipe(self) -> None:
+        """No `_target_`: the file forgot its base, or was written for another tool, whose keys are then translated."""
+        tree = self.composed.tree
+        tool = recognise(tree)
+        if tool is None:
+            fix = "defaults: [sft, _self_]   at the top of the file"
+            self.add("no_recipe", "", "the config selects no recipe: the root has no _target_", fix=fix)
+            return
+        recipe = schema.keys(targets.resolve("automodel_cli.recipes.sft.SFTRecipe"))
+        known = {*recipe, "optimizer.lr", "optimizer.betas", "optimizer.eps", "lr_scheduler.warmup_ratio"}
+        known |= {"lr_scheduler.warmup_steps", "parallelizer.activation_checkpointing", "parallelizer.enable_compile"}
+        fixes = [found.fix for k, v in _leaves(tree, "") if (found := suggest(k, v, known)) and found.fix]
+        text = (
+            f"this is a {tool.tool} config. Translate it with `automodel import-config "
+            f"{word(self.composed.path.name)}`, or begin a new config with `defaults: [sft, _self_]`"
+        )
+        known_here = " ".join(dict.fromkeys(fixes))
+        self.add("no_recipe", "", text, fix=f"automodel check -c sft {known_here}   (the keys that exist here)")
+
+    def add(self, code: str, key: str, message: str, fix: str | None = None, *, source: bool = True) -> None:
+        where = self.composed.nearest_origin(key)
+        text = f"{key}={show(_at(self.composed.tree, key))} ({where})" if source and key else str(where)
+        self.problems.append(Problem(code, key, message, where, text, fix))
+
+    def node(self, value: dict[str, Any], key: str, hint: Any) -> Node | None:
+        """Bind one mapping to its `_target_`, or to the one dataclass that the annotation names."""
+        path = join(key, "_target_")
+        try:
+            target = targets.resolve(value["_target_"], self.trust.packages) if "_target_" in value else hint
+        except ConfigError as error:
+            self.add(error.code, path, error.message, _prefixed(error.fix, key))
+            return None
+        partial = value.get("_partial_", False)
+        at = join(key, "_partial_")
+        if not isinstance(partial, bool):
+            self.add("wrong_type", at, f"{at} must be true or false, got {show(partial)}")
+        if partial and targets.is_own(target):
+            self.add(
+                "not_supported", at, f"{at}=true is not supported for {value.get('_target_', key)}, a config class"
+            )
+        node = Node(key, target, partial is True, schema.signature(target))
+        self.arguments(node, value)
+        return node
+
+    def arguments(self, node: Node, value: dict[str, Any]) -> None:
+        parameters = node.signature.parameters
+        for name, parameter in parameters.items():
+            self.known[join(node.key, name)] = None
+            inner = schema.dataclass_members(parameter.hint)
+            if len(inner) == 1:
+                self.known |= dict.fromkeys(schema.keys(inner[0], join(node.key, name) + "."))
+        for name, item in value.items():
+            key = join(node.key, name)
+            if name in ("_target_", "_partial_"):
+                continue
+            if name not in parameters and not (node.signature.open and not name.startswith("_")):
+                if self.composed.forget_replaced(node.key, name):
+                    continue
+                self.unknown.append((key, item))
+                node.clean = False
+                continue
+            if name in parameters and schema.holds_named_nodes(parameters[name].hint):
+                self.composed.forget_unasked(key)
+            node.arguments[name] = self.value(item, parameters[name].hint if name in parameters else Any, key)
+            if not self.trusted(node, name, key):
+                del node.arguments[name]
+        for name, parameter in parameters.items():
+            if parameter.default is schema.REQUIRED and name not in value and not node.partial:
+                node.clean = False
+                self.report_missing(join(node.key, name), parameter.hint)
+
+    def trusted(self, node: Node, name: str, key: str) -> bool:
+        """Whether the user allows what this field executes. If not: a problem, or one more of `untrusted`."""
+        value = node.arguments[name]
+        found = [] if value is WRONG else trusting.needs(node.target, name, key, value)
+        lacking = [need for need in found if not self.trust.allows(need)]
+        if self.untrusted is not None:
+            self.untrusted += lacking
+            return not lacking
+        for need in lacking:
+            note = f" ({self.trust.note})" if self.trust.note else ""
+            message = f"{key}={show(self.composed.shown(key), 100)} {need.what}. A config cannot allow that{note}"
+            self.add("untrusted_code", key, message, f"{need.option}   (if you trust it)")
+        return True
+
+    def value(self, value: object, hint: Any, key: str) -> Any:
+        """Convert one value, or report it and return `WRONG`."""
+        if key in self.reported:
+            return WRONG
+        if value == MISSING:
+            self.report_missing(key, hint)
+            return WRONG
+        try:
+            return self.converted(value, hint, key)
+        except scalar_conversion.Mismatch as mismatch:
+            at = key + mismatch.key
+            fix = f"{key}{mismatch.fix_key}={mismatch.fix}" if mismatch.fix is not None else None
+            self.add(mismatch.code, at, f"{at} {mismatch.message}", fix)
+            return WRONG
+
+    def converted(self, value: object, hint: Any, key: str) -> Any:
+        if isinstance(value, dict) and ("_target_" in value or "_partial_" in value):
+            return self.targeted(value, hint, key)
+        if isinstance(value, dict) and len(nodes := schema.dataclass_members(hint)) == 1:
+            return self.node(value, key, nodes[0]) or WRONG
+        if isinstance(value, dict) and (wrapper := schema.wrapper_for(hint)) and "function" in value:
+            raise scalar_conversion.Mismatch("has no _target_", wrapper, "._target_", code="missing_key")
+        if isinstance(value, dict) and len(nodes) > 1:
+            choices = " or ".join(f"{n.__module__}.{n.__qualname__}" for n in nodes)
+            raise scalar_conversion.Mismatch(f"needs a _target_: {choices}", code="missing_key")
+        try:
+            chosen = scalar_conversion.choose(value, hint)
+        except scalar_conversion.Mismatch as mismatch:
+            if isinstance(value, dict) and (target := key_reference.node_for(key, value)):
+                raise scalar_conversion.Mismatch(
+                    mismatch.message, target, fix_key="._target_", code=mismatch.code
+                ) from None
+            raise
+        arguments = typing.get_args(chosen)
+        if isinstance(value, dict):
+            inner = arguments[1] if len(arguments) == 2 else Any
+            return {k: self.value(v, inner, join(key, str(k))) for k, v in value.items()}
+        if isinstance(value, list):
+            return self.sequence(value, chosen, key)
+        scalar_conversion.check_range(value, chosen, key.rpartition(".")[2])
+        return scalar_conversion.convert_scalar(value, chosen)
+
+    def sequence(self, value: list[Any], hint: Any, key: str) -> Any:
+        arguments = typing.get_args(hint)
+        is_tuple = (typing.get_origin(hint) or hint) is tuple
+        inner: list[Any] = [arguments[0] if arguments else Any] * len(value)
+        if is_tuple and arguments and arguments[-1] is not Ellipsis:
+            if len(arguments) != len(value):
+                raise scalar_conversion.Mismatch(f"expects a list of {len(arguments)} values, got {show(value)}")
+            inner = list(arguments)
+        items = [self.value(item, h, f"{key}.{i}") for i, (item, h) in enumerate(zip(value, inner, strict=True))]
+        return tuple(items) if is_tuple else items
+
+    def targeted(self, value: dict[str, Any], hint: Any, key: str) -> Any:
+        """A node with its own `_target_`: bound, and of a class that the annotation allows."""
+        nodes = schema.dataclass_members(hint)
+        if "_target_" not in value and len(nodes) != 1:
+            raise scalar_conversion.Mismatch("has _partial_ but no _target_", code="missing_key")
+        self.refuse_bare_function(value, hint, key)
+        node = self.node(value, key, nodes[0] if nodes else None)
+        if node is None:
+            return WRONG
+        self.check_kind(node, hint, value)
+        return node
+
+    def refuse_bare_function(self, value: dict[str, Any], hint: Any, key: str) -> None:
+        """A function in place of a node, which would be called with what stands beside it: say what wraps it. Of the
+        keys beside it those that the wrapper knows (weights) stay its own, the others are the function's."""
+        if value.get("_partial_"):
+            return
+        try:
+            target = targets.resolve(value.get("_target_", ""), self.trust.packages)
+        except ConfigError:
+            return  # reported when it is bound
+        if wrapper := schema.wrapper_of(target, hint):
+            name, known = value["_target_"], schema.signature(targets.resolve(wrapper, self.trust.packages)).parameters
+            beside = {key: kept for key, kept in value.items() if key in known}
+            function = {key: given for key, given in value.items() if key not in known} | {"_partial_": True}
+            node = show({"_target_": wrapper, **beside, "function": function}, limit=_WHOLE)
+            message = f"must not be a bare function: {name} would be called when the config is read"
+            raise scalar_conversion.Mismatch(message, f"'{node}'", code="invalid_target")
+
+    def check_kind(self, node: Node, hint: Any, value: dict[str, Any]) -> None:
+        """Refuse a target that makes none of the alternatives and lacks what a protocol among them asks for; a method
+        that is only inherited as abstract is lacking."""
+        protocols = schema.protocol_members(hint)
+        options = tuple(
+            option
+            for option in schema.members(hint)
+            if option not in protocols and typing.get_origin(option) is not typing.Literal  # no target makes a text
+        )
+        if not all(isinstance(option, type) and option is not Any for option in options):
+            return
+        made = node.target if isinstance(node.target, type) else schema.returned(node.target)
+        if protocols and (node.partial or not isinstance(made, type)):
+            return  # what comes out is known when it is called
+        if not node.partial and isinstance(made, type) and options and issubclass(made, options):
+            return
+        message = (
+            f"expects {scalar_conversion.describe(schema.members(hint))}, got {value['_target_']}{_what_it_makes(node)}"
+        )
+        if protocols:
+            lacking = {protocol: schema.lacks(made, names) for protocol, names in protocols.items()}
+            nearest = min(lacking, key=lambda protocol: len(lacking[protocol]))
+            if not lacking[nearest]:
+                return
+            message += f", which lacks {', '.join(lacking[nearest])} of {nearest.__module__}"
+        raise scalar_conversion.Mismatch(message, code="invalid_target")
+
+    def report_missing(self, key: str, hint: Any) -> None:
+        kind = scalar_conversion.describe(schema.members(hint)) if hint is not Any else "a value"
+        where = self.composed.nearest_origin(key)
+        message = f"{key} is missing: expects {kind}"
+        self.problems.append(Problem("missing_key", key, message, where, str(where), f"{key}=..."))
+
+    def report_unknown(self, key: str, value: object) -> None:
+        if key.rpartition(".")[2].startswith("_"):
+            message = f"{key} is not allowed: only _target_ and _partial_ begin with an underscore"
+            self.add("unknown_key", key, message)
+            return
+        if isinstance(value, dict) and value:
+            meant = nearest_section(key, self.known)
+            if meant and all(join(meant, str(k)) in self.known for k in value):
+                self.add("unknown_key", key, f"unknown section {key}", f"call it {meant}")
+                return
+            inner = [(k, v) for k, v in _leaves(value, key) if suggest(k, v, self.known)]
+            for k, v in inner:
+                self.report_unknown(k, v)
+            if inner:
+                return
+        if self.is_of_another_node(key):
+            return
+        found = suggest(key, value, self.known)
+        note = f" ({found.note})" if found and found.note else ""
+        self.add("unknown_key", key, f"unknown key {key}{note}", found.fix if found else None)
+
+    def is_of_another_node(self, key: str) -> bool:
+        """Report a key that another node of ours at this place has: what is left of it when `_target_` was replaced."""
+        section, _, name = key.rpartition(".")
+        target = _at(self.composed.tree, join(section, "_target_"))
+        owner = key_reference.node_for(section, {name: None})
+        if not isinstance(target, str) or owner is None or owner == target:
+            return False
+        is_typed = self.composed.where(key).text == COMMAND_LINE
+        fix = f"remove {key} from the command line" if is_typed else f"~{key}"
+        if option := key_reference.option_of(section, owner):
+            fix += f", or {section}={option}"
+        leaf = target.rpartition(".")[2]
+        message = f"unknown key {key}: it belongs to {owner}, but {section}._target_ is {leaf}"
+        self.add("unknown_key", key, message, fix)
+        return True
+
+
+def _what_it_makes(node: Node) -> str:
+    """What is wrong with a target that is no config node of the right class, and how a model gets in all the same."""
+    made = node.target if isinstance(node.target, type) else schema.returned(node.target)
+    if node.key == "model":
+        return (
+            ". Each rank builds its share of the model, so the config describes the model. Save yours with "
+            "save_pretrained(FOLDER) and set model.pretrained=FOLDER"
+        )
+    if isinstance(node.target, type):
+        return ""
+    if made is Any:
+        return ", which has no return annotation"
+    return f", which returns {getattr(made, '__name__', made)}"
+
+
+def join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _prefixed(fix: str | None, key: str) -> str | None:
+    return join(key, fix) if fix is not None and fix.startswith("_target_=") else fix
+
+
+def _at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        elif isinstance(tree, dict) and part in tree:
+            tree = tree[part]
+        else:
+            return None
+    return tree
+
+
+def _leaves(value: object, key: str) -> list[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [leaf for k, v in value.items() if not str(k).startswith("_") for leaf in _leaves(v, join(key, k))]
+    return [(key, value)]

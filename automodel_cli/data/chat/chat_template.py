@@ -1,0 +1,177 @@
+"""Which chat template renders the training rows.
+
+The tokenizer's own is what the model sees at inference, and by `data.turns=auto` it is trained exactly. Where
+conversations are to stay one document each (`data.turns=whole`) and the tokenizer's template rewrites earlier turns,
+one of ours stands in: it renders a single turn as the tokenizer's does, text by text, and every other turn of a
+conversation as if it were the last. It is found by what the tokenizer's template renders, never by a model's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.chat.encoder import GENERATION_TAG, RENDER_FIX, RENDER_SECONDS, ChatEncoder
+from automodel_cli.data.chat.multi_turn import reasoning_key, with_key
+from automodel_cli.data.chat.time_limit import time_limit
+from automodel_cli.data.config import Turns
+from automodel_cli.data.formats.examples import Conversation
+from automodel_cli.data.row_errors import RowError
+
+Messages = list[dict[str, Any]]
+
+_OPENED, _EMPTY = "'<think>\\n'", "'<think>\\n\\n</think>\\n\\n'"
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
+    "gpt-oss": ("gpt_oss", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3.5": ("qwen3_5", {"values_as_json": "false", "cue": _OPENED}),
+    "qwen3.5 without thinking": ("qwen3_5", {"values_as_json": "false", "cue": _EMPTY}),
+    "qwen3.6": ("qwen3_5", {"values_as_json": "true", "cue": _OPENED}),
+    "deepseek": ("deepseek", {"cue": "''"}),
+    "deepseek, thinking": ("deepseek", {"cue": _OPENED}),
+    "nemotron-3": ("nemotron_3", {"closing": "'\\n</think>\\n'", "cue": _OPENED}),
+    "nemotron-3-ultra": ("nemotron_3", {"closing": "'</think>'", "cue": _OPENED}),
+}
+"""Our training templates: a name for the report, the file, and what tells relatives apart."""
+
+_USER, _ANSWER = {"role": "user", "content": "What stands there?"}, {"role": "assistant", "content": "A tree."}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00000",
+            "type": "function",
+            "function": {"name": "look", "arguments": {"at": "the hill", "far": True, "how": {"often": 2}}},
+        }
+    ],
+}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks at a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"type": "string", "description": "where"}, "far": {"type": "boolean"}},
+            "required": ["at"],
+        },
+    },
+}
+_RESULT = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": "a tree"}
+_SYSTEM = {"role": "system", "content": "Be brief."}
+_REASON = {"reasoning_content": "The hill has one."}
+PROBES: dict[str, tuple[Messages, list[dict[str, Any]] | None]] = {
+    "answer": ([_USER, _ANSWER], None),
+    "system": ([_SYSTEM, _USER, _ANSWER], None),
+    "empty system": ([{**_SYSTEM, "content": ""}, _USER, _ANSWER], None),
+    "reasoning": ([_USER, {**_ANSWER, **_REASON}], None),
+    "reasoning in the text": ([_USER, {**_ANSWER, "content": "<think>\nThe hill has one.\n</think>\n\nA tree."}], None),
+    "call": ([_USER, _CALL], None),
+    "tools": ([_SYSTEM, _USER, _CALL], [_TOOL]),
+    "result": ([_USER, {**_CALL, **_REASON}, _RESULT], None),
+}
+"""Conversations with one answer, in which there is no earlier turn to rewrite."""
+_FOLLOW_UP: Messages = [_USER, _ANSWER, {"role": "user", "content": "And there?"}, {**_ANSWER, "content": "A rock."}]
+
+
+@dataclass(frozen=True)
+class ChosenTemplate:
+    """`text` renders the rows (None: prompt and completion as they are). `name` is set where it is one of ours, which
+    stands in for `own`, the tokenizer's.
+    """
+
+    text: str | None
+    name: str | None = None
+    own: str | None = None
+
+
+def choose_template(choice: str | None, tokenizer: Any, turns: Turns) -> ChosenTemplate:
+    """The template that `data.chat_template` and `data.turns` ask for."""
+    text = resolve_chat_template(choice, tokenizer)
+    if choice not in (None, "auto") or turns != "whole" or text is None or GENERATION_TAG.search(text):
+        return ChosenTemplate(text)
+    if _is_stable(tokenizer, text):
+        return ChosenTemplate(text)
+    name = find_training_template(tokenizer, text)
+    return ChosenTemplate(text) if name is None else ChosenTemplate(training_template(name), name, text)
+
+
+def resolve_chat_template(choice: str | None, tokenizer: Any) -> str | None:
+    """The template's text: the tokenizer's for `auto` and `tokenizer`, none for `none`, else a file's content or the
+    text itself. This is what a model is asked with; for training see `choose_template`.
+    """
+    if choice in (None, "auto", "tokenizer"):
+        template = tokenizer.chat_template
+        if isinstance(template, dict):
+            raise DataError(
+                f"the tokenizer has several chat templates: {', '.join(template)}",
+                fix="data.chat_template=<a .jinja file with the one to train>",
+            )
+        if template is None and choice == "tokenizer":
+            raise DataError(
+                "chat_template=tokenizer, but the tokenizer has no chat template",
+                fix="data.chat_template=<a .jinja file>",
+            )
+        return str(template) if template is not None else None
+    assert choice is not None, "handled above"
+    if choice == "none":
+        return None
+    if "{%" in choice or "{{" in choice:
+        return choice
+    path = Path(choice).expanduser()
+    if not path.is_file():
+        raise DataError(
+            f"chat_template={choice} is neither auto, tokenizer or none, nor a file, nor a template (no {{{{ or {{% in "
+            "it)"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def training_template(name: str) -> str:
+    """The text of one of our training templates."""
+    file, options = VARIANTS[name]
+    head = "".join(f"{{%- set {key} = {value} %}}" for key, value in options.items())
+    return head + files("automodel_cli.data.chat").joinpath("templates", f"{file}.jinja").read_text(encoding="utf-8")
+
+
+def find_training_template(tokenizer: Any, own: str) -> str | None:
+    """The name of our template that renders every probe as `own` does, or refuses what it has no format for; None
+    where there is none. The plain answer and the generation prompt must be equal.
+    """
+    expected = list(_renderings(tokenizer, own))
+    for name in VARIANTS:
+        ours = list(_renderings(tokenizer, training_template(name)))
+        alike = all(theirs is None or our in (None, theirs) for our, theirs in zip(ours, expected, strict=True))
+        if alike and ours[0] is not None and ours[-1] is not None:
+            return name
+    return None
+
+
+def _renderings(tokenizer: Any, template: str) -> Iterator[str | None]:
+    key = reasoning_key(template)
+    for messages, tools in [*PROBES.values(), ([_USER], None)]:
+        named = [with_key(message, key) for message in messages] if key else messages
+        options = {"chat_template": template, "add_generation_prompt": len(messages) == 1}
+        try:
+            with time_limit(RENDER_SECONDS, "the chat template", RENDER_FIX):
+                text = tokenizer.apply_chat_template(named, tools=tools, tokenize=False, **options)
+            yield text
+        except DataError:
+            raise
+        except Exception:  # templates raise anything
+            yield None
+
+
+def _is_stable(tokenizer: Any, template: str) -> bool:
+    """Whether a conversation of two plain turns can be one document."""
+    encoder = ChatEncoder(tokenizer, template, "assistant", turns="whole")
+    trained = [message["role"] == "assistant" for message in _FOLLOW_UP]
+    (result,) = encoder.encode([Conversation(_FOLLOW_UP, trained)])
+    return not isinstance(result, RowError)

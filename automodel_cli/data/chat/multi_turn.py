@@ -1,0 +1,134 @@
+"""Unrolling: a conversation as one document per trained turn, each with the history that the model sees at inference.
+
+The document of turn i is the template's rendering of the messages before it, with its generation prompt, then what the
+model has to say: the turn and its stop token. That is right for every template, however it rewrites earlier turns, and
+costs the tokens of the repeated histories.
+
+What the model has to say is what the rendering of the conversation up to turn i has after the prompt. Two kinds of
+templates need more care. Where the turn changes how the messages before it are rendered (gpt-oss drops the reasoning
+in front of a tool call once an answer follows), the turn's text is what follows the generation prompt in that
+rendering, found by rendering another turn in its place. Where the generation prompt opens a reasoning block that the
+template does not render in the turn (DeepSeek-R1, Nemotron-3), the model has to close it before it answers: the row's
+reasoning stands inside, or nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.data.chat.end_of_turn import TurnEnds
+from automodel_cli.data.formats.messages import REASONING_KEYS
+from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.tokenized import Encoded
+
+OPEN, CLOSE = "<think>", "</think>"
+STAND_IN = {"role": "assistant", "content": "kwelvorn"}
+"""The other turn; its content begins like no answer."""
+
+
+@dataclass(frozen=True)
+class TurnTexts:
+    """Renderings around one turn: the messages before it with the generation prompt (`prompt`) and without it
+    (`history`), those up to it (`upto`), and those with another turn in its place (`other`).
+    """
+
+    prompt: str
+    history: str
+    upto: str
+    other: str
+
+
+def continuation(texts: TurnTexts, message: dict[str, Any]) -> str:
+    """What the model has to say after `texts.prompt`, as far as the template renders it; white space at its end
+    included. Raises RowError when the template does not let the turn follow its own generation prompt.
+    """
+    prompt, upto = texts.prompt, texts.upto
+    if upto.startswith(prompt):
+        return upto[len(prompt) :]
+    cue = prompt[len(texts.history) :] if prompt.startswith(texts.history) else ""
+    before, opened, space = prompt.rpartition(OPEN)
+    if opened and not space.strip():
+        if upto.startswith(before + OPEN):
+            return upto[len(before + OPEN) :].lstrip()
+        if upto.startswith(before):
+            return _close_reasoning(upto[len(before) :], message)
+    shared = _shared_start(upto, texts.other)
+    head, found, _ = shared.rpartition(cue) if cue else ("", "", "")
+    if found:
+        return upto[len(head) + len(cue) :]
+    if prompt.rstrip().endswith(CLOSE) and reasoning_of(message):
+        raise RowError(
+            "not_a_prefix",
+            "the generation prompt closes the reasoning before it begins, but the row's turn has reasoning",
+            fix="data.chat_template=<the template with thinking switched on>, or leave the reasoning out of the data",
+        )
+    raise RowError(
+        "not_a_prefix",
+        f"the chat template does not render a turn as what follows its own generation prompt ({prompt[-24:]!r})",
+        fix="data.chat_template=<a template whose turns begin with its generation prompt>",
+    )
+
+
+def _shared_start(a: str, b: str) -> str:
+    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:length]
+
+
+def _close_reasoning(turn: str, message: dict[str, Any]) -> str:
+    """The turn with the reasoning that the template leaves out, which the generation prompt has opened."""
+    if OPEN in turn or CLOSE in turn:
+        return turn.lstrip().removeprefix(OPEN).lstrip("\n")
+    return f"{reasoning_of(message)}\n{CLOSE}\n\n{turn.lstrip(chr(10))}"
+
+
+def reasoning_of(message: dict[str, Any]) -> str:
+    """The reasoning of an assistant message: a field of its own, or the `<think>` block of its content."""
+    for key in REASONING_KEYS:
+        if message.get(key):
+            return str(message[key]).strip("\n")
+    head, closed, _ = message["content"].rpartition(CLOSE)
+    return head.rpartition(OPEN)[2].strip("\n") if closed else ""
+
+
+def turn_document(
+    tokenizer: Any, ends: TurnEnds, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], kind: str
+) -> Encoded:
+    """A turn after its prompt, trained up to its stop token. `pieces` are the tokens of the prompt, of both as one
+    text, and of the turn.
+
+    Taken from the one text when the prompt's tokens are a prefix of it, else both for themselves: that is what the
+    model sees when it is given the prompt alone.
+    """
+    given, ids, alone = pieces
+    if not np.array_equal(ids[: len(given)], given):
+        apart = np.concatenate([given, alone])
+        if tokenizer.decode(apart) != tokenizer.decode(ids):
+            where = f"{tokenizer.decode(given)[-12:]!r} + {tokenizer.decode(alone)[:12]!r}"
+            raise RowError(
+                "not_a_prefix",
+                f"a token reaches from the generation prompt into the turn ({where})",
+                fix="data.chat_template=<a template with a special token or newline before the turn>",
+            )
+        ids = apart
+    end = ends.end(ids, len(given), len(ids), kind, tokenizer=tokenizer)
+    ids = np.append(ids, np.int32(ends.missing(kind))) if end is None else ids[:end]
+    trained = np.ones(len(ids), np.uint8)
+    trained[: len(given)] = 0
+    return Encoded(ids, trained)
+
+
+def reasoning_key(template: str) -> str | None:
+    """The name under which a template reads the reasoning of a message, if it does."""
+    return next((key for key in REASONING_KEYS if re.search(rf"""(\.|['"]){key}\b(?!\s*\()""", template)), None)
+
+
+def with_key(message: dict[str, Any], key: str) -> dict[str, Any]:
+    """The message with its reasoning under the name that the template reads."""
+    given = [name for name in REASONING_KEYS if name in message]
+    if not given or key in given:
+        return message
+    return {**{name: value for name, value in message.items() if name not in given}, key: message[given[0]]}

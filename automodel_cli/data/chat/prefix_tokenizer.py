@@ -1,0 +1,89 @@
+"""Token ids of a text and of prefixes of it, for the price of the text.
+
+A fast tokenizer cuts a text at its special tokens first, by their literal match, and encodes what lies between them
+piece by piece. So the ids of a prefix are those of the text up to the last special token that lies in the prefix whole,
+followed by the ids of the rest of the prefix: only that rest, which is often the header of a turn or nothing at all,
+must be encoded anew. It is encoded with its special token in front, because some tokenizers treat the start of a text
+in another way. What comes out is what encoding every prefix by itself gives, not an estimate from offsets: those say
+where tokens lie in the whole, and a prefix may end in other tokens than the whole has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.data.tokenized import TOKENIZER_OPTIONS, as_ids, encode_texts
+
+SHORT = 100
+"""Characters: rests up to this length recur in every row and are remembered."""
+MAX_REMEMBERED = 10_000
+
+
+class PrefixEncoder:
+    """Encodes texts together with their prefixes, without adding special tokens."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        # a token that takes in spaces around it, looks at its neighbours or is matched after normalising cuts elsewhere
+        self.cuts: dict[int, str] = {
+            number: token.content
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if not (token.normalized or token.single_word or token.lstrip or token.rstrip)
+        }
+        self.remembered: dict[str, np.ndarray] = {}
+
+    def encode(self, rows: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
+        """Per row the ids, int32, of its first text and of each other, which must be a prefix of the first."""
+        if not rows:
+            return []
+        if not self.tokenizer.is_fast:
+            each = iter(encode_texts(self.tokenizer, [text for row in rows for text in row]))
+            return [[next(each) for _ in row] for row in rows]
+        out = self.tokenizer([row[0] for row in rows], add_special_tokens=False, **TOKENIZER_OPTIONS)
+        as_text = self.tokenizer.backend_tokenizer.encode_special_tokens  # then special tokens cut nothing
+        cuts = {} if as_text else self.cuts
+        found = [
+            [_last_cut(encoding, ids, row[0], len(prefix), cuts) for prefix in row[1:]]
+            for encoding, ids, row in zip(out.encodings, out["input_ids"], rows, strict=True)
+        ]
+        rests = [
+            [prefix[character:] for prefix, (_, character) in zip(row[1:], at, strict=True)]
+            for row, at in zip(rows, found, strict=True)
+        ]
+        known = self._encode_rests(rests)
+        result: list[list[np.ndarray]] = []
+        for ids, at, of_row in zip(map(as_ids, out["input_ids"]), found, rests, strict=True):
+            pairs = zip(at, of_row, strict=True)
+            result.append([ids, *(np.concatenate([ids[:token], known[rest]]) for (token, _), rest in pairs)])
+        return result
+
+    def _encode_rests(self, rests: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
+        wanted = dict.fromkeys(rest for row in rests for rest in row)
+        new = [rest for rest in wanted if rest not in self.remembered]
+        encoded = dict(zip(new, encode_texts(self.tokenizer, new), strict=True))
+        known = {rest: encoded[rest] if rest in encoded else self.remembered[rest] for rest in wanted}
+        if len(self.remembered) < MAX_REMEMBERED:
+            self.remembered.update((rest, ids) for rest, ids in encoded.items() if len(rest) <= SHORT)
+        return known
+
+
+def _last_cut(encoding: Any, ids: Sequence[int], text: str, stop: int, cuts: dict[int, str]) -> tuple[int, int]:
+    """Token and character at which the last special token before character `stop` begins; 0 and 0 if there is none."""
+    token = None
+    for character in range(stop - 1, -1, -1):  # spaces may belong to no token
+        token = encoding.char_to_token(character)
+        if token is not None:
+            break
+    if token is None:
+        return 0, 0
+    for place in range(token, -1, -1):
+        content = cuts.get(ids[place])
+        if content is None:
+            continue
+        start, end = encoding.token_to_chars(place)
+        if end <= stop and text[start:end] == content:  # and not an unknown word that is given the same number
+            return place, start
+    return 0, 0

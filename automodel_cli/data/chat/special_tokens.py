@@ -1,0 +1,254 @@
+"""Special tokens that stand in a row's own strings: as plain text, instead of as control tokens.
+
+Whoever writes `<|im_end|>` into a question must not end the turn. What the template writes stays a control token. The
+two are told apart in three steps, exactly and for every template: (1) In the row's strings each special token gets a
+first character of private use, and the row is rendered. (2) In the rendered text the two spellings change places: what
+still looked like a special token came from the template and gets the private character; the row's own get their first
+character back. Every text keeps its length. (3) The result is encoded by a copy of the tokenizer whose special tokens
+begin with the private character, so that the plain spelling is ordinary text to it; its ids are mapped back.
+
+Tokens that a tokenizer adds without calling them special (`<think>`, `<tool_call>` of Qwen3) are what their authors
+write as text on purpose, and are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.data.chat.encoder import ChatEncoder
+from automodel_cli.data.config import SpecialTokensInText
+from automodel_cli.data.formats.examples import Conversation
+from automodel_cli.data.row_errors import RowError, attempt
+from automodel_cli.data.tokenized import Encoded, Unrolled, around
+
+PRIVATE = 0x10F700
+"""First of the characters used, at the end of the last plane for private use: no font and no known text has them."""
+_KEEP_FIX = "data.special_tokens_in_text=keep, which makes control tokens of them"
+
+Encode = Callable[[ChatEncoder, Sequence[Conversation]], Sequence[Any]]
+
+
+class SpecialText:
+    """The special tokens of one tokenizer, in texts. Pickles, as long as nothing was encoded yet."""
+
+    def __init__(self, tokenizer: Any, choice: SpecialTokensInText = "as_text"):
+        """`choice`: what to do with special tokens in rows; `auto` is for the caller to decide."""
+        self.tokenizer, self.choice = tokenizer, choice
+        added = tokenizer.added_tokens_decoder.values()
+        contents = {*(token.content for token in added if token.special), *tokenizer.all_special_tokens}
+        # the longest first, as the tokenizer takes them
+        self.tokens = sorted(filter(None, contents), key=len, reverse=True)
+        firsts = dict.fromkeys(token[0] for token in self.tokens)
+        self.private = {first: chr(PRIVATE + i) for i, first in enumerate(firsts)}
+        self._plain = {private: first for first, private in self.private.items()}
+        self._found = _any_of(self.tokens)
+        self._hidden = _any_of([self.hide(token) for token in self.tokens])
+        self._private_characters = re.compile("[" + "".join(self._plain) + "]") if self._plain else _NOTHING
+
+    def count(self, value: Any) -> int:
+        """Special tokens in all strings of a value made of lists and dicts, keys included."""
+        if isinstance(value, str):
+            return len(self._found.findall(value))
+        if isinstance(value, dict):
+            return sum(self.count(key) + self.count(item) for key, item in value.items())
+        if isinstance(value, list | tuple):
+            return sum(map(self.count, value))
+        return 0
+
+    def hide(self, value: Any) -> Any:
+        """A copy in which no string holds a special token: each begins with its private character."""
+        if isinstance(value, str):
+            return self._found.sub(lambda match: self.private[match[0][0]] + match[0][1:], value)
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.hide(item) for item in value]
+        return value
+
+    def restore(self, text: str) -> str:
+        """The text before `hide`."""
+        return self._private_characters.sub(lambda match: self._plain[match[0]], text)
+
+    def swap(self, text: str) -> str:
+        """Hide the special tokens of a text and restore those that were hidden; as long as before."""
+        return self.hide(text) if not self._private_characters.search(text) else self._swap(text)
+
+    def _swap(self, text: str) -> str:
+        parts, last = [], 0
+        for match in self._hidden.finditer(text):
+            parts += [self.hide(text[last : match.start()]), self.restore(match[0])]
+            last = match.end()
+        return "".join([*parts, self.hide(text[last:])])
+
+    def check(self, value: Any) -> None:
+        """Raise RowError where the special tokens of a value are unwanted, or cannot be encoded as text."""
+        found = list(dict.fromkeys(self._all_found(value)))
+        if self.choice == "refuse":
+            raise RowError(
+                "special_token",
+                f"the text holds the special token {found[0]!r}, and data.special_tokens_in_text is refuse",
+                fix=f"data.special_tokens_in_text=as_text, or {_KEEP_FIX}",
+            )
+        problem = self._problem(found, json.dumps(value, ensure_ascii=False, default=str))
+        if problem:
+            raise RowError(
+                "special_token", f"the text holds {found[0]!r}, which cannot become text: {problem}", fix=_KEEP_FIX
+            )
+
+    def _problem(self, found: Sequence[str], text: str) -> str:
+        if not self.tokenizer.is_fast:
+            return "this tokenizer is not of the fast kind, whose special tokens can be told apart from text"
+        if self._private_characters.search(text):
+            return "the row has characters for private use that are needed to tell the two apart"
+        for token in found:
+            own = self.tokenizer.convert_tokens_to_ids(token)
+            if any(own in self.spelled.ids(text) for text in (token, f"a{token}a", f" {token} ")):
+                return f"the tokenizer makes the token {token!r} of its characters too"
+        return ""
+
+    def _all_found(self, value: Any) -> list[str]:
+        if isinstance(value, str):
+            return list(self._found.findall(value))
+        if isinstance(value, dict):
+            value = [*value.keys(), *value.values()]
+        return [token for item in value for token in self._all_found(item)] if isinstance(value, list | tuple) else []
+
+    @cached_property
+    def spelled(self) -> SpelledTokenizer:
+        """The tokenizer that reads texts with hidden tokens."""
+        return SpelledTokenizer(self)
+
+    def encode_text(self, text: str, add_special_tokens: bool) -> np.ndarray:
+        """Token ids, int32, of a text that is the row's own from end to end; what the tokenizer adds around it stays
+        special. Raises RowError like `check`.
+        """
+        self.check(text)
+        ids = np.asarray(self.spelled.ids(text), np.int32)
+        if not add_special_tokens:
+            return ids
+        before, after = around(self.tokenizer)
+        return np.concatenate([before, ids, after]).astype(np.int32)
+
+
+class SpelledTokenizer:
+    """A fast tokenizer for rendered conversations whose own special tokens are hidden (`SpecialText.hide`).
+
+    Stands in for the tokenizer where conversations are rendered and encoded; everything else is the tokenizer's.
+    """
+
+    is_fast = True
+
+    def __init__(self, special: SpecialText):
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        self._special, self._tokenizer = special, special.tokenizer
+        described = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        spelling = {token: special.hide(token) for token in special.tokens}
+        names = {}
+        for token in described["added_tokens"]:
+            spelled = spelling.get(token["content"], token["content"])
+            names[spelled] = token["id"]
+            token.update(content=spelled, normalized=token["normalized"] and spelled == token["content"])
+        described.update(post_processor=None, truncation=None, padding=None)
+        backend = Tokenizer.from_str(json.dumps(described))
+        self._inner = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+        self._original = {backend.token_to_id(name): number for name, number in names.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        """Like the tokenizer's call on one text or several, without special tokens around them."""
+        texts = self._special.swap(text) if isinstance(text, str) else [self._special.swap(item) for item in text]
+        out = self._inner(texts, **options)
+        ids = out["input_ids"]
+        out["input_ids"] = self._back(ids) if isinstance(text, str) else [self._back(row) for row in ids]
+        return out
+
+    def ids(self, text: str) -> list[int]:
+        """Of a text as the row has it, none of whose tokens is special."""
+        return self._back(self._inner(text, add_special_tokens=False)["input_ids"])
+
+    def _back(self, ids: Sequence[int]) -> list[int]:
+        return [self._original.get(number, number) for number in ids]
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        """The tokenizer's own, which calls this object to encode what it rendered."""
+        return type(self._tokenizer).apply_chat_template(self, *args, **options)
+
+
+class SpecialChats:
+    """Encodes by `encoder`; conversations that hold special tokens as text by one that tells the two apart."""
+
+    def __init__(self, encoder: ChatEncoder, special: SpecialText):
+        self.encoder, self.special = encoder, special
+
+    @cached_property
+    def _apart(self) -> ChatEncoder:
+        return self.encoder.with_tokenizer(self.special.spelled)
+
+    def encode(self, chats: Sequence[Conversation]) -> list[Any]:
+        """Tokens and mask of each conversation with the number of special tokens in its text, or why it has none."""
+        counts = [self.special.count([chat.messages, chat.tools]) for chat in chats]
+        results = self._dispatched(ChatEncoder.encode, chats, counts)
+        return [_counted(result, count) for result, count in zip(results, counts, strict=True)]
+
+    def prompt_ids(self, chats: Sequence[Conversation]) -> list[tuple[np.ndarray | RowError, int]]:
+        """Token ids of each conversation up to where the model begins to speak, or why it has none, and the number of
+        special tokens in its text.
+        """
+        counts = [self.special.count([chat.messages, chat.tools]) for chat in chats]
+        return list(zip(self._dispatched(ChatEncoder.prompt_ids, chats, counts), counts, strict=True))
+
+    def _dispatched(self, encode: Encode, chats: Sequence[Conversation], counts: Sequence[int]) -> list[Any]:
+        """What the encoder that fits says of each: all conversations without special tokens in one call."""
+        plain = [not count or self.special.choice == "keep" for count in counts]
+        together = iter(encode(self.encoder, [chat for chat, is_plain in zip(chats, plain, strict=True) if is_plain]))
+        return [
+            next(together) if is_plain else attempt(self._one_apart, encode, chat)
+            for chat, is_plain in zip(chats, plain, strict=True)
+        ]
+
+    def _one_apart(self, encode: Encode, chat: Conversation) -> Any:
+        return encode(self._apart, [self._hidden(chat)])[0]
+
+    def _hidden(self, chat: Conversation) -> Conversation:
+        """The conversation with its special tokens hidden, if the template renders it as it renders the row itself.
+
+        Raises RowError where the template reads special tokens in the text: it would be shown other text.
+        """
+        special = self.special
+        special.check([chat.messages, chat.tools])
+        hidden = replace(chat, messages=special.hide(chat.messages), tools=special.hide(chat.tools))
+        texts = [self.encoder.render(each) for each in (chat, hidden)]
+        if special.restore(texts[1]) != texts[0]:
+            raise RowError(
+                "special_token",
+                "the chat template treats a special token of the text in a way of its own, so it cannot become text",
+                fix=_KEEP_FIX,
+            )
+        return hidden
+
+
+def _counted(result: Any, count: int) -> Any:
+    if count and isinstance(result, Encoded):
+        return replace(result, num_special=count)
+    if count and isinstance(result, Unrolled):
+        first, *others = result.documents
+        return Unrolled((replace(first, num_special=count), *others))
+    return result
+
+
+_NOTHING = re.compile(r"(?!)")
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts))) if texts else _NOTHING

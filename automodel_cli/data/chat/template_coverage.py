@@ -1,0 +1,244 @@
+"""Whether a rendered conversation holds what the row brings.
+
+A template without a branch for a role, for calls, or for reasoning leaves them out in silence; an empty turn would be
+trained in their place. Two questions are asked. Of every row: does each of its strings stand in the text, as it is or
+escaped, whitespace aside? And once for each shape of conversation (roles, keys, number of calls): with a word of our
+own in every string, does each word come out? The second finds what the first cannot: a call's name also stands in the
+list of tools, its argument also in the question. A string under suspicion is tried by itself, with the word at its
+start, middle and end, before its row is refused: one that the template only rewrites passes.
+
+Reasoning of an earlier turn that is not trained may be missing: that is the history the model sees at inference.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from automodel_cli.data.formats.examples import Conversation
+from automodel_cli.data.formats.messages import REASONING_KEYS
+from automodel_cli.data.row_errors import RowError
+
+Path = tuple[Any, ...]
+Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
+THINK_END = "</think>"
+KEY = object()
+"""Ends the path of a key, as opposed to that of its value."""
+_FREE_KEYS = frozenset({"role", "tool_call_id", "train", "weight", "name"})
+"""Keys of messages that name things instead of saying them; `name` is asked for where it is not a tool's."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A string of the row: where it stands, the part of it that must be rendered, and how a message calls it."""
+
+    path: Path
+    start: int
+    text: str
+    label: str
+    code: str = "dropped_by_template"
+    fix: str = ""
+
+
+@dataclass
+class RenderedCheck:
+    """Asks both questions about conversations rendered by one template; remembers shapes that came out whole."""
+
+    whole_shapes: set[Any] = field(default_factory=set)
+
+    def check(self, chat: Conversation, text: str, trained: Collection[int], render: Render) -> None:
+        """Raise RowError naming the first string of the row that `text` leaves out.
+
+        `trained`: messages whose reasoning must stand there too. `render` gives the text of other messages and tools.
+        """
+        slots = list(_slots(chat, trained))
+        suspects = [slot for slot in slots if not _stands(slot.text, text)]
+        shape = _shape(chat, trained)
+        if shape not in self.whole_shapes:
+            suspects += self._lost_words(chat, slots, render)
+        for slot in slots:
+            if slot in suspects and not self._comes_out(chat, slot, text, render):
+                raise _left_out(slot)
+        self.whole_shapes.add(shape)
+
+    def _lost_words(self, chat: Conversation, slots: Sequence[Slot], render: Render) -> list[Slot]:
+        words = {slot.path + (slot.start,): _word(i) for i, slot in enumerate(slots)}
+        text = _try(render, chat, {slot: (words[slot.path + (slot.start,)], len(slot.text)) for slot in slots})
+        return [] if text is None else [slot for slot in slots if words[slot.path + (slot.start,)] not in text]
+
+    def _comes_out(self, chat: Conversation, slot: Slot, text: str, render: Render) -> bool:
+        """Whether a word at the start, in the middle and at the end of this string alone is rendered each time."""
+        for at in {0, len(slot.text) // 2, len(slot.text)}:
+            marked = _try(render, chat, {slot: (_word(0), at)})
+            if marked is None:  # the template validates this string: what stands in the text decides
+                return _stands(slot.text, text)
+            if _word(0) not in marked:
+                return False
+        return True
+
+
+def _word(number: int) -> str:
+    """Letters and digits that no row holds and no escaping changes."""
+    return f"qzx{number}xzq"
+
+
+def _try(render: Render, chat: Conversation, words: Mapping[Slot, tuple[str, int]]) -> str | None:
+    """The text with words put into slots, lower case; None when the template refuses."""
+    places: dict[Path, list[tuple[int, str]]] = {}
+    for slot, (word, at) in words.items():
+        places.setdefault(slot.path, []).append((slot.start + at, word))
+    try:
+        return render(_marked(chat.messages, places, ("messages",)), _marked(chat.tools, places, ("tools",))).lower()
+    except RowError:
+        return None
+
+
+def _marked(value: Any, places: Mapping[Path, list[tuple[int, str]]], path: Path) -> Any:
+    """A copy with the words of `places` inserted."""
+    if isinstance(value, str):
+        for at, word in sorted(places.get(path, ()), reverse=True):
+            value = value[:at] + word + value[at:]
+        return value
+    if isinstance(value, list):
+        return [_marked(item, places, (*path, i)) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        copy = {_marked(k, places, (*path, k, KEY)): _marked(v, places, (*path, k)) for k, v in value.items()}
+        name = (*path, "function", "name")
+        if name in places and isinstance(value.get("id"), str):  # `functions.name:0`: read by some
+            plain = value["function"]["name"]
+            copy["id"] = value["id"].replace(plain, _marked(plain, places, name))
+        return copy
+    return value
+
+
+# -- what a row brings
+
+
+def _slots(chat: Conversation, trained: Collection[int]) -> Iterator[Slot]:
+    yield from _tool_slots(chat.tools or ())
+    for index, message in enumerate(chat.messages):
+        path: Path = ("messages", index)
+        for key, value in message.items():
+            if key == "content":
+                yield from _content_slots(message, index, index in trained)
+            elif key in REASONING_KEYS:
+                if index in trained:
+                    fix = f"data.ignore_columns=[{key}] to train without it, or a data.chat_template that renders it"
+                    yield from _slot((*path, key), value, f"the {key} of message {index}", fix=fix)
+            elif key == "tool_calls":
+                for number, call in enumerate(value):
+                    yield from _call_slots(call, (*path, key, number), index)
+            elif key not in _FREE_KEYS or (key == "name" and message["role"] != "tool"):
+                fix = f"data.ignore_columns=[{key}] to train without it"
+                for at, text in _strings(value, (*path, key)):
+                    yield from _slot(at, text, f"{key!r} of message {index}", fix=fix)
+
+
+def _content_slots(message: Mapping[str, Any], index: int, trained: bool) -> Iterator[Slot]:
+    """The content; of an assistant that thinks aloud in it, the thought (where trained) and what follows."""
+    content, role = message["content"], message["role"]
+    path: Path = ("messages", index, "content")
+    fix = "data.chat_template=<a template that renders this role>, or rename the role in the data"
+    thought, end, said = content.rpartition(THINK_END)
+    label = f"message {index} (role {role!r}"
+    if role != "assistant" or not end:
+        yield from _slot(path, content, label, fix=fix)
+        return
+    if trained:
+        start = thought.find("<think>") + len("<think>") if "<think>" in thought else 0
+        fix = "data.chat_template=<a template that keeps what stands before </think>>, or remove it from the data"
+        yield from _slot(path, thought[start:], f"the thought of message {index}", start=start, fix=fix)
+    yield from _slot(path, said, label, start=len(thought) + len(end), fix=fix)
+
+
+def _call_slots(call: Mapping[str, Any], path: Path, index: int) -> Iterator[Slot]:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    fix = "data.chat_template=<a template that renders tool_calls>, or take rows with calls out of the data"
+    here: Path = (*path, "function")
+    yield from _slot((*here, "name"), name, f"the tool call {name!r} of message {index}", fix=fix)
+    for at, text in _strings(arguments, (*here, "arguments")):
+        yield from _slot(at, text, f"arguments of the tool call {name!r} of message {index}", fix=fix)
+
+
+def _tool_slots(tools: Sequence[Mapping[str, Any]]) -> Iterator[Slot]:
+    """Of each tool its name and description, and the names of its parameters."""
+    for number, tool in enumerate(tools):
+        inner: Path = ("function",) if isinstance(tool.get("function"), dict) else ()
+        path: Path = ("tools", number, *inner)
+        function = tool["function"] if inner else tool
+        wanted = [((*path, key), function.get(key)) for key in ("name", "description")]
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        for name in properties if isinstance(properties, dict) else ():
+            wanted.append(((*path, "parameters", "properties", name, KEY), name))
+        for at, text in wanted:
+            if isinstance(text, str):
+                yield from _slot(at, text, "", code="tools_ignored")
+
+
+def _slot(path: Path, text: str, label: str, *, start: int = 0, code: str = "", fix: str = "") -> Iterator[Slot]:
+    said = text.strip()
+    if said:
+        yield Slot(path, start + text.index(said), said, label, code or "dropped_by_template", fix)
+
+
+def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    """Every string and every key of a value, with its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _strings(item, (*path, i))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield (*path, key, KEY), key
+            yield from _strings(item, (*path, key))
+
+
+def _shape(chat: Conversation, trained: Collection[int]) -> Any:
+    """What a template without a look into the strings can tell conversations apart by."""
+    messages = tuple(
+        (
+            message["role"],
+            i in trained,
+            not message["content"].strip(),
+            THINK_END in message["content"],
+            tuple(key for key, value in message.items() if value and key not in ("role", "content")),
+            len(message.get("tool_calls", ())),
+        )
+        for i, message in enumerate(chat.messages)
+    )
+    return messages, len(chat.tools or ())
+
+
+# -- the text
+
+
+def _stands(said: str, text: str) -> bool:
+    """Whether the text holds a string, as it is or as JSON, a Python literal or HTML writes it, whitespace aside."""
+    if said in text:
+        return True
+    everything = "".join(text.split())
+    return any("".join(form.split()) in everything for form in _forms(said))
+
+
+def _forms(said: str) -> Iterator[str]:
+    yield said
+    plain, escaped = json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1]
+    yield from (plain, escaped, json.dumps(plain, ensure_ascii=False)[1:-1], json.dumps(escaped)[1:-1])
+    yield from (repr(said)[1:-1], html.escape(said), html.escape(said, quote=False))
+
+
+def _left_out(slot: Slot) -> RowError:
+    head = slot.text if len(slot.text) <= 40 else f"{slot.text[:36]} ..."
+    if slot.code == "tools_ignored":
+        return RowError(
+            slot.code,
+            f"the chat template does not render the row's tools ({head!r} is not in its text)",
+            fix="data.chat_template=<a template with tools>, or data.columns.tools='' to train without them",
+        )
+    shown = f", {head!r})" if "(" in slot.label else f" ({head!r})"
+    return RowError(slot.code, f"the chat template leaves out {slot.label}{shown}", fix=slot.fix)

@@ -1,0 +1,211 @@
+"""Our formats of rows, one object each in one table; and how the one of given rows is found. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.formats.base import PREFERENCES, FirstRows, Format, KnownFormat, Makes
+from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, column_for, columns_fix
+from automodel_cli.data.formats.examples import Conversation, Document, PlainText
+from automodel_cli.data.formats.messages import NO_TEMPLATE_FIX, chat_or_text, messages_in, turn, with_system
+from automodel_cli.data.formats.preference import JudgedResponses, PreferencePairs
+from automodel_cli.data.formats.row_accessor import Fields
+from automodel_cli.data.row_errors import RowError
+
+
+@dataclass(frozen=True)
+class Chats:
+    """OpenAI messages (`role`, `content`) in one column."""
+
+    name: ClassVar[str] = "messages"
+    fields: ClassVar[tuple[str, ...]] = ("messages", "system", "tools")
+    makes: ClassVar[Makes] = "conversations"
+
+    def detects(self, sample: FirstRows) -> bool:
+        return sample.listed is not None and not sample.is_pair
+
+    def read(self, row: Fields) -> Conversation:
+        messages, trained = row.messages("messages")
+        return with_system(messages, trained, row.optional_text("system"), row.tools())
+
+
+@dataclass(frozen=True)
+class ShareGPT(Chats):
+    """Messages with `from` and `value` in one column."""
+
+    name: ClassVar[str] = "sharegpt"
+
+    def detects(self, sample: FirstRows) -> bool:
+        value = messages_in(sample.first(sample.listed)) if sample.listed else None
+        first = value[0] if isinstance(value, list) and value else None
+        return isinstance(first, dict) and "from" in first and not sample.is_pair
+
+
+@dataclass(frozen=True)
+class Alpaca:
+    """An instruction, perhaps with an input and earlier turns, and the output."""
+
+    name: ClassVar[str] = "alpaca"
+    fields: ClassVar[tuple[str, ...]] = ("instruction", "input", "output", "system", "history")
+    makes: ClassVar[Makes] = "conversations"
+
+    def detects(self, sample: FirstRows) -> bool:
+        return {"instruction", "output"} <= sample.has
+
+    def read(self, row: Fields) -> Document:
+        question = row.text("instruction")
+        extra = row.optional_text("input")
+        if extra.strip():
+            question = f"{question}\n{extra}"
+        answer = row.text("output")
+        messages: list[dict[str, Any]] = []
+        for number, pair in enumerate(row.get("history") or []):
+            if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
+                raise RowError("bad_history", f"history[{number}] is not a pair of texts")
+            messages += [turn("user", pair[0]), turn("assistant", pair[1])]
+        messages += [turn("user", question), turn("assistant", answer)]
+        trained = [message["role"] == "assistant" for message in messages]
+        return chat_or_text(messages, trained, row.optional_text("system"), None, chat=row.chat)
+
+
+@dataclass(frozen=True)
+class PromptCompletion:
+    """A prompt and what follows it, each as text or as messages."""
+
+    name: ClassVar[str] = "prompt_completion"
+    fields: ClassVar[tuple[str, ...]] = ("prompt", "completion", "system", "tools")
+    makes: ClassVar[Makes] = "conversations"
+
+    def detects(self, sample: FirstRows) -> bool:
+        return {"prompt", "completion"} <= sample.has
+
+    def read(self, row: Fields) -> Document:
+        prompt, _ = row["prompt"], row["completion"]  # both must be there before either is looked into
+        before, _ = row.said("prompt", "user")
+        after, wanted = row.said("completion", "assistant")
+        if not isinstance(prompt, str) and not row.chat:
+            words = f"{row.column('prompt')} holds messages, which need a chat template"
+            raise RowError("no_template", words, fix=NO_TEMPLATE_FIX)
+        if any(message["role"] != "assistant" for message in after):
+            raise RowError("bad_role", f"{row.column('completion')} must hold assistant messages only")
+        trained = [False] * len(before) + wanted
+        return chat_or_text(before + after, trained, row.optional_text("system"), row.tools(), chat=row.chat)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents of plain text, every token of which is trained."""
+
+    name: ClassVar[str] = "text"
+    fields: ClassVar[tuple[str, ...]] = ("text",)
+    makes: ClassVar[Makes] = "texts"
+
+    def detects(self, sample: FirstRows) -> bool:
+        return "text" in sample.has
+
+    def read(self, row: Fields) -> PlainText:
+        return PlainText(row.text("text"))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a recipe samples from: in each row messages or a prompt. Rewards read the rest."""
+
+    name: ClassVar[str] = "of prompts"
+    fields: ClassVar[tuple[str, ...]] = ("messages", "prompt", "system", "tools")
+    makes: ClassVar[Makes] = "conversations"
+
+    def read(self, row: Fields) -> Conversation:
+        if "prompt" not in row.columns and "messages" in row:
+            messages, trained = row.messages("messages")
+        elif "prompt" in row:
+            messages, trained = row.said("prompt", "user")
+        else:
+            raise RowError(
+                "missing_column",
+                f"no column {row.column('prompt')!r} with the prompt (the row has: {', '.join(row.row)})",
+                fix="data.columns='{prompt: <column>}'",
+            )
+        return with_system(messages, trained, row.optional_text("system"), row.tools())
+
+
+_TABLE: tuple[KnownFormat, ...] = (
+    *(ShareGPT(), Chats(), PromptCompletion(), Alpaca(), Texts()),
+    *(PreferencePairs(), JudgedResponses()),
+)
+FORMATS: dict[str, KnownFormat] = {fmt.name: fmt for fmt in _TABLE}
+"""By name, in the order in which they are looked for."""
+
+_NAMES: dict[type, str] = {type(fmt): fmt.name for fmt in _TABLE} | {Prompts: Prompts.name}
+_READ_AS_PROMPTS = ("auto", "messages", "sharegpt", "prompt_completion")
+
+
+def named(fmt: str | Format) -> Format:
+    """The format that a config names, or that it holds."""
+    return FORMATS[fmt] if isinstance(fmt, str) else fmt
+
+
+def prompt_format(fmt: str | Format) -> Format:
+    """The format that reads prompts under this choice of `data.format`."""
+    return Prompts() if fmt in _READ_AS_PROMPTS else named(fmt)
+
+
+def format_name(fmt: Format) -> str:
+    """What messages call a format: as the config does."""
+    return _NAMES.get(type(fmt)) or f"{type(fmt).__module__}.{type(fmt).__qualname__}"
+
+
+def detect_format(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], where: str, *, preferences: bool = False
+) -> KnownFormat:
+    """The format of the first rows, told by the columns that most of them share, or by `columns` alone.
+
+    Raises DataError naming the columns and a `columns` to paste.
+    """
+    sample = FirstRows(rows, columns)
+    of_kind = [fmt for fmt in FORMATS.values() if (fmt.makes in PREFERENCES) == preferences]
+    fitting = [fmt for fmt in of_kind if set(columns) <= set(fmt.fields)]
+    if not fitting and not preferences:
+        raise DataError(
+            f"{where}: columns maps {', '.join(columns)}, which no single format reads together",
+            fix="data.columns='{prompt: question, completion: answer}'",
+        )
+    found = next((fmt for fmt in fitting if fmt.detects(sample)), None)
+    if found is not None:
+        return found
+    names = ", ".join(sorted(sample.shared)) or "(none that most rows share)"
+    if preferences:
+        what = "a pair has chosen and rejected, a judged response a label"
+        fix = (
+            "data.columns='{prompt: <column>, chosen: <column>, rejected: <column>}', or a recipe for plain rows (sft)"
+        )
+        raise DataError(f"{where}: no preferences in the columns {names}; {what}", fix=fix)
+    raise DataError(f"{where}: cannot tell the format from the columns {names}", fix=_suggest_columns(sample))
+
+
+def _suggest_columns(sample: FirstRows) -> str:
+    columns = [c for c in dict.fromkeys(column for row in sample.rows for column in row) if c in sample.shared]
+    if {"chosen", "rejected"} <= sample.shared:
+        prompt = next((c for c in ("prompt", "question", *LIST_COLUMNS) if c in sample.shared), "prompt")
+        plain = f"data.columns='{{prompt: {prompt}, completion: chosen}}' trains on the preferred answer"
+        return f"{plain}; a recipe of kind dpo trains on both"
+    listed = [c for c in columns if _is_chat(sample.first(c))]
+    if listed:
+        return columns_fix({"messages": listed[0]})
+    texts = [c for c in columns if isinstance(sample.first(c), str)]
+    asked, answered, text = (column_for(field, texts) for field in ("prompt", "completion", "text"))
+    if asked and answered:
+        return columns_fix({"prompt": asked, "completion": answered})
+    if text or len(texts) == 1:
+        return columns_fix({"text": text or texts[0]})
+    names = f"one of {', '.join(texts)}" if texts else "column"
+    return f"data.columns='{{prompt: <{names}>, completion: <{names}>}}', or '{{text: <{names}>}}'"
+
+
+def _is_chat(value: Any) -> bool:
+    value = messages_in(value)
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and ("role" in first or "from" in first)

@@ -1,0 +1,92 @@
+"""Which column holds which field: a wrong name is answered with the right one, never with a guess."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.row_errors import RowError, SourceRow
+
+LIST_COLUMNS = ("messages", "conversations", "conversation")
+USUAL_NAMES: dict[str, tuple[str, ...]] = {
+    "messages": (*LIST_COLUMNS, "chat", "dialogue", "dialog", "turns"),
+    "prompt": ("prompt", "question", "instruction", "input", "query", "problem", "user"),
+    "completion": ("completion", "answer", "response", "output", "solution", "reply", "target", "assistant"),
+    "text": ("text", "content", "document", "article", "body", "page", "passage"),
+    "instruction": ("instruction", "question", "prompt", "query", "problem"),
+    "output": ("output", "response", "answer", "completion", "solution", "target"),
+    "chosen": ("chosen", "preferred", "accepted", "positive"),
+    "rejected": ("rejected", "dispreferred", "refused", "negative"),
+    "label": ("label", "score", "rating", "desirable", "preference"),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools", "functions"),
+}
+"""What people call the column of a field, the likeliest first."""
+
+
+def column_for(field: str, columns: Iterable[str]) -> str | None:
+    """The column that usually holds this field, or None: `question` and `user_question` hold a prompt, `id` nothing."""
+    columns = list(columns)
+    for usual in USUAL_NAMES.get(field, (field,)):
+        for column in columns:
+            if column.lower() == usual or usual in column.lower().replace("-", "_").split("_"):
+                return column
+    return None
+
+
+def check_mapped(rows: Sequence[Mapping[str, Any]], mapped: Mapping[str, str], where: str) -> None:
+    """Refuse a map whose column none of these rows has, with the column it should be.
+
+    Raises DataError. Columns that may be absent from most rows are left to `Unseen`.
+    """
+    present = list(dict.fromkeys(column for row in rows for column in row))
+    wrong = [field for field, column in mapped.items() if column and column not in present]
+    if rows and any(field not in ("system", "tools", "input", "history") for field in wrong):
+        raise _wrong_columns(wrong, mapped, present, where)
+
+
+def _wrong_columns(wrong: Sequence[str], mapped: Mapping[str, str], present: Sequence[str], where: str) -> DataError:
+    taken = {column for field, column in mapped.items() if field not in wrong}
+    meant: dict[str, str] = {}
+    for field in wrong:
+        free = [column for column in present if column not in taken]
+        near = difflib.get_close_matches(mapped[field].lower(), [column.lower() for column in free], 1, 0.7)
+        column = next((c for c in free if near and c.lower() == near[0]), None) or column_for(field, free)
+        if column is not None:
+            meant[field] = column
+            taken.add(column)
+    names = " and ".join(f"{field} to {mapped[field]!r}" for field in wrong)
+    text = f"{where}: data.columns maps {names}, which no row has (columns: {', '.join(sorted(present))})"
+    fixed = {field: meant.get(field, f"<one of {', '.join(sorted(present))}>") for field in wrong}
+    return DataError(text, keys=("data.columns",), fix=columns_fix({**mapped, **fixed}))
+
+
+def columns_fix(mapped: Mapping[str, str]) -> str:
+    """The override that sets this map."""
+    return f"data.columns='{{{', '.join(f'{field}: {column}' for field, column in mapped.items())}}}'"
+
+
+class Unseen:
+    """Watches rows go by for the mapped columns that none of them has: a misspelt optional field is no empty one."""
+
+    def __init__(self, mapped: Mapping[str, str], where: str):
+        self.mapped, self.where = mapped, where
+        self.missing = {column for column in mapped.values() if column}
+        self.present: dict[str, None] = {}
+
+    def watch(self, origins: Iterable[SourceRow]) -> Iterator[SourceRow]:
+        """The same rows."""
+        for origin in origins:
+            if self.missing and not isinstance(origin.row, RowError):
+                self.missing -= origin.row.keys()
+                if len(self.present) < 1000:
+                    self.present.update(dict.fromkeys(origin.row))
+            yield origin
+
+    def check(self) -> None:
+        """After the last row. Raises DataError."""
+        if self.missing and self.present:
+            wrong = [field for field, column in self.mapped.items() if column in self.missing]
+            raise _wrong_columns(wrong, self.mapped, list(self.present), self.where)

@@ -1,0 +1,119 @@
+"""A format at work: rows of one source to documents, with what the run knows of them. Torch-free."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from automodel_cli.config import targets
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.formats.base import DOCUMENTS, Format
+from automodel_cli.data.formats.builtin import format_name
+from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
+from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, JudgedResponse, Messages, Pair, PlainText
+from automodel_cli.data.formats.messages import ROLES
+from automodel_cli.data.formats.row_accessor import Fields
+from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, TRAINING_COLUMNS, KnownKeys
+from automodel_cli.data.row_errors import RowError, attempt, without_nulls
+
+
+class RowReader:
+    """Turns rows into the documents that a format makes of them. `columns` names the column of each of its fields."""
+
+    def __init__(
+        self,
+        fmt: Format,
+        columns: Mapping[str, str],
+        *,
+        chat: bool,
+        keys: KnownKeys = NO_OTHER_KEYS,
+        refused: Collection[str] = TRAINING_COLUMNS,
+    ):
+        """`chat`: a chat template is there, so prompt and completion become a user and an assistant turn. `keys`: what
+        a row may hold besides the fields of its format. `refused`: columns that must not be there unread.
+        """
+        self.format, self.columns, self.chat, self.keys, self.refused = fmt, dict(columns), chat, keys, refused
+        self.name, self._is_ours = format_name(fmt), targets.is_own(type(fmt))
+        stray = [field for field in columns if field not in fmt.fields]
+        if stray:
+            raise DataError(
+                f"format {self.name} reads no {stray[0]!r}; its fields are {', '.join(fmt.fields)}",
+                fix=f"remove {stray[0]} from data.columns, or set data.format",
+            )
+        self.columns_read, self._what = self._columns_read(), f"format {self.name}"
+
+    def read(self, row: Mapping[str, Any]) -> Any:
+        """The row as a document. Raises RowError naming the field, what stands there, and what would be read."""
+        row = without_nulls(row)
+        self.keys.refuse(row, self.columns_read, self._what, self.refused)
+        fields = Fields(row, self.format.fields, self.columns, chat=self.chat, keys=self.keys)
+        return self.format.read(fields) if self._is_ours else self._read_with_care(fields)
+
+    def reads_without_template(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these rows can be read where no chat template renders them."""
+        plain = RowReader(self.format, self.columns, chat=False, keys=self.keys, refused=self.refused)
+        documents = [attempt(plain.read, row) for row in rows]
+        return all(isinstance(d, AnsweredPrompt | PlainText | Pair | JudgedResponse) for d in documents)
+
+    def _columns_read(self) -> set[str]:
+        """Columns that `read` looks at, and `rejected` for those who chose to train on `chosen` alone."""
+        read = {self.columns.get(field, field) for field in self.format.fields}
+        if "messages" in self.format.fields and "messages" not in self.columns:
+            read.update(LIST_COLUMNS)
+        left_out = {field for field, column in self.columns.items() if not column}
+        return read | left_out | ({"rejected"} if "chosen" in self.columns.values() else set())
+
+    def _read_with_care(self, fields: Fields) -> Any:
+        """What a user's format returns, if it is what the format says that it makes."""
+        try:
+            document = self.format.read(fields)
+        except RowError:
+            raise
+        except Exception as error:  # whatever it raises belongs to its row
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            words = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            raise RowError("format_error", f"format {self.name} raised {words}") from error
+        expected = DOCUMENTS[self.format.makes]
+        if not isinstance(document, expected):
+            raise RowError(
+                "format_error",
+                f"format {self.name} returned {type(document).__name__}, and what makes {self.format.makes} returns "
+                f"{' or '.join(kind.__name__ for kind in expected)}",
+            )
+        for part in (document.chosen, document.rejected) if isinstance(document, Pair) else (document,):
+            self._check_document(part)
+        return document
+
+    def _check_document(self, document: Any) -> None:
+        """Documents that a format builds itself instead of by the methods of `Fields`."""
+        match document:
+            case Conversation():
+                self._check_messages(document.messages, document.trained)
+            case JudgedResponse():
+                self._check_messages(document.prompt, [False] * len(document.prompt))
+                self._check_messages(document.response, document.trained)
+            case AnsweredPrompt():
+                self._check_texts(document.prompt, document.completion)
+            case PlainText():
+                self._check_texts(document.text)
+            case _:
+                raise self._made(f"a pair of {type(document).__name__}")
+
+    def _check_texts(self, *texts: Any) -> None:
+        if not all(isinstance(text, str) for text in texts):
+            raise self._made("a document of something that is no text")
+
+    def _check_messages(self, messages: Messages, trained: Any) -> None:
+        good = isinstance(messages, list) and bool(messages)
+        good = good and all(isinstance(m, dict) and m.get("role") in ROLES for m in messages)
+        if not (good and all(isinstance(m.get("content"), str) for m in messages)):
+            raise self._made(f"messages without a known role and text: {messages!r:.80}")
+        spoken = [message["role"] == "assistant" for message in messages]
+        if not isinstance(trained, list) or len(trained) != len(spoken):
+            raise self._made(f"{len(messages)} messages with `trained`={trained!r:.80}, where each has a flag")
+        if any(flag and not says for flag, says in zip(trained, spoken, strict=True)):
+            raise self._made("a message that is trained and is not the assistant's")
+
+    def _made(self, what: str) -> RowError:
+        return RowError("format_error", f"format {self.name} made {what}")

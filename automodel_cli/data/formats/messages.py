@@ -1,0 +1,198 @@
+"""Messages as chat templates want them, from what rows hold: text, OpenAI messages or sharegpt messages. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, Document
+from automodel_cli.data.formats.tool_calls import json_value, link_answers, read_calls
+from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, KnownKeys
+from automodel_cli.data.json_reader import parse_json
+from automodel_cli.data.row_errors import RowError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool": "tool",
+}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "train", "weight", *REASONING_KEYS})
+SHAREGPT_KEYS = frozenset({"from", "value", "train", "weight"})
+PART_KEYS = frozenset({"type", "text"})
+_ARRAY_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
+NO_TEMPLATE_FIX = "data.chat_template=<a .jinja file>, or a tokenizer with a chat template"
+
+
+def turn(role: str, content: str) -> dict[str, Any]:
+    """One message."""
+    return {"role": role, "content": content}
+
+
+def with_system(
+    messages: list[dict[str, Any]], trained: list[bool], system: str, tools: list[dict[str, Any]] | None
+) -> Conversation:
+    """The conversation with the system text of a column of its own in front. Raises RowError where it has another."""
+    if system.strip() and messages[0]["role"] != "system":
+        return Conversation([turn("system", system), *messages], [False, *trained], tools)
+    if system.strip() and messages[0]["content"].strip() != system.strip():
+        raise RowError(
+            "two_systems",
+            "the row has a system text, and its messages begin with another one",
+            fix="data.ignore_columns=[system] to take that of the messages",
+        )
+    return Conversation(messages, trained, tools)
+
+
+def chat_or_text(
+    messages: list[dict[str, Any]],
+    trained: list[bool],
+    system: str,
+    tools: list[dict[str, Any]] | None,
+    *,
+    chat: bool,
+) -> Document:
+    """Turns when there is a template (`chat`), else one prompt and its completion. RowError: it needs a template."""
+    if chat:
+        return with_system(messages, trained, system, tools)
+    if system or tools or len(messages) != 2 or any(message.keys() - {"role", "content"} for message in messages):
+        raise RowError(
+            "no_template",
+            "system text, tools, reasoning and earlier turns need a chat template",
+            fix=NO_TEMPLATE_FIX,
+        )
+    return AnsweredPrompt(messages[0]["content"], messages[1]["content"])
+
+
+def messages_in(value: Any) -> Any:
+    """The list of messages that JSON text holds, as tables without nested columns (csv) store it; else the value."""
+    if not isinstance(value, str) or not _ARRAY_OF_OBJECTS.match(value):
+        return value
+    try:
+        found = parse_json(value)
+    except RowError:
+        return value
+    are_messages = isinstance(found, list) and all(
+        isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
+        for item in found
+    )
+    return found if are_messages else value
+
+
+def as_messages(
+    field: tuple[str, Any], role: str, keys: KnownKeys = NO_OTHER_KEYS
+) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Text, one message or a list of messages (the prompt or completion of conversational data) as messages."""
+    column, value = field
+    value = messages_in(value)
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowError("empty", f"{column} is empty")
+        return [turn(role, value)], [role == "assistant"]
+    return read_messages([value] if isinstance(value, dict) else value, column, keys)
+
+
+def read_messages(value: Any, column: str, keys: KnownKeys = NO_OTHER_KEYS) -> tuple[list[dict[str, Any]], list[bool]]:
+    """OpenAI (`role`, `content`) or sharegpt (`from`, `value`) messages as template messages, and which are trained.
+
+    Trained are assistant messages without `train: false` (or the `weight: 0` of OpenAI files). Raises RowError naming
+    the message by its index.
+    """
+    value = messages_in(value)
+    if isinstance(value, str) and value.lstrip()[:1] == "[":  # of a table that holds text only
+        value = json_value(value, column, "bad_messages")
+    if not isinstance(value, list):
+        raise RowError("not_messages", f"{column} is {type(value).__name__}, not a list of messages")
+    if not value:
+        raise RowError("empty", f"{column} is empty")
+    messages, trained = [], []
+    for index, item in enumerate(value):
+        where = f"{column}[{index}]"
+        if not isinstance(item, dict):
+            raise RowError("not_messages", f"{where} is {type(item).__name__}, not a message")
+        item = {key: entry for key, entry in item.items() if entry is not None}
+        sharegpt = "from" in item and "role" not in item
+        item = keys.kept(item, SHAREGPT_KEYS if sharegpt else MESSAGE_KEYS, where)
+        message = _from_sharegpt(item, where) if sharegpt else _from_openai(item, where, keys)
+        trained.append(_is_trained(item, message["role"], where))
+        messages.append(message)
+    link_answers(messages, column)
+    return messages, trained
+
+
+def _is_trained(item: Mapping[str, Any], role: str, where: str) -> bool:
+    flag = item.get("train", item.get("weight", role == "assistant"))
+    if flag not in (0, 1):
+        raise RowError("bad_train", f"{where}.train is {flag!r}, not true or false")
+    if flag and role != "assistant":
+        raise RowError(
+            "bad_train", f"{where}.train is true, but its role is {role!r}: only assistant turns can be trained"
+        )
+    return bool(flag)
+
+
+def _from_openai(item: Mapping[str, Any], where: str, keys: KnownKeys) -> dict[str, Any]:
+    if "role" not in item:
+        raise RowError("no_role", f"{where} has no 'role' (its keys: {', '.join(item) or 'none'})")
+    role = item["role"]
+    if role not in ROLES:
+        fix = "rename the role to 'tool' (a tool's answer)" if role == "function" else None
+        raise RowError("bad_role", f"{where}.role is {role!r}; known roles: {', '.join(ROLES)}", fix=fix)
+    message = {key: value for key, value in item.items() if key not in ("train", "weight")}
+    for key in (*REASONING_KEYS, "name", "tool_call_id"):
+        if not isinstance(message.get(key, ""), str):
+            raise RowError("not_text", f"{where}.{key} is {message[key]!r}, not text")
+    if "tool_calls" in message:
+        message["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
+    message["content"] = _content(item.get("content", ""), where, keys)
+    spoken = message["content"].strip() or message.get("tool_calls") or any(map(message.get, REASONING_KEYS))
+    if role == "assistant" and not spoken:
+        raise RowError("empty", f"{where} is an assistant message without content or tool calls")
+    if role != "assistant":
+        for key in ("tool_calls", *REASONING_KEYS):
+            if message.get(key):
+                raise RowError("bad_role", f"{where} has {key}, but its role is {role!r}: only assistants have them")
+    return message
+
+
+def _content(value: Any, where: str, keys: KnownKeys) -> str:
+    """Text, or OpenAI's list of text parts joined."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        parts = []
+        for i, part in enumerate(value):
+            if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+                kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
+                raise RowError("not_text", f"{where}.content[{i}] is a part of type {kind!r}; only text is supported")
+            keys.kept(part, PART_KEYS, f"{where}.content[{i}]")
+            parts.append(part["text"])
+        return "".join(parts)
+    raise RowError("not_text", f"{where}.content is {type(value).__name__}, not text")
+
+
+def _from_sharegpt(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    speaker, value = item["from"], item.get("value")
+    if speaker not in SHAREGPT_ROLES:
+        raise RowError("bad_role", f"{where}.from is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
+    if not isinstance(value, str):
+        raise RowError("not_text", f"{where}.value is {type(value).__name__}, not text")
+    role = SHAREGPT_ROLES[speaker]
+    if speaker in ("function_call", "tool_call"):
+        calls = json_value(value, f"{where}.value", "bad_tool_call")
+        calls = read_calls(calls if isinstance(calls, list) else [calls], f"{where}.value")
+        return {"role": role, "content": "", "tool_calls": calls}
+    if role == "assistant" and not value.strip():
+        raise RowError("empty", f"{where} is an assistant message without content")
+    return turn(role, value)

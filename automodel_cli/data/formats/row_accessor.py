@@ -1,0 +1,153 @@
+"""A row as its format sees it: each field under the format's own name, whatever its column is called. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
+from automodel_cli.data.formats.examples import Document, JudgedResponse, Messages, Pair
+from automodel_cli.data.formats.messages import as_messages, chat_or_text, read_messages
+from automodel_cli.data.formats.tool_calls import json_value
+from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, KnownKeys
+from automodel_cli.data.row_errors import RowError
+
+Tools = list[dict[str, Any]] | None
+
+
+class Fields(Mapping[str, Any]):
+    """What a format's `read` is given: `row["question"]` is the column that `data.columns` maps `question` to, else the
+    column `question`. What is missing, empty or of another type raises RowError with the column's own name.
+
+    `chat`: whether there is a chat template. Without one, a prompt and its completion are the most that can be said.
+    """
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        names: Sequence[str],
+        columns: Mapping[str, str],
+        *,
+        chat: bool = True,
+        keys: KnownKeys = NO_OTHER_KEYS,
+    ):
+        """`names`: the format's fields. `columns`: field -> column. `keys`: what a message may hold besides ours."""
+        self.row, self.names, self.columns, self.chat, self.keys_known = row, names, columns, chat, keys
+
+    def column(self, field: str) -> str:
+        """The column that holds a field. Raises RowError for a field that the format does not list."""
+        if field not in self.names:
+            raise RowError(
+                "unlisted_field",
+                f"the format reads {field!r}, which is not among its fields ({', '.join(self.names)})",
+                fix=f"list {field!r} in the `fields` of the format",
+            )
+        if field in self.columns:
+            return self.columns[field]
+        if field == "messages":
+            return next((column for column in LIST_COLUMNS if column in self.row), field)
+        return field
+
+    def __getitem__(self, field: str) -> Any:
+        column = self.column(field)
+        if column not in self.row:
+            has = ", ".join(self.row) or "none"
+            raise RowError("missing_column", f"no column {column!r} for {field} (the row has: {has})")
+        return self.row[column]
+
+    def __contains__(self, field: object) -> bool:
+        return isinstance(field, str) and self.column(field) in self.row
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """The field, or `default` where the row has no such column or null in it."""
+        value = self.row.get(self.column(field))
+        return default if value is None else value
+
+    def text(self, field: str) -> str:
+        """A field that must be text, and not empty."""
+        value = self[field]
+        if not isinstance(value, str):
+            raise RowError("not_text", f"{self.column(field)} is {type(value).__name__}, not text")
+        if not value.strip():
+            raise RowError("empty", f"{self.column(field)} is empty")
+        return value
+
+    def optional_text(self, field: str) -> str:
+        """A field that is text where it is there; else ""."""
+        value = self.get(field, "")
+        if not isinstance(value, str):
+            raise RowError("not_text", f"{self.column(field)} is {type(value).__name__}, not text")
+        return value
+
+    def tools(self) -> Tools:
+        """The field `tools`: descriptions of functions, as a list or as JSON text."""
+        column, value = self.column("tools"), self.get("tools")
+        if isinstance(value, str) and value.strip():
+            value = json_value(value, column, "bad_tools")
+        if not value:
+            return None
+        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+            raise RowError("bad_tools", f"{column} is {type(value).__name__}, not a list of tool descriptions")
+        return value
+
+    def messages(self, field: str) -> tuple[Messages, list[bool]]:
+        """A field that holds OpenAI or sharegpt messages, as templates want them; and which of them are trained."""
+        return read_messages(self[field], self.column(field), self.keys_known)
+
+    def said(self, field: str, role: str) -> tuple[Messages, list[bool]]:
+        """The same of a field that may also hold one message, or the text of one of this role."""
+        return as_messages((self.column(field), self[field]), role, self.keys_known)
+
+    # -- what a format may return
+
+    def conversation(self, messages: Messages) -> Document:
+        """OpenAI or sharegpt messages as a document; without a chat template, a prompt and its completion.
+
+        Trained are the assistant's messages without `train: false`. The fields `system` and `tools` are added where the
+        format lists them.
+        """
+        read, trained = read_messages(messages, "the format's messages", self.keys_known)
+        return chat_or_text(read, trained, *self._around(), chat=self.chat)
+
+    def pair(self, prompt: str | Messages, chosen: str | Messages, rejected: str | Messages) -> Pair:
+        """A prompt with the better and the worse response, each as text or as messages. The fields `system` and `tools`
+        are added where the format lists them.
+        """
+        said, _ = as_messages(("the format's prompt", prompt), "user", self.keys_known)
+        better, worse = (
+            as_messages((f"the format's {name} response", response), "assistant", self.keys_known)
+            for name, response in (("chosen", chosen), ("rejected", rejected))
+        )
+        return self.pair_of(said, better, worse)
+
+    def pair_of(
+        self, prompt: Messages, chosen: tuple[Messages, list[bool]], rejected: tuple[Messages, list[bool]]
+    ) -> Pair:
+        """The same of messages with their flags. Raises RowError where both say the same."""
+        if chosen[0] == rejected[0]:
+            raise RowError("same_responses", "chosen and rejected are the same")
+        before, (system, tools) = [False] * len(prompt), self._around()
+        first, second = (
+            chat_or_text(prompt + messages, before + trained, system, tools, chat=self.chat)
+            for messages, trained in (chosen, rejected)
+        )
+        return Pair(first, second)
+
+    def judged(self, prompt: str | Messages, response: str | Messages, desirable: bool) -> JudgedResponse:
+        """A prompt and one response, each as text or as messages, that is good (`desirable`) or bad. The fields
+        `system` and `tools` are added where the format lists them.
+        """
+        said, _ = as_messages(("the format's prompt", prompt), "user", self.keys_known)
+        messages, trained = as_messages(("the format's response", response), "assistant", self.keys_known)
+        return JudgedResponse(said, messages, trained, *self._around(), bool(desirable))
+
+    def _around(self) -> tuple[str, Tools]:
+        """System text and tools, of a format that reads them."""
+        system = self.optional_text("system") if "system" in self.names else ""
+        return system, self.tools() if "tools" in self.names else None

@@ -1,0 +1,158 @@
+"""Tool calls and their answers as chat templates want them, and what is wrong with those that are not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from automodel_cli.data.json_reader import parse_json
+from automodel_cli.data.row_errors import RowError
+
+Message = dict[str, Any]
+
+CALL_KEYS = frozenset({"id", "type", "function", "index"})
+FUNCTION_KEYS = frozenset({"name", "arguments"})
+
+
+def read_calls(calls: Any, where: str) -> list[Message]:
+    """The calls of one message: `type`, `function` with `name` and `arguments` as an object, `id` where there is one.
+
+    OpenAI writes arguments as JSON text; templates write an object out as JSON once more. Raises RowError naming the
+    call by its index.
+    """
+    if not isinstance(calls, list):
+        raise RowError("bad_tool_call", f"{where} is {type(calls).__name__}, not a list of calls")
+    return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> Message:
+    call = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else call
+    if isinstance(call, dict) and "function" not in call and "name" in call:  # as some templates write them
+        given = {key: value for key, value in call.items() if key not in FUNCTION_KEYS}
+        call = {**given, "function": {key: call[key] for key in FUNCTION_KEYS if key in call}}
+    if not (isinstance(call, dict) and isinstance(call.get("function"), dict) and "name" in call["function"]):
+        raise RowError("bad_tool_call", f"{where} has no function with a name")
+    kind = call.get("type", "function")
+    if kind != "function":
+        raise RowError("bad_tool_call", f"{where}.type is {kind!r}; only calls of type 'function' are known")
+    if not isinstance(call.get("id", ""), str):
+        raise RowError("bad_tool_call", f"{where}.id is {call['id']!r}, not text")
+    for name, keys, known in ((where, call, CALL_KEYS), (f"{where}.function", call["function"], FUNCTION_KEYS)):
+        stray = [key for key in keys if key not in known]
+        if stray:
+            raise RowError("bad_tool_call", f"{name} has {stray[0]!r}, which no template reads", fix="remove it")
+    return {**call, "type": "function", "function": _function(call["function"], f"{where}.function")}
+
+
+def _function(function: Message, where: str) -> Message:
+    name, arguments = function["name"], function.get("arguments")
+    if not (isinstance(name, str) and name.strip()):
+        raise RowError("bad_tool_call", f"{where}.name is {name!r}, not a name")
+    if arguments is None:
+        raise RowError("bad_tool_call", f"{where} ({name!r}) has no arguments", fix='write "arguments": {} for none')
+    if isinstance(arguments, str):
+        arguments = json_value(arguments.strip() or "{}", f"{where}.arguments", "bad_tool_call")
+    if not isinstance(arguments, dict):
+        raise RowError("bad_tool_call", f"{where}.arguments is {type(arguments).__name__}, not an object")
+    return {"name": name, "arguments": arguments}
+
+
+def json_value(text: str, where: str, code: str) -> Any:
+    """The value that JSON text holds. Raises RowError with the reason and the column."""
+    try:
+        return parse_json(text)
+    except RowError as error:
+        reason = error.message.removeprefix("not JSON: ")
+        what = f"{where} is not JSON" if error.code == "not_json" else where
+        raise RowError(code, f"{what}: {reason}") from error
+
+
+def link_answers(messages: Sequence[Message], column: str) -> None:
+    """Give calls without `id` one, and their answers the same as `tool_call_id`, in place and in order.
+
+    Nine letters and digits, which every template takes, made from the call, so that equal rows stay equal. Raises
+    RowError for an answer that does not say which of the calls it belongs to although they have ids.
+    """
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls") or []
+        end = index + 1
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        answers = messages[index + 1 : end] if calls else []
+        named = [call["id"] for call in calls if call.get("id")]
+        if calls and not named:
+            theirs = [answer.get("tool_call_id") for answer in answers]
+            for place, call in enumerate(calls):
+                said = theirs[place] if place < len(theirs) else None
+                call["id"] = said or _made_id(index, place, call)
+        for place, answer in enumerate(answers):
+            if answer.get("tool_call_id"):
+                continue
+            where = f"{column}[{index + 1 + place}]"
+            if named:
+                listed = ", ".join(map(repr, named))
+                raise RowError(
+                    "no_tool_call_id",
+                    f"{where} is a tool's answer without tool_call_id; the calls before it are {listed}",
+                    fix=f'add "tool_call_id": "{named[min(place, len(named) - 1)]}"',
+                )
+            if place >= len(calls):
+                raise RowError(
+                    "no_tool_call_id",
+                    f"{where} is the answer {place + 1} to {len(calls)} calls, and names none of them",
+                )
+            answer["tool_call_id"] = calls[place]["id"]
+
+
+def _made_id(*of: Any) -> str:
+    return hashlib.blake2b(json.dumps(of).encode(), digest_size=5).hexdigest()[:9]
+
+
+class ArgumentForm:
+    """How one template wants arguments: as an object, or as JSON text where it joins them to other text (DeepSeek-V3).
+
+    Found on the first row that passes any, by rendering it: an object that raises, or comes out as Python writes a
+    dict, was meant to be text.
+    """
+
+    def __init__(self) -> None:
+        self.text: bool | None = None
+
+    def formed(self, messages: list[Message], render: Callable[[list[Message]], str]) -> list[Message]:
+        """The messages with arguments in the form that the template renders."""
+        passed = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+        if not any(passed) or self.text is False:
+            return messages
+        in_text = with_text_arguments(messages)
+        if self.text is None:
+            objects = _rendered(render, messages)
+            shown_as_dict = objects is not None and any(str(item) in objects for item in passed if item)
+            if objects is not None and not shown_as_dict:
+                self.text = False
+            elif _rendered(render, in_text) is not None:
+                self.text = True
+        return in_text if self.text else messages
+
+
+def _rendered(render: Callable[[list[Message]], str], messages: list[Message]) -> str | None:
+    try:
+        return render(messages)
+    except RowError:
+        return None
+
+
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the arguments of calls as JSON text."""
+    return [
+        {**message, "tool_calls": [_in_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _in_text(call: Message) -> Message:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

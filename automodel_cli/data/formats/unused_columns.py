@@ -1,0 +1,128 @@
+"""Columns and keys that nothing acts on: those that would change what is trained are refused by name, never dropped.
+
+A column such as `id` or `source` says nothing about training and is only listed in the report. `data.ignore_columns`
+takes the names that may be left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.config.name_patterns import NameList, check_entries
+from automodel_cli.data.row_errors import RowError, SourceRow
+
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+_WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "loss_scale", "loss", "train", "train_detail")
+_MASKS = ("input_ids", "labels", "loss_mask", "assistant_masks", "completion_mask", "assistant_mask")
+_PARTS = ("system", "tools", "functions", "history", "documents", "chat_template_kwargs")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+TRAINING_COLUMNS = frozenset({*MEDIA, *_WEIGHTS, *_MASKS, *_PARTS, *_REASONING, "label", "rejected"})
+"""Columns that mean something to training wherever they stand."""
+
+PREFERENCES = {
+    "label": "it judges the response; a recipe for judged responses (kto) reads it",
+    "rejected": "a recipe of kind dpo trains on both responses",
+}
+_MOST_NAMES = 1000
+_KEY = re.compile(r"""(?:\.|\[\s*['"]|get\(\s*['"])(\w+)|['"](\w+)['"]\s+(?:not\s+)?in\b""")
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """Names that a row may hold besides what its format reads: `ignored` by choice, and `of_template`, which the chat
+    template looks at in a message.
+    """
+
+    ignored: frozenset[str] = frozenset()
+    of_template: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, template: str | None, ignored: Iterable[str] = ()) -> KnownKeys:
+        """`of_template`: every name that the template's text reads from something."""
+        found = _KEY.findall(template or "")
+        return cls(frozenset(ignored), frozenset(name for pair in found for name in pair if name))
+
+    def kept(self, item: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
+        """The message or content part without ignored keys and keys without a value.
+
+        Raises RowError naming a key that neither `known` nor the template has.
+        """
+        kept = {key: value for key, value in item.items() if key in known or not is_empty(value)}
+        kept = {key: value for key, value in kept.items() if key not in self.ignored}
+        for key in kept:
+            if key not in known and key not in self.of_template:
+                raise RowError(
+                    "unread_key",
+                    f"{where} has {key!r}, which neither this program nor the chat template reads, so it would be "
+                    "without effect",
+                    fix=f"data.ignore_columns=[{key}] to train without it{_SYNONYMS.get(key, '')}",
+                )
+        return kept
+
+    def refuse(self, row: Mapping[str, Any], read: Collection[str], reader: str, columns: Collection[str]) -> None:
+        """Raise RowError when the row has one of `columns` and nothing reads it."""
+        for column in row.keys() & columns:
+            if column not in read and column not in self.ignored and not is_empty(row[column]):
+                why = PREFERENCES.get(column, "it would be without effect")
+                fix = f"data.ignore_columns=[{column}] to train without it"
+                if column in MEDIA:  # without them the text's placeholders would be trained as they are written
+                    why = "only text is trained, and a placeholder such as <image> would be trained as text"
+                    fix = "data.on_bad_row=drop data.max_bad=1   (leaves out the rows that have it)"
+                raise RowError(
+                    "unread_column", f"the row has the column {column!r}, which {reader} does not read: {why}", fix=fix
+                )
+
+
+class IgnoredNames:
+    """Watches rows for the names of `data.ignore_columns`: one that no row has leaves nothing out."""
+
+    def __init__(self, ignored: Iterable[str]):
+        """`missing`: names that no row had so far. `present`: names that rows had while one was missing."""
+        self.missing: list[str] = list(ignored)
+        self.present: list[str] = []
+
+    def watch(self, origins: Iterable[SourceRow]) -> Iterator[SourceRow]:
+        """The same rows."""
+        for origin in origins:
+            if self.missing and not isinstance(origin.row, RowError):
+                names = dict.fromkeys(_names_in(origin.row))
+                self.missing[:] = [name for name in self.missing if name not in names]
+                if len(self.present) < _MOST_NAMES:
+                    self.present += names.keys() - set(self.present)
+            yield origin
+
+
+def check_ignored(ignored: Sequence[str], missing: Collection[str], present: Collection[str]) -> None:
+    """Refuse a name in `data.ignore_columns` that is no column of any row and no key inside one. Raises DataError."""
+    listed = NameList("data.ignore_columns", ignored, "no row has as a column or key")
+    check_entries(listed, lambda name: name not in missing, set(present) - set(ignored), error=DataError)
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """Keys of a row, and of the messages and content parts in it."""
+    if isinstance(value, Mapping):
+        yield from value
+        for inner in value.values():
+            yield from _names_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _names_in(inner)
+
+
+NO_OTHER_KEYS = KnownKeys()
+_SYNONYMS = dict.fromkeys(("loss", "mask", "trainable", "loss_weight"), ", or name it train (true or false)")
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a column or key says nothing: files of tables have every key in every row."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def unused_columns(rows: Sequence[Mapping[str, Any]], read: Collection[str]) -> list[str]:
+    """Columns of these rows that are not read, in their order."""
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [column for column in columns if column not in read]

@@ -1,0 +1,258 @@
+"""Packed rows as a dataset: memory-mapped, addressed by row number, batched without a loop over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.data.storage.memmap_store import PackedStore
+
+_TAUGHT = 0.01
+"""Share of the trained turns that a token must end for the model to stop there."""
+DUMMY_ROW = -1
+"""Row number of a row of padding without labels, for ranks that would otherwise have one row less."""
+
+
+def shuffled(number: int, *seeds: int) -> np.ndarray:
+    """A permutation of `range(number)` that depends on the seeds only.
+
+    Raw counter bits rather than `Generator.permutation`, whose stream numpy may change between versions: resumed runs
+    must see the same order.
+    """
+    words = np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]).generate_state(2, np.uint64)
+    return np.argsort(np.random.Philox(key=words).random_raw(number), kind="stable")
+
+
+def length_histogram(lengths: np.ndarray) -> dict[str, Any]:
+    """`text`, `edges` and `counts` of at most 32 equal bins from 0 to the longest."""
+    longest = int(lengths.max(initial=1))
+    width = -(-longest // min(32, longest))
+    edges = np.arange(0, longest + width, width)
+    counts, _ = np.histogram(lengths, edges)
+    median = int(np.median(lengths)) if len(lengths) else 0
+    text = f"{len(lengths):,} documents by tokens, median {median:,}, longest {longest:,}"
+    return {"text": text, "edges": edges.tolist(), "counts": counts.tolist()}
+
+
+class PackedDataset:
+    """The rows of one or more datasets, numbered through; `weights[i]` says how often dataset i's rows are seen per
+    epoch.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[PackedStore],
+        weights: Sequence[float],
+        *,
+        pad_id: int,
+        row_len: int | None,
+        pad_multiple: int = 1,
+    ):
+        """`row_len`: tokens of every row; None: of the longest in the microbatch, rounded up to `pad_multiple`."""
+        self.stores, self.weights = list(stores), list(weights)
+        self.pad_id, self.row_len, self.pad_multiple = pad_id, row_len, pad_multiple
+        self.first_rows = np.cumsum([0, *(store.num_rows for store in stores)])
+        kinds = {store.kind for store in stores}
+        if len(kinds) > 1:
+            raise DataError(
+                f"the datasets of a run are of one kind, but these hold {' and '.join(sorted(kinds))}",
+                fix="train on pairs and on judged responses in runs of their own",
+            )
+        self.kind: str = kinds.pop()
+        lengths = [np.diff(store.offsets[store.row_offsets]) for store in stores]
+        self.token_starts = np.cumsum(np.concatenate([[0], *lengths])).astype(np.int64)
+        self._columns: dict[str, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return int(self.first_rows[-1])
+
+    @property
+    def contents(self) -> list[tuple[str, str]]:
+        """Files and hash of every dataset."""
+        return [(", ".join(store.meta["files"]), store.content) for store in self.stores]
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Of each dataset its name, how long its documents (or pieces of them) are, and which shares of its tokens are
+        trained and of its rows are filled, in 0..1."""
+        found = []
+        for store, (name, _) in zip(self.stores, self.contents, strict=True):
+            num_tokens = int(store.offsets[-1])
+            trained = int(store.num_label_tokens.sum()) / max(1, num_tokens)
+            fill = num_tokens / (self.row_len * store.num_rows) if self.row_len and store.num_rows else None
+            found.append({"name": name, "trained": trained, "fill": fill, **length_histogram(np.diff(store.offsets))})
+        return found
+
+    def units_per_row(self) -> tuple[str, float]:
+        """Return what a row holds (`documents`, `pairs` or `responses`), and how many of them on average.
+
+        Rows count as often as an epoch has them. Where a document is cut, each of its pieces counts.
+        """
+        sizes = [(store.num_rows, len(store.offsets) - 1) for store in self.stores]
+        num_rows = sum(weight * rows for weight, (rows, _) in zip(self.weights, sizes, strict=True))
+        num_pieces = sum(weight * pieces for weight, (_, pieces) in zip(self.weights, sizes, strict=True))
+        mean = num_pieces / num_rows if num_rows else 0.0
+        if self.kind == "documents":
+            return "documents", mean
+        return ("pairs" if self.kind == "pairs" else "responses"), mean / 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows; row r has those from `token_starts[r]` to `token_starts[r + 1]`."""
+        return int(self.token_starts[-1])
+
+    def taught_stops(self) -> list[int]:
+        """Return the special tokens that end trained turns, each at least 1% of a dataset's, most frequent first."""
+        ends = [(token, count, s.meta["num_turns"]) for s in self.stores for token, count in s.meta["turn_ends"]]
+        return list(dict.fromkeys(token for token, count, total in ends if count >= _TAUGHT * total))
+
+    def largest_id(self) -> tuple[int, str]:
+        """Return the largest token id of all rows, and the file and line of a document that holds it."""
+        found = -1, ""
+        for store in self.stores:
+            place = int(store.ids.argmax()) if len(store.ids) else None
+            if place is not None and store.ids[place] > found[0]:
+                piece = int(np.searchsorted(store.offsets, place, side="right")) - 1
+                name = store.meta["files"][int(store.files[piece])]
+                found = int(store.ids[place]), f"{name}:{int(store.lines[piece])}"
+        return found
+
+    def attach(self, name: str, values: np.ndarray) -> None:
+        """Give every batch a column of the objective, `extra[name]`: one value, or several, for each of the
+        `num_tokens`."""
+        assert len(values) == self.num_tokens, f"{values.shape} values for {self.num_tokens} tokens"
+        self._columns[name] = values
+
+    def _locate(self, row: int) -> tuple[PackedStore, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        source = int(np.searchsorted(self.first_rows, row, side="right")) - 1
+        return self.stores[source], row - int(self.first_rows[source])
+
+    def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, label mask (1 where the next token is trained) and the boundaries of the row's documents, from 0 to its
+        length.
+        """
+        store, local = self._locate(row)
+        bounds = store.offsets[store.row_offsets[local] : store.row_offsets[local + 1] + 1]
+        a, b = int(bounds[0]), int(bounds[-1])
+        return store.ids[a:b], store.label_mask[a:b], bounds - a
+
+    def documents(self, row: int) -> list[tuple[str, int]]:
+        """File name and line of each document (or piece) of the row, in its order."""
+        store, local = self._locate(row)
+        pieces = slice(int(store.row_offsets[local]), int(store.row_offsets[local + 1]))
+        names = [store.meta["files"][i] for i in store.files[pieces].tolist()]
+        return list(zip(names, store.lines[pieces].tolist(), strict=True))
+
+    def roles(self, row: int) -> np.ndarray:
+        """Role of each document of a row with preferences, see `PackedStore`."""
+        store, local = self._locate(row)
+        return store.roles[int(store.row_offsets[local]) : int(store.row_offsets[local + 1])]
+
+    def margins(self, row: int) -> np.ndarray:
+        """Margin of the pair of each document of a row, fp32: 0 where its dataset has none."""
+        store, local = self._locate(row)
+        pieces = slice(int(store.row_offsets[local]), int(store.row_offsets[local + 1]))
+        return store.margins[pieces] if len(store.margins) else np.zeros(pieces.stop - pieces.start, np.float32)
+
+    @property
+    def judgements(self) -> set[int]:
+        """What responses are judged: 1 good, 0 bad."""
+        return {int(role) for store in self.stores for role in np.unique(store.roles) if role >= 0}
+
+    @property
+    def has_margins(self) -> bool:
+        """Whether any pair has a margin."""
+        return any(len(store.margins) > 0 for store in self.stores)
+
+    def describe(self, row: int) -> str:
+        """Where the row comes from, for messages: `train.jsonl:18, 44`."""
+        if row == DUMMY_ROW:
+            return "(padding)"
+        by_file: dict[str, list[int]] = {}
+        for name, line in self.documents(row):
+            if line not in by_file.setdefault(name, []):
+                by_file[name].append(line)
+        return "; ".join(f"{name}:{', '.join(map(str, sorted(lines)))}" for name, lines in by_file.items())
+
+    def num_label_tokens(self, row: int) -> int:
+        """Trained tokens of the row."""
+        store, local = self._locate(row)
+        return int(store.num_label_tokens[local])
+
+    def mean_context(self) -> float:
+        """Length of the document that the average token sits in, for the cost of attention."""
+        lengths = np.concatenate([np.diff(store.offsets) for store in self.stores]).astype(np.float64)
+        return float((lengths**2).sum() / lengths.sum())
+
+    def collate(self, row_indices: Sequence[int]) -> Batch:
+        """The rows as one microbatch; `DUMMY_ROW` stands for a row of padding.
+
+        Padding at a row's end is a document of its own: no real token attends to it, nor it to one. Rows of pairs come
+        with `pairs_P2` and `margins_P`, of judged responses with `desirable_S` (see `objectives/base.py`).
+        """
+        rows = [self.tokens(int(row)) if row != DUMMY_ROW else _EMPTY for row in row_indices]
+        num_tokens = self.row_len or self._round_up(max(len(ids) for ids, _, _ in rows))
+        shape = (len(rows), num_tokens)
+        ids_BT = np.full(shape, self.pad_id, np.int64)
+        mask_BT = np.zeros(shape, np.uint8)
+        starts = []
+        for i, (ids, mask, bounds) in enumerate(rows):
+            ids_BT[i, : len(ids)] = ids
+            mask_BT[i, : len(ids)] = mask
+            starts.append(bounds[bounds < num_tokens] + i * num_tokens)
+        cu_seqlens = np.concatenate([*starts, [len(rows) * num_tokens]])
+        lengths = np.diff(cu_seqlens)
+        positions = np.arange(len(rows) * num_tokens) - np.repeat(cu_seqlens[:-1], lengths)
+        labels_BT = np.full(shape, IGNORE_INDEX, np.int64)
+        labels_BT[:, :-1] = np.where(mask_BT[:, :-1] != 0, ids_BT[:, 1:], IGNORE_INDEX)
+        return Batch(
+            input_ids_BT=torch.from_numpy(ids_BT),
+            labels_BT=torch.from_numpy(labels_BT),
+            position_ids_BT=torch.from_numpy(positions.reshape(shape)),
+            cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+            max_seqlen=int(lengths.max()),
+            row_ids_B=torch.tensor([int(row) for row in row_indices], dtype=torch.int64),
+            extra={
+                **self._preferences(row_indices, [len(of_row) for of_row in starts]),
+                **{name: self._column(values, row_indices, shape) for name, values in self._columns.items()},
+            },
+        )
+
+    def _column(self, values: np.ndarray, row_indices: Sequence[int], shape: tuple[int, int]) -> torch.Tensor:
+        """Attached values of the rows, 0 where there is no token."""
+        out_BT = np.zeros((*shape, *values.shape[1:]), values.dtype)
+        for i, row in enumerate(row_indices):
+            if row != DUMMY_ROW:
+                first, last = self.token_starts[int(row) : int(row) + 2]
+                out_BT[i, : last - first] = values[first:last]
+        return torch.from_numpy(out_BT)
+
+    def _preferences(self, row_indices: Sequence[int], counts: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What objectives of this kind of rows read; `counts` are the documents of each row, padding included."""
+        if self.kind == "documents":
+            return {}
+        roles_S = np.full(sum(counts), -1, np.int64)
+        margins_S = np.zeros(sum(counts), np.float32)
+        first = np.cumsum([0, *counts])
+        for i, row in enumerate(row_indices):
+            if row != DUMMY_ROW:
+                roles = self.roles(int(row))
+                roles_S[first[i] : first[i] + len(roles)] = roles
+                margins_S[first[i] : first[i] + len(roles)] = self.margins(int(row))
+        if self.kind == "judged":
+            return {"desirable_S": torch.from_numpy(roles_S)}
+        chosen_P = np.flatnonzero(roles_S == 1)
+        pairs_P2 = np.stack([chosen_P, chosen_P + 1], 1)
+        return {"pairs_P2": torch.from_numpy(pairs_P2), "margins_P": torch.from_numpy(margins_S[chosen_P])}
+
+    def _round_up(self, number: int) -> int:
+        return max(self.pad_multiple, -(-number // self.pad_multiple) * self.pad_multiple)
+
+
+_EMPTY = (np.zeros(0, np.int64), np.zeros(0, np.uint8), np.zeros(1, np.int64))

@@ -1,0 +1,137 @@
+"""Rows as the model sees them: decoded tokens, which of them are trained, where documents and turns end.
+
+In colour trained tokens are green, the others dim, special tokens boxed. Without colour `{trained}` and `[masked]`;
+special tokens show as their text in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.config.plain_text import visible
+from automodel_cli.data.preparation.dataset import PackedDataset
+from automodel_cli.data.preparation.pipeline import PreparedData
+from automodel_cli.data.preparation.prompts import PreparedPrompts
+
+TRAINED, MASKED, BOXED = "green", "dim", "reverse"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive tokens of one document that are alike: all trained or all not, and one special token or none."""
+
+    text: str
+    trained: bool
+    special: bool
+
+
+def stretches(ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> Iterator[Stretch]:
+    """Decode a document in the longest pieces that are alike: single tokens may be parts of a character.
+
+    Control characters are written out: a terminal would obey them.
+    """
+    special = np.isin(ids, [*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder])
+    changes = np.flatnonzero((np.diff(trained.astype(np.int8)) != 0) | special[1:] | special[:-1]) + 1
+    bounds = [0, *changes.tolist(), len(ids)]
+    for a, b in itertools.pairwise(bounds):
+        text = tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        yield Stretch(visible(text), bool(trained[a]), bool(special[a]))
+
+
+def trained_tokens(label_mask: np.ndarray) -> np.ndarray:
+    """Per token whether it is learned, from the mask of labels: a label is the next token."""
+    return np.concatenate([[0], label_mask[:-1]]).astype(np.uint8)
+
+
+def render_document(ids: np.ndarray, label_mask: np.ndarray, tokenizer: Any, *, colour: bool) -> Text:
+    """One document as text with styles, or with `{}` and `[]` around trained and masked stretches."""
+    out = Text()
+    pieces = list(stretches(ids, trained_tokens(label_mask), tokenizer))
+    for i, piece in enumerate(pieces):
+        if colour:
+            style = TRAINED if piece.trained else MASKED
+            out.append(piece.text, f"{BOXED} {style}" if piece.special else style)
+            continue
+        opens = i == 0 or pieces[i - 1].trained != piece.trained
+        closes = i + 1 == len(pieces) or pieces[i + 1].trained != piece.trained
+        left, right = ("{", "}") if piece.trained else ("[", "]")
+        out.append((left if opens else "") + piece.text + (right if closes else ""))
+    return out
+
+
+def print_row(console: Console, dataset: PackedDataset, tokenizer: Any, row: int) -> None:
+    """One packed row with a rule before each of its documents."""
+    ids, label_mask, bounds = dataset.tokens(row)
+    colour = console.color_system is not None
+    heading = f"row {row} of {len(dataset):,}: {len(ids):,} tokens, {dataset.num_label_tokens(row):,} trained"
+    console.print(Text(heading, "bold" if colour else ""))
+    names = {1: "chosen", 0: "rejected"} if dataset.kind == "pairs" else {1: "good", 0: "bad", -1: "another's answer"}
+    roles = [] if dataset.kind == "documents" else [f" ({names[role]})" for role in dataset.roles(row).tolist()]
+    for number, (name, line) in enumerate(dataset.documents(row)):
+        a, b = int(bounds[number]), int(bounds[number + 1])
+        count = int(label_mask[a:b].sum())
+        role = roles[number] if roles else ""
+        head = (
+            f"── document {number + 1}{role}: {name}:{line}, {b - a:,} tokens, {count:,} trained, "
+            f"positions 0-{b - a - 1} ──"
+        )
+        console.print(Text(head, "cyan" if colour else ""))
+        console.print(render_document(ids[a:b], label_mask[a:b], tokenizer, colour=colour), soft_wrap=True)
+    console.print()
+
+
+def choose_rows(dataset: PackedDataset, number: int, row: int | None, worst: bool) -> Sequence[int]:
+    """The rows to show: the one asked for, those with the fewest trained tokens per token, or the first."""
+    if row is not None:
+        if not 0 <= row < len(dataset):
+            raise DataError(
+                f"row {row} does not exist: rows are 0 to {len(dataset) - 1}", fix=f"--row {len(dataset) - 1}"
+            )
+        return [row]
+    if not worst:
+        return range(min(number, len(dataset)))
+    lengths = np.concatenate([np.diff(store.offsets[store.row_offsets]) for store in dataset.stores])
+    labels = np.concatenate([store.num_label_tokens for store in dataset.stores])
+    return np.argsort(labels / lengths, kind="stable")[:number].tolist()
+
+
+def show(
+    prepared: PreparedData,
+    tokenizer: Any,
+    *,
+    rows: int = 3,
+    row: int | None = None,
+    worst: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print rows of the training data, then the totals. `row` shows that one, `worst` those with the least to learn.
+
+    Raises DataError for a row that does not exist.
+    """
+    console = console or Console(highlight=False)
+    for index in choose_rows(prepared.train, rows, row, worst):
+        print_row(console, prepared.train, tokenizer, index)
+    legend = "green: trained, dim: masked, boxed: special token" if console.color_system else "{trained} [masked]"
+    for line in [*prepared.report.lines(), legend]:
+        console.print(Text(visible(line)), soft_wrap=True)
+
+
+def show_prompts(prepared: PreparedPrompts, tokenizer: Any, *, rows: int) -> None:
+    """Print the first `rows` prompts as the model reads them, what rewards may read with them, and the totals."""
+    console = Console(highlight=False, soft_wrap=True)
+    for prompt in prepared.train.prompts[:rows]:
+        console.print(f"{prompt.origin}: {len(prompt.tokens):,} tokens", style="bold", markup=False)
+        text = tokenizer.decode(prompt.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        console.print(visible(text), markup=False)
+        console.print(visible(f"columns {', '.join(prompt.row)}"), style=MASKED, markup=False)
+        console.print()
+    for line in prepared.report.lines():
+        console.print(visible(line), markup=False)

@@ -1,0 +1,420 @@
+"""From the `data:` section to packed rows on disk, once, whoever asks first.
+
+`prepare` needs no process group and may be called by every rank at once: a file lock lets one of them build what is
+missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.chat.chat_template import choose_template
+from automodel_cli.data.chat.encoder import GENERATION_TAG
+from automodel_cli.data.config import DataConfig, LongDocuments, SourceConfig
+from automodel_cli.data.formats.base import PREFERENCES
+from automodel_cli.data.formats.builtin import FORMATS, detect_format, format_name, named
+from automodel_cli.data.formats.column_mapping import Unseen, check_mapped
+from automodel_cli.data.formats.unused_columns import IgnoredNames, check_ignored, unused_columns
+from automodel_cli.data.packing import Pieces, cut_long, pack
+from automodel_cli.data.preparation.dataset import PackedDataset, shuffled
+from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS
+from automodel_cli.data.preparation.statistics import (
+    KEEP_MOST,
+    DataReport,
+    LongReport,
+    SourceReport,
+    SpecialReport,
+    UnrolledReport,
+)
+from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder, choose_workers, encode_all
+from automodel_cli.data.row_errors import Rejected, RowError, refuse_damaged, rows_error
+from automodel_cli.data.sources.sources import Source, TaskSource, first_rows, open_source
+from automodel_cli.data.storage.cache import cache_root, entry_key, get_or_build, tokenizer_fingerprint
+from automodel_cli.data.storage.code_fingerprint import fingerprint
+from automodel_cli.data.storage.memmap_store import PackedStore, TokenStore, write_packed, write_tokens
+from automodel_cli.data.tokenized import Encoded, Unrolled, documents_of
+
+PROGRESS_SECONDS = 5.0
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What a run reads: training rows, validation rows if configured, and what was done to get them."""
+
+    train: PackedDataset
+    validation: PackedDataset | None
+    report: DataReport
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One dataset on its way: source, weight, tokens, and the documents of it that this part takes."""
+
+    source: Source
+    weight: float
+    tokens: TokenStore
+    key: str
+    built: bool
+    documents: np.ndarray | None = None
+    held_out: str = ""
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    preferences: bool = False,
+    stop_ids: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> PreparedData:
+    """Tokenise, mask, pack and cache the data, or find it in the cache.
+
+    `preferences`: rows are pairs or judged responses (`data/formats/preference.py`), not plain documents. `seed`
+    decides which
+    rows `validation_rows` takes out. `stop_ids` are the tokens at which generation stops, besides EOS. `progress`
+    receives a line each few seconds of a long tokenisation (default: standard error). Raises DataError with every row
+    that cannot be used, grouped by cause.
+    """
+    began = time.perf_counter()
+    config.check_kind(preferences=preferences)
+    show = progress or (lambda line: print(line, file=sys.stderr))
+    builder = _Builder(config, tokenizer, preferences, tuple(stop_ids), show)
+    train, validation = builder.tokenised()
+    _check_ignored(config, [*train, *validation])
+    _check_rows(config, [*train, *validation])
+    if config.validation_rows:
+        train, validation = _hold_out(train, config.validation_rows, seed)
+    packed_train = [builder.packed(part) for part in train]
+    packed_validation = [builder.packed(part) for part in validation]
+    report = DataReport(
+        [r for _, r in packed_train],
+        [r for _, r in packed_validation],
+        cache=str(builder.root),
+        seconds=time.perf_counter() - began,
+    )
+    return PreparedData(
+        builder.dataset([s for s, _ in packed_train], [part.weight for part in train]),
+        builder.dataset([s for s, _ in packed_validation], [1.0] * len(validation)) if validation else None,
+        report,
+    )
+
+
+def _check_ignored(config: DataConfig, parts: Sequence[_Part]) -> None:
+    """A name that is to be ignored must be in one dataset at least."""
+    metas = [part.tokens.meta for part in parts]
+    missing = set.intersection(*(set(meta["not_ignored"]) for meta in metas))
+    check_ignored(config.ignore_columns, missing, {name for meta in metas for name in meta["names"]})
+
+
+def _check_rows(config: DataConfig, parts: Sequence[_Part]) -> None:
+    """The policy for refused rows, over all datasets together so that one run shows every problem."""
+    rejected = [row for part in parts for row in part.tokens.rejected()]
+    num_rows = sum(part.tokens.meta["num_rows"] for part in parts)
+    if rejected and config.on_bad_row == "fail":
+        fix = "correct the rows"
+        if len(rejected) < num_rows:
+            fix += ", or go on without them: data.on_bad_row=drop"
+            if len(rejected) > config.max_bad * num_rows:
+                fix += f" data.max_bad={_round_up(len(rejected) / num_rows)}"
+        raise rows_error(rejected, num_rows, fix=fix)
+    refuse_damaged(rejected, num_rows)
+    if len(rejected) > config.max_bad * num_rows:
+        error = rows_error(rejected, num_rows, fix=f"data.max_bad={_round_up(len(rejected) / num_rows)}")
+        raise DataError(
+            f"more rows are refused than data.max_bad={config.max_bad} allows: {error.message}", fix=error.fix
+        )
+    for part in parts:
+        if not part.tokens.meta["num_rows"]:
+            raise DataError(f"{part.source.name} has no rows")
+        if not part.tokens.num_documents:
+            raise DataError(f"no row of {part.source.name} is left: all {part.tokens.meta['num_rows']:,} were refused")
+
+
+def _round_up(share: float) -> float:
+    return min(1.0, np.ceil(share * 100 + 1e-9) / 100)
+
+
+def _hold_out(parts: list[_Part], wanted: float, seed: int) -> tuple[list[_Part], list[_Part]]:
+    """Take validation rows out of every dataset, in proportion to its size, by a seeded shuffle. All documents of a row
+    go with it: those of one conversation repeat each other.
+    """
+    sizes = np.array([part.tokens.num_used_rows for part in parts])
+    total = int(sizes.sum())
+    number = max(1, round(wanted * total)) if wanted < 1 else int(wanted)
+    if number >= total:
+        raise DataError(
+            f"validation_rows={wanted:g} leaves nothing to train on: there are {total:,} rows",
+            fix="data.validation_rows=0.1",
+        )
+    exact = number * sizes / total
+    shares = np.floor(exact).astype(int)
+    shares[np.argsort(shares - exact, kind="stable")[: number - shares.sum()]] += 1
+    train, validation = [], []
+    for index, (part, share) in enumerate(zip(parts, shares.tolist(), strict=True)):
+        num_rows = part.tokens.num_used_rows
+        held_out = np.isin(part.tokens.row_numbers(), shuffled(num_rows, seed, index, 0x5EED)[:share])
+        name = f"{share} of seed {seed}, {index}"
+        if share < num_rows:
+            train.append(replace(part, documents=np.flatnonzero(~held_out), held_out=f"without {name}"))
+        if share:
+            validation.append(replace(part, documents=np.flatnonzero(held_out), held_out=name))
+    return train, validation
+
+
+class _Builder:
+    """One call of `prepare`: the tokenizer, the template and the cache folder, and what they make of a source."""
+
+    def __init__(
+        self, config: DataConfig, tokenizer: Any, preferences: bool, stop_ids: tuple[int, ...], progress: Progress
+    ):
+        self.config, self.tokenizer, self.preferences, self.progress = config, tokenizer, preferences, progress
+        self.stop_ids = stop_ids
+        self.root = cache_root(config.cache_dir)
+        self.template = choose_template(config.chat_template, tokenizer, config.turns)
+        self.tokenizer_key = tokenizer_fingerprint(tokenizer)
+
+    def tokenised(self) -> tuple[list[_Part], list[_Part]]:
+        """Training and validation sources with their tokens."""
+        config = self.config
+        if config.task is not None:
+            described = SourceConfig("task", format="auto" if self.preferences else "messages")
+            train = TaskSource(config.task, "train"), described
+            validation = TaskSource(config.task, "validation"), described
+            return [self._tokens(*train)], [self._tokens(*validation)]
+        sources = config.train_sources()
+        held_out = config.validation_source()
+        extra = [] if held_out is None else [held_out]
+        return [self._tokens(open_source(s, self.root), s) for s in sources], [
+            self._tokens(open_source(s, self.root, whole=config.validation_path is not None), s) for s in extra
+        ]
+
+    def _tokens(self, source: Source, config: SourceConfig) -> _Part:
+        ingredients = {
+            **source.ingredients(),
+            "format": config.format if isinstance(config.format, str) else fingerprint(config.format),
+            "columns": config.columns,
+            "template": self.template.text,
+            "own_template": self.template.own,
+            "turns": self.config.turns,
+            "stop_ids": sorted(self.stop_ids),
+            "tokenizer": self.tokenizer_key,
+            "mask": self.config.mask,
+            "special_tokens_in_text": self.config.special_tokens_in_text,
+            "ignore_columns": self.config.ignore_columns,
+            "add_bos": self.config.add_bos,
+            "add_eos": self.config.add_eos,
+            "preferences": self.preferences,
+        }
+        key = entry_key({"kind": "tokens", **ingredients})
+        folder, built = get_or_build(self.root, key, lambda folder: self._write_tokens(folder, source, config))
+        return _Part(source, config.weight, TokenStore.open(folder), key, built)
+
+    def _write_tokens(self, folder: Path, source: Source, config: SourceConfig) -> None:
+        examples = first_rows(source)
+        check_mapped(examples, config.columns, source.name)
+        if config.format != "auto":
+            fmt = named(config.format)
+        elif examples:
+            fmt = detect_format(examples, config.columns, source.name, preferences=self.preferences)
+        else:  # no readable row at all: any format will do, since every row is refused by its own error
+            fmt = FORMATS["judged" if self.preferences else "text"]
+        template, data = self.template, self.config
+        spec = EncodeSpec(
+            fmt,
+            config.columns,
+            template.text,
+            data.mask,
+            ignore_columns=tuple(data.ignore_columns),
+            special_tokens_in_text=data.special_tokens_in_text,
+            turns=data.turns,
+            own_template=template.own,
+            stop_ids=self.stop_ids,
+            add_bos=data.add_bos,
+            add_eos=data.add_eos,
+        )
+        encoder = RowEncoder(self.tokenizer, spec)
+        encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
+        unseen = Unseen(config.columns, source.name)
+        ignored = IgnoredNames(data.ignore_columns)
+        for_rows, for_origins = itertools.tee(ignored.watch(unseen.watch(source.rows())))
+        workers = choose_workers(self.config.num_workers, source.num_bytes)
+        batches = encode_all(encoder, (origin.row for origin in for_rows), workers)
+        write_tokens(
+            folder,
+            self._counted(batches, source.name),
+            for_origins,
+            meta={
+                "files": source.files,
+                "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
+                "kind": fmt.makes if fmt.makes in PREFERENCES else "documents",
+                "is_text": fmt.makes == "texts",
+                "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
+                "masked_by": self._masked_by(fmt.makes),
+                "special_choice": spec.special_choice,
+                "unused": unused_columns(examples, encoder.reader.columns_read),
+                "not_ignored": ignored.missing,  # both lists change until the last row is written
+                "names": ignored.present,
+            },
+            special_ids={*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder},
+        )
+        unseen.check()
+
+    def _counted(
+        self, batches: Iterable[list[Encoded | Unrolled | RowError]], name: str
+    ) -> Iterator[list[Encoded | Unrolled | RowError]]:
+        shown = time.perf_counter()
+        rows = tokens = 0
+        for batch in batches:
+            rows += len(batch)
+            tokens += sum(len(d.ids) for item in batch if not isinstance(item, RowError) for d in documents_of(item))
+            if time.perf_counter() - shown > PROGRESS_SECONDS:
+                shown = time.perf_counter()
+                self.progress(f"tokenising {name}: {rows:,} rows, {tokens:,} tokens")
+            yield batch
+
+    def _masked_by(self, makes: str) -> str:
+        if makes == "texts":
+            return "nothing: every token is trained"
+        if self.template.text is None:
+            return "the end of the prompt" if self.config.mask != "all" else "nothing: every token is trained"
+        turns = {"assistant": "assistant turns", "last_turn": "last assistant turn", "all": "all tokens"}[
+            self.config.mask
+        ]
+        by_tags = GENERATION_TAG.search(self.template.text) and self.config.mask != "all"
+        way = "the template's generation tags" if by_tags else "prefix difference, verified per row"
+        if self.template.name is not None:
+            way = f"our training template for {self.template.name}, because the tokenizer's rewrites earlier turns"
+        elif self.config.turns == "unroll":
+            way = "what follows each turn's prompt"
+        return turns if self.config.mask == "all" else f"{way} ({turns})"
+
+    def packed(self, part: _Part) -> tuple[PackedStore, SourceReport]:
+        """The packed rows of one part, built or found, and its line in the report."""
+        config = self.config
+        choice = config.long_choice(is_text=part.tokens.meta["is_text"], preferences=self.preferences)
+        key = entry_key(
+            {
+                "kind": "packed",
+                "tokens": part.key,
+                "seq_len": config.seq_len,
+                "packing": config.packing,
+                "long_documents": [config.long_documents, choice],
+                "held_out": part.held_out,
+            }
+        )
+        folder, built = get_or_build(self.root, key, lambda folder: self._write_packed(folder, part, key, choice))
+        store = PackedStore.open(folder)
+        meta, counts = part.tokens.meta, store.meta
+        report = SourceReport(
+            name=part.source.name,
+            fmt=meta["format"],
+            num_rows=meta["num_rows"],
+            num_rejected=meta["num_rejected"],
+            rejected_path=str(part.tokens.folder / "rejected.jsonl"),
+            num_documents=counts["num_documents"],
+            num_tokens=counts["num_tokens"],
+            num_label_tokens=int(store.num_label_tokens.sum()),
+            masked_by=meta["masked_by"],
+            special=SpecialReport(meta["special_choice"], meta["special_tokens"], meta["special_rows"]),
+            unused=meta["unused"] if self.config.task is None else [],
+            ends_trained=meta["ends_trained"] / max(1, part.tokens.num_documents),
+            packing=config.packing,
+            seq_len=config.seq_len,
+            num_packed_rows=store.num_rows,
+            fill=counts["fill"],
+            long=LongReport(**counts["long"]),
+            weight=part.weight,
+            built=part.built or built,
+            unrolled=UnrolledReport(**meta["unrolled"]),
+            note=part.source.note,
+        )
+        return store, report
+
+    def _write_packed(self, folder: Path, part: _Part, key: str, choice: LongDocuments) -> None:
+        config, tokens = self.config, part.tokens
+        documents = np.arange(tokens.num_documents) if part.documents is None else part.documents
+        lengths = tokens.lengths[documents]
+        if config.packing == "wrapped":
+            pieces, long = Pieces(documents, np.zeros_like(documents), lengths), LongReport("split")
+        else:
+            instead: LongDocuments = "drop" if self.preferences else "split"
+            pieces = cut_long(lengths, config.seq_len, choice, instead)
+            pieces = replace(pieces, document=documents[pieces.document])
+            pieces, long = self._without_labels(tokens, pieces, lengths, choice)
+        packed = pack(pieces, config.seq_len, config.packing)
+        write_packed(
+            folder,
+            tokens,
+            packed,
+            meta={
+                "key": key,
+                "num_documents": len(documents),
+                "num_tokens": int(lengths.sum()),
+                "fill": packed.fill(config.seq_len),
+                "long": vars(long),
+                "num_turns": tokens.meta["num_turns"],
+                "turn_ends": tokens.meta["turn_ends"],
+            },
+        )
+
+    def _without_labels(
+        self, tokens: TokenStore, pieces: Pieces, lengths: np.ndarray, choice: LongDocuments
+    ) -> tuple[Pieces, LongReport]:
+        """Leave out pieces of cut documents in which nothing is trained: they cost compute and give no gradient.
+
+        A document that an explicit `truncate` leaves without any trained token is refused like a row that never had
+        one; what `auto` leaves out is counted.
+        """
+        config = self.config
+        cut = np.flatnonzero(pieces.length < tokens.lengths[pieces.document])
+        ends = (pieces.start + pieces.length).tolist()
+        spans = [(i, int(pieces.document[i]), int(pieces.start[i]), ends[i]) for i in cut.tolist()]
+        empty = [piece for piece, document, start, stop in spans if not tokens.is_trained(document, start, stop)]
+        if empty and config.long_documents == "truncate" and config.on_bad_row == "fail":
+            reason = f"truncated to seq_len={config.seq_len} it has no trained token left"
+            raise rows_error(
+                [self._refused(tokens, int(pieces.document[i]), reason) for i in empty],
+                len(lengths),
+                fix="data.long_documents=split (or drop), a larger data.seq_len, or data.on_bad_row=drop",
+            )
+        kept = np.delete(np.arange(len(pieces.length)), empty)
+        is_long = lengths > config.seq_len
+        return pieces.take(kept), LongReport(
+            choice,
+            seq_len=config.seq_len,
+            longest=int(lengths.max(initial=0)),
+            length_of_most=int(np.quantile(lengths, KEEP_MOST, method="higher")) if len(lengths) else 0,
+            num_documents=int(is_long.sum()),
+            num_tokens=int(lengths[is_long].sum()),
+            tokens_lost=int(lengths.sum() - pieces.length[kept].sum()),
+            pieces_without_labels=len(empty),
+        )
+
+    def _refused(self, tokens: TokenStore, document: int, reason: str) -> Rejected:
+        text = self.tokenizer.decode(tokens.document(document)[0][:60].tolist())
+        name = tokens.meta["files"][int(tokens.files[document])]
+        return Rejected(name, int(tokens.lines[document]), "truncated_away", reason, text)
+
+    def dataset(self, stores: list[PackedStore], weights: list[float]) -> PackedDataset:
+        """The rows as the loader reads them."""
+        config, tokenizer = self.config, self.tokenizer
+        pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+        fixed = config.packing != "none" or config.pad_to == "seq_len"
+        return PackedDataset(
+            stores,
+            weights,
+            pad_id=pad,
+            row_len=config.seq_len if fixed else None,
+            pad_multiple=config.pad_multiple,
+        )

@@ -1,0 +1,91 @@
+"""What can be known of local data without a tokenizer: whether its columns are those of a format, and how many packed
+rows it makes at most. Torch-free, for `check` and `submit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.data.config import DataConfig, SourceConfig
+from automodel_cli.data.formats.builtin import detect_format
+from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, check_mapped
+from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.sources.file_discovery import local_files
+from automodel_cli.data.sources.file_readers import read_file
+from automodel_cli.data.sources.sources import FileSource, first_rows
+from automodel_cli.data.synthetic.chat_tasks import ChatTasks
+from automodel_cli.data.synthetic.preference_tasks import PreferenceTasks
+
+MOST_BYTES = 4 << 20
+"""Files that are larger than this in sum are not counted."""
+
+
+def head_problems(config: DataConfig, *, preferences: bool, prompts: bool) -> Iterator[ConfigError]:
+    """One error for each source whose first rows cannot be read as the config says. Sources that are not here are
+    skipped. `prompts`: the rows are sampled from.
+    """
+    places = [("data.path", source) for source in config.train_sources()]
+    if config.sources:
+        places = [(f"data.sources.{i}.path", source) for i, source in enumerate(config.sources)]
+    if config.validation_path is not None and (held_out := config.validation_source()) is not None:
+        places.append(("data.validation_path", held_out))
+    for key, source in places:
+        try:
+            _check_head(source, whole=key == "data.validation_path", preferences=preferences, prompts=prompts)
+        except DataError as error:
+            yield DataError(error.message, keys=(key,), fix=error.fix)
+
+
+def _check_head(source: SourceConfig, *, whole: bool, preferences: bool, prompts: bool) -> None:
+    paths = local_files(source.path, source.split, whole=whole)
+    if not paths:
+        return
+    opened = FileSource(source, paths, Path())
+    rows = first_rows(opened)
+    check_mapped(rows, source.columns, opened.name)
+    if rows and not prompts and source.format == "auto":
+        detect_format(rows, source.columns, opened.name, preferences=preferences)
+
+
+def most_rows(config: DataConfig) -> float | None:
+    """A number of packed rows in an epoch that is not exceeded; None where nothing is known."""
+    if isinstance(config.task, ChatTasks | PreferenceTasks):
+        tasks = config.task.tasks if isinstance(config.task, PreferenceTasks) else config.task
+        return None if _cuts(config) else tasks.num_train
+    if config.task is not None:
+        return None
+    total = 0.0
+    for source in config.train_sources():
+        paths = local_files(source.path, source.split)
+        own_format = not isinstance(source.format, str)  # it may make any number of documents of a row
+        if not paths or own_format or sum(path.stat().st_size for path in paths) > MOST_BYTES:
+            return None
+        rows = (row for path in paths for _, row in read_file(path, source.txt_rows))
+        total += source.weight * sum(_pieces(row, config) for row in rows)
+    return total
+
+
+def _cuts(config: DataConfig) -> bool:
+    return config.packing == "wrapped" or config.long_documents == "split"
+
+
+def _pieces(row: Any, config: DataConfig) -> int:
+    """Rows that a row of the data fills at most: one for each trained turn, and for each piece of a long text. A token
+    is a byte at least.
+    """
+    if isinstance(row, RowError):
+        return 0
+    turns = max((_num_turns(row[column]) for column in LIST_COLUMNS if column in row), default=1)
+    size = len(str(row).encode("utf-8", "replace"))
+    is_cut = _cuts(config) or (config.long_documents == "auto" and "text" in {*row, *config.columns})
+    return max(1, turns) * (1 + size // config.seq_len if is_cut else 1)
+
+
+def _num_turns(messages: Any) -> int:
+    if not isinstance(messages, list):
+        return 1
+    roles = [message.get("role", message.get("from")) for message in messages if isinstance(message, Mapping)]
+    return sum(role not in ("user", "human", "system") for role in roles)

@@ -1,0 +1,399 @@
+"""Prompts to sample from: conversations without their answer, each with the row it comes from, for the rewards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.chat.chat_template import resolve_chat_template
+from automodel_cli.data.chat.encoder import ChatEncoder
+from automodel_cli.data.chat.special_tokens import SpecialChats, SpecialText
+from automodel_cli.data.config import DataConfig, SourceConfig
+from automodel_cli.data.formats.builtin import format_name, named, prompt_format
+from automodel_cli.data.formats.column_mapping import check_mapped
+from automodel_cli.data.formats.examples import Conversation
+from automodel_cli.data.formats.format_reader import RowReader
+from automodel_cli.data.formats.unused_columns import MEDIA, IgnoredNames, KnownKeys, check_ignored
+from automodel_cli.data.preparation.dataset import length_histogram, shuffled
+from automodel_cli.data.preparation.pre_rendered import SAMPLE_ROWS, Added, refuse_rendered
+from automodel_cli.data.preparation.statistics import MANY, SpecialReport, round_length
+from automodel_cli.data.row_errors import Rejected, RowError, SourceRow, attempt, refuse_damaged, rows_error
+from automodel_cli.data.sources.sources import Source, TaskSource, first_rows, open_source
+from automodel_cli.data.storage.cache import cache_root
+from automodel_cli.data.storage.checksums import Checksum
+from automodel_cli.data.tokenized import around, encode_texts
+
+Message = dict[str, Any]
+BATCH_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`number` names it in the dataset, `tokens` end where the model begins to speak; `row` is what rewards read,
+    `tools` what the chat template shows of tools."""
+
+    number: int
+    tokens: list[int]
+    messages: list[Message]
+    row: dict[str, Any]
+    origin: str
+    tools: list[dict[str, Any]] | None = None
+
+
+ToolsOf = Callable[[Mapping[str, Any]], Sequence[dict[str, Any]]]
+
+
+def no_tools(row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """Rows whose tools, if any, stand in a column."""
+    return ()
+
+
+class PromptDataset:
+    """The prompts of one or more sources, numbered through; `StepLoader` deals them to ranks and steps like rows."""
+
+    def __init__(self, sources: Sequence[Sequence[Prompt]], weights: Sequence[float]):
+        self.prompts = [prompt for source in sources for prompt in source]
+        self.weights = list(weights)
+        self.first_rows = np.cumsum([0, *(len(source) for source in sources)])
+        self.contents = [_content(source) for source in sources]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def collate(self, row_indices: Sequence[int]) -> list[Prompt]:
+        """The prompts of these numbers."""
+        return [self.prompts[int(row)] for row in row_indices]
+
+    def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, label mask (no token of a prompt is trained) and bounds, as of a packed row."""
+        ids = np.array(self.prompts[row].tokens, np.int64)
+        return ids, np.zeros(len(ids), np.uint8), np.array([0, len(ids)])
+
+    def taught_stops(self) -> list[int]:
+        """Return no token: a prompt teaches none."""
+        return []
+
+    def largest_id(self) -> tuple[int, str]:
+        """Return the largest token id of all prompts, and the file and line of a prompt that holds it."""
+        return max(((max(prompt.tokens, default=-1), prompt.origin) for prompt in self.prompts), default=(-1, ""))
+
+    def units_per_row(self) -> tuple[str, float]:
+        """See `PackedDataset.units_per_row`: a row is one prompt."""
+        return "prompts", 1.0
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """See `PackedDataset.statistics`; prompts are not packed, and none of their tokens is trained."""
+        bounds = self.first_rows.tolist()
+        parts = [self.prompts[begin:end] for begin, end in itertools.pairwise(bounds)]
+        return [
+            {"name": name, **length_histogram(np.array([len(prompt.tokens) for prompt in part], np.int64))}
+            for part, (name, _) in zip(parts, self.contents, strict=True)
+        ]
+
+    def mean_context(self) -> float:
+        """Mean tokens of a prompt; responses come on top."""
+        return float(np.mean([len(prompt.tokens) for prompt in self.prompts]))
+
+    def describe(self, row: int) -> str:
+        """Where the prompt comes from, for messages."""
+        return self.prompts[row].origin if 0 <= row < len(self) else "(padding)"
+
+
+def _content(prompts: Sequence[Prompt]) -> tuple[str, str]:
+    """The files that prompts come from, and a hash of what is sampled from and what rewards read."""
+    digest = Checksum()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.tokens, prompt.row], sort_keys=True, default=str).encode())
+    names = dict.fromkeys(prompt.origin.rpartition(":")[0] for prompt in prompts)
+    return ", ".join(names), digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What preparation did, for the run's header."""
+
+    names: list[str]
+    num_train: int
+    num_validation: int
+    num_dropped: int
+    longest: int
+    limit: int
+    needed: int
+    special: SpecialReport
+
+    def lines(self) -> list[str]:
+        """Prompts of both kinds, and a warning where many are left out."""
+        dropped = f", {self.num_dropped:,} longer than {self.limit} tokens dropped" if self.num_dropped else ""
+        total = self.num_train + self.num_validation + self.num_dropped
+        many = self.num_dropped > MANY * total
+        share = f"{100 * self.num_dropped / max(1, total):.0f}% of the prompts are dropped because they are long"
+        return [
+            f"{', '.join(self.names)}: {self.num_train:,} prompts of up to {self.longest} tokens{dropped}",
+            *([f"  warning: {share}: data.seq_len={self.needed} keeps all of them"] if many else []),
+            *self.special.lines(),
+            f"validation: {self.num_validation:,} prompts",
+        ]
+
+
+@dataclass(frozen=True)
+class PreparedPrompts:
+    """What a run that samples reads."""
+
+    train: PromptDataset
+    validation: PromptDataset | None
+    report: PromptReport
+
+
+def prepare_prompts(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    max_tokens: int,
+    tools_of: ToolsOf = no_tools,
+    samples_per_row: int = 1,
+) -> PreparedPrompts:
+    """Read, render and tokenise all prompts. Those longer than `max_tokens` are dropped or refused, as
+    `long_documents` says; so much has room where `samples_per_row` stand in a row. `tools_of` a row are shown to the
+    model besides what the row says. Raises DataError with every row that cannot be used.
+    """
+    reader = _Reader(config, tokenizer, max_tokens, tools_of, samples_per_row)
+    root = cache_root(config.cache_dir)
+    described = SourceConfig("task", format="messages")
+    if config.task is not None:
+        train = [reader.read(TaskSource(config.task, "train"), described)]
+        held_out = [reader.read(TaskSource(config.task, "validation"), described)]
+        names, weights = [type(config.task).__name__], [1.0]
+    else:
+        sources = config.train_sources()
+        opened = [open_source(source, root) for source in sources]
+        train = [reader.read(source, node) for source, node in zip(opened, sources, strict=True)]
+        names, weights = _names(opened, sources), [node.weight for node in sources]
+        node = config.validation_source()
+        held_out = (
+            []
+            if node is None
+            else [reader.read(open_source(node, root, whole=config.validation_path is not None), node)]
+        )
+    check_ignored(config.ignore_columns, reader.ignored.missing, reader.ignored.present)
+    reader.finish()
+    if config.validation_rows:
+        train, held_out = _hold_out(train, config.validation_rows, seed)
+    return _prepared(train, held_out, names, weights, reader)
+
+
+def _prepared(
+    train: list[list[Prompt]], held_out: list[list[Prompt]], names: list[str], weights: list[float], reader: _Reader
+) -> PreparedPrompts:
+    for prompts, name in zip(train, names, strict=True):
+        if not prompts:
+            why = f": {reader.num_dropped:,} are longer than {reader.max_tokens} tokens" if reader.num_dropped else ""
+            longer = reader.seq_len_of_all if reader.num_dropped else "<longer>"
+            raise DataError(f"no prompt of {name} is left{why}", fix=f"data.seq_len={longer}")
+    dataset = PromptDataset(train, weights)
+    validation = PromptDataset(held_out, [1.0] * len(held_out)) if any(held_out) else None
+    longest = max(len(prompt.tokens) for prompt in dataset.prompts)
+    num_validation = len(validation) if validation is not None else 0
+    report = PromptReport(
+        names,
+        len(dataset),
+        num_validation,
+        reader.num_dropped,
+        longest,
+        reader.max_tokens,
+        reader.seq_len_of_all,
+        reader.special_report(),
+    )
+    return PreparedPrompts(dataset, validation, report)
+
+
+def _names(opened: Sequence[Source], sources: Sequence[SourceConfig]) -> list[str]:
+    """Each source with the format that reads it, where the config names one."""
+    chosen = ["" if node.format == "auto" else f" ({format_name(named(node.format))})" for node in sources]
+    notes = [f" ({source.note})" if source.note else "" for source in opened]
+    return [f"{source.name}{fmt}{note}" for source, fmt, note in zip(opened, chosen, notes, strict=True)]
+
+
+def _hold_out(train: list[list[Prompt]], wanted: float, seed: int) -> tuple[list[list[Prompt]], list[list[Prompt]]]:
+    """Take validation prompts out of all sources together, by a seeded shuffle."""
+    everything = [prompt for prompts in train for prompt in prompts]
+    number = max(1, round(wanted * len(everything))) if wanted < 1 else int(wanted)
+    if number >= len(everything):
+        raise DataError(
+            f"validation_rows={wanted:g} leaves nothing to train on: there are {len(everything):,} prompts",
+            fix="data.validation_rows=0.1",
+        )
+    chosen = {everything[i].number for i in shuffled(len(everything), seed, 0x5EED)[:number].tolist()}
+    kept = [[prompt for prompt in prompts if prompt.number not in chosen] for prompts in train]
+    return kept, [[prompt for prompt in everything if prompt.number in chosen]]
+
+
+class _Reader:
+    """Rows to prompts, and an account of those that cannot be used."""
+
+    def __init__(
+        self, config: DataConfig, tokenizer: Any, max_tokens: int, tools_of: ToolsOf, samples_per_row: int = 1
+    ):
+        self._tools_of, self._samples_per_row = tools_of, samples_per_row
+        self.config, self.tokenizer, self.max_tokens = config, tokenizer, max_tokens
+        self.template = resolve_chat_template(config.chat_template, tokenizer)
+        self.keys = KnownKeys.of(self.template, config.ignore_columns)
+        self.ignored = IgnoredNames(config.ignore_columns)
+        choice = config.special_tokens_in_text
+        if choice == "auto":
+            choice = "keep" if self.template is None else "as_text"
+        self.special = SpecialText(tokenizer, choice)
+        self.chats, self._adds_eos = None, around(tokenizer)[1] == [tokenizer.eos_token_id]
+        if self.template is not None:
+            self.chats = SpecialChats(ChatEncoder(tokenizer, self.template, "all"), self.special)
+        self.num_dropped = self.longest_dropped = self.num_rows = self._number = 0
+        self._special_counts: list[int] = []
+        self._rejected: list[Rejected] = []
+
+    def read(self, source: Source, node: SourceConfig) -> list[Prompt]:
+        """Every usable prompt of a source."""
+        sample = first_rows(source, SAMPLE_ROWS)
+        check_mapped(sample, node.columns, source.name)
+        fmt = prompt_format(node.format)
+        refused = (*MEDIA, "functions")  # what else is there may be for rewards
+        reader = RowReader(fmt, node.columns, chat=True, keys=self.keys, refused=refused)
+        self._refuse_rendered([attempt(_asked, reader, row) for row in sample], source.name)
+        prompts: list[Prompt] = []
+        rows = self.ignored.watch(source.rows())
+        while batch := list(itertools.islice(rows, BATCH_ROWS)):
+            prompts += self._kept(batch, source, reader)
+        return prompts
+
+    def _refuse_rendered(self, sample: Sequence[Conversation | RowError], where: str) -> None:
+        """Raise DataError where most prompts hold BOS or a template that would be added again."""
+        chats = [chat for chat in sample if not isinstance(chat, RowError)]
+        templated = self.chats is not None
+        render = self.chats.encoder.render_messages if self.chats is not None else None
+        refuse_rendered(
+            chats,
+            self.config,
+            Added.of(self.tokenizer, render),
+            where=where,
+            templated=templated,
+            plain_works=lambda: all(not isinstance(attempt(_only_text, chat), RowError) for chat in chats),
+        )
+
+    def _kept(self, batch: Sequence[SourceRow], source: Source, reader: RowReader) -> Iterator[Prompt]:
+        """The prompts of these rows that can be used; the others are counted."""
+        self.num_rows += len(batch)
+        read = [attempt(self._asked, reader, origin.row) for origin in batch]
+        good = [chat for chat in read if not isinstance(chat, RowError)]
+        tokens = iter(self._tokens(good))
+        for origin, chat in zip(batch, read, strict=True):
+            ids = chat if isinstance(chat, RowError) else next(tokens)
+            name = source.files[origin.file]
+            if isinstance(ids, RowError):
+                row = ids.raw if ids.raw is not None else origin.row
+                self._rejected.append(Rejected(name, origin.line, ids.code, ids.message, row, ids.fix))
+                continue
+            number, self._number = self._number, self._number + 1
+            prompt = Prompt(
+                number, [int(i) for i in ids], chat.messages, origin.row, f"{name}:{origin.line}", chat.tools
+            )
+            if len(prompt.tokens) <= self.max_tokens:
+                yield prompt
+            elif self.config.long_documents != "fail":
+                self.num_dropped += 1
+                self.longest_dropped = max(self.longest_dropped, len(prompt.tokens))
+            else:
+                raise DataError(
+                    f"{prompt.origin}: the prompt has {len(prompt.tokens)} tokens, and rows have room for "
+                    f"{self.max_tokens} before the response",
+                    keys=("data.seq_len", "rollout.max_new_tokens"),
+                    fix="data.long_documents=drop, or a larger data.seq_len",
+                )
+
+    def _asked(self, reader: RowReader, row: Any) -> Conversation:
+        chat = _asked(reader, row)
+        tools = list(self._tools_of(row))
+        if not tools:
+            return chat
+        if chat.tools:
+            raise RowError(
+                "two_tools",
+                "the row has tools of its own, and those of its environment besides",
+                fix="data.columns.tools=''",
+            )
+        if "tools" not in (self.template or ""):
+            raise RowError(
+                "template_without_tools",
+                "the chat template shows no tools, so the model would not know those of its environment",
+                fix="rollout.environment.show_tools=false, and a system column that tells of them",
+            )
+        return replace(chat, tools=tools)
+
+    @property
+    def seq_len_of_all(self) -> int:
+        """Rows of which no prompt so far would have been dropped."""
+        kept_free = self.config.seq_len // self._samples_per_row - self.max_tokens  # for the response
+        return round_length(self._samples_per_row * (self.longest_dropped + kept_free))
+
+    def special_report(self) -> SpecialReport:
+        """Special tokens in the text of prompts so far."""
+        return SpecialReport(self.special.choice, sum(self._special_counts), sum(map(bool, self._special_counts)))
+
+    def finish(self) -> None:
+        """The policy for refused rows, over all sources together."""
+        refuse_damaged(self._rejected, self.num_rows)
+        allowed = 0.0 if self.config.on_bad_row == "fail" else self.config.max_bad * self.num_rows
+        if len(self._rejected) > allowed:
+            raise rows_error(self._rejected, self.num_rows, fix="correct the rows, or data.on_bad_row=drop")
+
+    def _tokens(self, chats: Sequence[Conversation]) -> list[np.ndarray | RowError]:
+        """Token ids of each conversation, up to where the model begins to speak."""
+        if self.chats is not None:
+            encoded = self.chats.prompt_ids(chats)
+        else:
+            encoded = self._encode_texts([attempt(_only_text, chat) for chat in chats])
+        self._special_counts += [count for ids, count in encoded if not isinstance(ids, RowError)]
+        return [ids for ids, _ in encoded]
+
+    def _encode_texts(self, texts: Sequence[str | RowError]) -> list[tuple[np.ndarray | RowError, int]]:
+        plain = [text for text in texts if not isinstance(text, RowError)]
+        add_bos = self.config.add_bos
+        encoded = iter(encode_texts(self.tokenizer, plain, add_special_tokens=add_bos))
+        out: list[tuple[np.ndarray | RowError, int]] = []
+        for text in texts:
+            if isinstance(text, RowError):
+                out.append((text, 0))
+                continue
+            ids, count = next(encoded), self.special.count(text)
+            if count and self.special.choice != "keep":
+                ids = attempt(self.special.encode_text, text, add_bos)
+            if add_bos and self._adds_eos and not isinstance(ids, RowError):
+                ids = ids[:-1]  # the response follows
+            out.append((ids, count))
+        return out
+
+
+def _asked(reader: RowReader, row: Any) -> Conversation:
+    """What the model is shown of a row: its messages without the answer at their end."""
+    if isinstance(row, RowError):
+        raise row
+    chat = reader.read(row)
+    if not isinstance(chat, Conversation):
+        words = f"format {reader.name} made {type(chat).__name__}, and a prompt to sample from is a Conversation"
+        raise RowError("format_error", words)
+    messages = list(chat.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise RowError("no_prompt", "no message comes before the answer")
+    return Conversation(messages, [False] * len(messages), chat.tools)
+
+
+def _only_text(chat: Conversation) -> str:
+    if len(chat.messages) != 1:
+        raise RowError("no_template", "several messages need a chat template")
+    return str(chat.messages[0]["content"])

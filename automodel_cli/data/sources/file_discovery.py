@@ -1,0 +1,166 @@
+"""Which files a path of the config names: a file, a folder, a glob, a dataset saved to disk, or none (a hub id)."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.config.fix_syntax import override, word
+
+TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
+TEXTS = (".txt", ".txt.gz")
+SUFFIXES = TABLES + TEXTS
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""What file names of a folder call its splits, standing alone or between - . _ blanks and digits, as on the hub."""
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""What the `datasets` library writes beside the rows."""
+
+
+def local_files(path: str, split: str = "train", *, whole: bool = False) -> list[Path] | None:
+    """The files that `path` names (one, a folder's, or a glob's, sorted), or None when it can only be a hub id.
+
+    `split` chooses one of a saved DatasetDict, or of a folder whose file names say the split (`train-0.jsonl`,
+    `test.csv`); nothing else here has splits. `whole`: the path must stand for one split. Raises DataError when the
+    path looks local and nothing usable is there.
+    """
+    here = Path(path).expanduser()
+    if (here / "dataset_dict.json").is_file():
+        return _saved(_split_folder(here, split))
+    found = _files(path, here)
+    if found is not None and here.is_dir() and len(names := _splits(found)) > 1:
+        found = _of_split(path, names, split, whole)
+    elif found is not None and split != "train":
+        raise DataError(
+            f"split={split} names a part of a hub dataset or of a saved DatasetDict, and {path} has no parts",
+            fix="data.validation_path=<a file>, or data.path=<the file of that part>",
+        )
+    for file in found or ():
+        if not os.access(file, os.R_OK):
+            raise DataError(f"{file} may not be read by this user", fix=f"chmod u+r {word(file)}")
+    return found
+
+
+def _files(path: str, here: Path) -> list[Path] | None:
+    if here.is_file():
+        return [_supported(here)]
+    if (here / "state.json").is_file():
+        return _saved(here)
+    if here.is_dir():
+        return _in_folder(here)
+    if glob.has_magic(path):
+        found = sorted(Path(f) for f in glob.glob(str(here), recursive=True) if Path(f).is_file())
+        if not found:
+            raise DataError(f"no file matches {path}")
+        return [_supported(f) for f in found]
+    if HUB_ID.match(path) and not path.endswith(SUFFIXES) and not path.startswith("."):
+        return None
+    names = [f.name for f in here.parent.iterdir()] if here.parent.is_dir() else []
+    near = difflib.get_close_matches(here.name, names, 1, 0.6)
+    where = f"its folder {here.parent} does not exist" if not here.parent.is_dir() else f"seen from {Path.cwd()}"
+    raise DataError(
+        f"no such file: {path} ({where})", fix=override("data.path", str(here.parent / near[0])) if near else None
+    )
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """All tables of a folder; its texts only where there are no tables, which often have a README beside them."""
+    files = [f for f in folder.iterdir() if f.is_file() and f.name not in METADATA]
+    for suffixes in (TABLES, TEXTS):
+        if found := sorted(f for f in files if f.name.endswith(suffixes)):
+            return found
+    raise DataError(f"no data file in folder {folder}: looked for {', '.join(SUFFIXES)}")
+
+
+def _splits(files: Sequence[Path]) -> dict[str | None, list[Path]]:
+    """The files of a folder by the split that their names say; None: that say none, or several."""
+    found: dict[str | None, list[Path]] = {}
+    for file in files:
+        words = set(re.split(r"[-._\s\d]+", file.name.lower()))
+        said = [split for split, keywords in SPLITS.items() if words & set(keywords)]
+        found.setdefault(said[0] if len(said) == 1 else None, []).append(file)
+    return found
+
+
+def _of_split(path: str, names: Mapping[str | None, list[Path]], split: str, whole: bool) -> list[Path]:
+    """The files of one of several splits. Raises DataError where it is not plain which files these are."""
+    known = [name for name in names if name is not None]
+    listed = ", ".join(f"{files[0].name} ({name or 'no split'})" for name, files in names.items())
+    if None in names:
+        raise DataError(
+            f"some files of {path} say a split in their names and others do not: {listed}",
+            fix=f"data.path='{_glob(path, names.get(split) or names[known[0]])}'",
+        )
+    if whole:
+        raise DataError(
+            f"data.validation_path={path} holds several splits: {listed}",
+            fix=f"data.validation_path='{_glob(path, names[known[-1]])}'",
+        )
+    if split not in names:
+        raise DataError(f"{path} has no files of the split {split!r}: {listed}", fix=f"data.split={known[0]}")
+    return names[split]
+
+
+def _glob(folder: str, files: Sequence[Path]) -> str:
+    """A path that names these files."""
+    begin = os.path.commonprefix([file.name for file in files])  # noqa: RUF071 (names, not paths)
+    return f"{folder.rstrip('/')}/{begin}" + ("*" if len(files) > 1 else "")
+
+
+def left_out(path: str, files: Sequence[Path]) -> list[str]:
+    """Names of the files of a folder that belong to other splits than these."""
+    here = Path(path).expanduser()
+    if not here.is_dir() or (here / "dataset_dict.json").is_file() or (here / "state.json").is_file():
+        return []
+    return [file.name for file in _in_folder(here) if file not in files]
+
+
+def _split_folder(folder: Path, split: str) -> Path:
+    """The part of a saved DatasetDict."""
+    splits = _metadata(folder / "dataset_dict.json").get("splits", [])
+    if split in splits:
+        return folder / split
+    raise DataError(
+        f"{folder} has no split {split!r}; it has {', '.join(splits) or 'none'}",
+        fix=f"data.split={splits[0]}" if splits else None,
+    )
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The Arrow files of `Dataset.save_to_disk`, in the order of the rows."""
+    listed = _metadata(folder / "state.json").get("_data_files")
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "filename" in entry for entry in listed):
+        raise DataError(f"{folder / 'state.json'} does not list the files of a saved dataset")
+    files = [folder / str(entry["filename"]) for entry in listed]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{folder} is not a whole dataset: {file.name} is missing, which its state.json lists")
+    return files
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} of a saved dataset cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _supported(path: Path) -> Path:
+    if path.name.endswith(SUFFIXES):
+        return path
+    raise DataError(
+        f"{path} has an unknown form {''.join(path.suffixes) or '(no suffix)'}: supported are {', '.join(SUFFIXES)}",
+        fix=f"convert it, or name it {path.with_suffix('.jsonl')} if it holds one JSON object per line",
+    )

@@ -1,0 +1,122 @@
+"""Where rows come from: local files, a hub dataset, or a task node; each with what its content depends on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.data.config import SourceConfig, TaskNode
+from automodel_cli.data.row_errors import RowError, SourceRow
+from automodel_cli.data.sources.file_discovery import left_out, local_files
+from automodel_cli.data.sources.file_readers import load_hub, read_file, read_hub
+from automodel_cli.data.storage.cache import file_hash
+
+
+class Source(Protocol):
+    """A dataset to read: its name for messages, the files that `SourceRow.file` counts, and its rows."""
+
+    name: str
+    files: list[str]
+    num_bytes: int
+    note: str
+    """What else the report says of it; "" for nothing."""
+
+    def ingredients(self) -> dict[str, Any]:
+        """What identifies the content, for the cache key."""
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Every row in order; `SourceRow.row` is a RowError where it could not be parsed."""
+
+
+def open_source(config: SourceConfig, root: Path, *, whole: bool = False) -> Source:
+    """The local files or the hub dataset that `config.path` names. `whole`: see `local_files`. Raises DataError when
+    there is neither.
+    """
+    paths = local_files(config.path, config.split, whole=whole)
+    if paths is None:
+        return HubSource(config)
+    stray = next((key for key in ("name", "revision") if getattr(config, key) is not None), None)
+    if stray is not None:
+        raise DataError(f"{stray} belongs to hub datasets, and {config.path} lies here", fix=f"remove data.{stray}")
+    return FileSource(config, paths, root)
+
+
+def first_rows(source: Source, number: int = 16) -> list[dict[str, Any]]:
+    """The first readable rows, to tell the format by."""
+    readable = (origin.row for origin in source.rows() if not isinstance(origin.row, RowError))
+    return list(itertools.islice(readable, number))
+
+
+class FileSource:
+    """One or more local files."""
+
+    def __init__(self, config: SourceConfig, paths: list[Path], root: Path):
+        self.paths, self.root = paths, root
+        self.txt_rows = config.txt_rows
+        self.name = paths[0].name if len(paths) == 1 and paths[0].name == Path(config.path).name else config.path
+        self.files = [path.name for path in paths]
+        self.num_bytes = sum(path.stat().st_size for path in paths)
+        others = left_out(config.path, paths)
+        self.note = f"split {config.split}: {', '.join(self.files)}; left out: {', '.join(others)}" if others else ""
+
+    def ingredients(self) -> dict[str, Any]:
+        """Names too: they stand in messages about rows."""
+        hashes = [[path.name, file_hash(path, self.root)] for path in self.paths]
+        return {"files": hashes, "txt_rows": self.txt_rows}
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Rows of all files, numbered per file."""
+        for number, path in enumerate(self.paths):
+            for line, row in read_file(path, self.txt_rows):
+                yield SourceRow(number, line, row)
+
+
+class HubSource:
+    """A dataset of the hub. Its cached files carry the revision's hash in their names, which identifies the content."""
+
+    def __init__(self, config: SourceConfig):
+        self.config = config
+        self.dataset = load_hub(config)
+        self.name = f"{config.path}/{config.split}"
+        self.files = [self.name]
+        self.num_bytes = int(self.dataset.data.nbytes)
+        self.note = ""
+
+    def ingredients(self) -> dict[str, Any]:
+        """Cached files rather than the hub's answer, so that a node without network gives the same key.
+
+        The last folders of their paths are the builder's configuration and the hash of its code and data files.
+        """
+        cached = [Path(entry["filename"]).parts[-4:] for entry in self.dataset.cache_files]
+        config = self.config
+        return {"hub": [config.path, config.name, config.revision, config.split, len(self.dataset), cached]}
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Rows numbered from 1."""
+        return (SourceRow(0, line, row) for line, row in read_hub(self.dataset))
+
+
+@dataclass
+class TaskSource:
+    """One split of a task node."""
+
+    task: TaskNode
+    split: Literal["train", "validation"]
+
+    def __post_init__(self) -> None:
+        self.name = f"{type(self.task).__name__}/{self.split}"
+        self.files = [self.name]
+        self.num_bytes = 0
+        self.note = ""
+
+    def ingredients(self) -> dict[str, Any]:
+        """The node's own key."""
+        return {"task": self.task.cache_key(), "split": self.split}
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Rows numbered from 1."""
+        return (SourceRow(0, line, row) for line, row in enumerate(self.task.rows(self.split), 1))

@@ -1,0 +1,229 @@
+"""A content-addressed cache of folders: one process builds an entry, the others wait for it, a killed builder leaves
+nothing.
+
+An entry's name is the hash of everything its content depends on, the code of this package included. It is built under a
+temporary name next to its place and renamed when whole, so an entry that exists was complete. What happens to it later
+(a bad disk, a copy cut short) is noticed by sizes and hashes in its `files.json`, and it is built again. A file lock
+admits one builder; it needs no process group, so ranks may come before `init_process_group` and no collective waits
+for tokenisation.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.config.safe_files import open_own
+from automodel_cli.data.storage.checksums import content_hash
+
+REMEMBERED_HASH_BYTES = 64 << 20
+HASHED_BYTES = 64 << 20
+"""Files of an entry up to this size are compared by content, 10 ms at most; of larger ones (tokens) only the size."""
+MANIFEST = "files.json"
+WAIT_SECONDS = 5.0
+_DATA = Path(__file__).resolve().parents[1]
+CODE_FILES = (
+    "chat/encoder.py",
+    "chat/end_of_turn.py",
+    "chat/multi_turn.py",
+    "chat/prefix_tokenizer.py",
+    "formats/base.py",
+    "formats/builtin.py",
+    "formats/column_mapping.py",
+    "formats/examples.py",
+    "formats/format_reader.py",
+    "formats/messages.py",
+    "formats/preference.py",
+    "formats/row_accessor.py",
+    "json_reader.py",
+    "packing.py",
+    "preparation/pipeline.py",
+    "preparation/tokenize.py",
+    "row_errors.py",
+    "sources/file_readers.py",
+    "sources/text_reader.py",
+    "storage/cache.py",
+    "storage/checksums.py",
+    "storage/memmap_store.py",
+    "tokenized.py",
+)
+
+
+def cache_root(configured: str | None) -> Path:
+    """The configured folder, `$AUTOMODEL_CACHE`, or `automodel` in the user's cache folder."""
+    chosen = configured or os.environ.get("AUTOMODEL_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automodel"
+
+
+def entry_key(ingredients: dict[str, Any]) -> str:
+    """Hash of named ingredients (JSON values) and of the code that turns them into an entry."""
+    text = json.dumps({"code": code_version(), **ingredients}, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def code_version() -> str:
+    """Hash of the source files that decide what is in an entry."""
+    digest = hashlib.sha256()
+    for name in CODE_FILES:
+        digest.update(name.encode() + (_DATA / name).read_bytes())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash of what the tokenizer does: vocabulary, rules and special tokens; not of its chat template, nor of where it
+    lies.
+    """
+    parts = [type(tokenizer).__name__, json.dumps(_plain(tokenizer.special_tokens_map), sort_keys=True)]
+    if tokenizer.is_fast:
+        # in front of "added_tokens" stand truncation and padding, set by any earlier call and of no effect on ours
+        head, key, rules = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')
+        parts.append(rules if key else head)
+    else:
+        settings = {key: str(value) for key, value in tokenizer.init_kwargs.items() if key != "name_or_path"}
+        parts.append(json.dumps([sorted(tokenizer.get_vocab().items()), settings], sort_keys=True))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [str(item) for item in value] if isinstance(value, list | tuple) else str(value)
+
+
+def file_hash(path: Path, root: Path) -> str:
+    """Hash of a file's bytes. Of large files it is remembered under the file's identity, size and time of change."""
+    stat = path.stat()
+    if stat.st_size < REMEMBERED_HASH_BYTES:
+        return content_hash(path)
+    identity = f"{path.resolve()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    note = root / "hashes" / f"{hashlib.sha256(identity.encode()).hexdigest()}.xxh3"
+    if note.is_file():
+        return note.read_text()
+    digest = content_hash(path)
+    with suppress(OSError):  # a full or read-only cache costs the next start a reading of the file
+        note.parent.mkdir(parents=True, exist_ok=True)
+        temporary = note.with_suffix(f".{os.getpid()}")
+        temporary.write_text(digest)
+        temporary.replace(note)
+    return digest
+
+
+def get_or_build(root: Path, key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
+    """The folder of entry `key`, and whether this call built it. `build` fills an empty folder; what it raises is
+    passed on. An entry that is damaged is built again, with a line on standard error.
+
+    Safe to call from any number of processes at once. Raises DataError when the disk is full or the folder not
+    writable.
+    """
+    final = root / key
+    if final.is_dir() and _damage(final) is None:
+        return final, False
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{key}.lock"):
+            for left_over in root.glob(f"{key}.tmp-*"):  # of one that was killed: it held this lock, so it is gone
+                shutil.rmtree(left_over)
+            if final.is_dir():
+                if (damage := _damage(final)) is None:
+                    return final, False
+                print(f"the data cache is damaged and is built again: {final}: {damage}", file=sys.stderr, flush=True)
+                doomed = root / f"{key}.tmp-damaged"
+                final.rename(doomed)
+                shutil.rmtree(doomed)
+            temporary = root / f"{key}.tmp-{os.getpid()}"
+            temporary.mkdir()
+            try:
+                build(temporary)
+                _write_manifest(temporary)
+                _to_disk(temporary)
+                temporary.rename(final)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+    except OSError as error:
+        ours = error.filename is None or str(error.filename).startswith(str(root))  # not a source that cannot be read
+        if not ours or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            raise
+        raise cache_unwritable(root, error) from error
+    return final, True
+
+
+def cache_unwritable(root: Path, error: OSError) -> DataError:
+    """The user's error where the disk is full or may not be written."""
+    reason = f"cannot write the data cache {root}: {os.strerror(error.errno or 0)}"
+    return DataError(reason, fix="data.cache_dir=<a folder with space>")
+
+
+def _write_manifest(folder: Path) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    files = {
+        name: [size, content_hash(folder / name) if size <= HASHED_BYTES else None] for name, size in sizes.items()
+    }
+    (folder / MANIFEST).write_text(json.dumps(files))
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with an entry, if anything."""
+    try:
+        files = dict(json.loads((folder / MANIFEST).read_bytes()))
+        for name, (size, digest) in files.items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found:,} bytes, not {size:,}"
+            if digest is not None and content_hash(folder / name) != digest:
+                return f"{name} holds other bytes than were written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait for, hold and give back an exclusive lock; the kernel gives back the lock of a process that dies."""
+    with open_own(path, "a+") as file:
+        if not _soon(file):
+            file.seek(0)
+            print(f"waiting for {file.read() or 'another process'}, which prepares the same data", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def _soon(file: IO[str]) -> bool:
+    """Whether the lock is had within a few seconds, as by the ranks of one run."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+
+
+def _to_disk(folder: Path) -> None:
+    """Before the rename: after a power cut an entry must not exist with files that do not."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

@@ -1,0 +1,353 @@
+"""What a cache entry holds: tokenised documents, or packed rows; flat memory-mapped arrays with offsets, no padding."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_cli.data.packing import Packed, Pieces, in_halves
+from automodel_cli.data.row_errors import Rejected, RowError, SourceRow, read_rejected, write_rejected
+from automodel_cli.data.storage.checksums import Checksum
+from automodel_cli.data.tokenized import Encoded, Unrolled, documents_of
+
+WRITE_TOKENS = 1 << 20
+"""Tokens gathered before each write: about what a core's cache holds."""
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The usable documents of one dataset, in its order.
+
+    `ids`: all tokens; `label_mask`: 1 where the *next* token of the document is trained; document d begins with the
+    first `shared[d]` tokens of document d - 1, untrained, and goes on with the tokens `offsets[d]:offsets[d + 1]`. It
+    comes from `lines[d]` of `meta["files"][files[d]]`; documents with the same `rows[d]` are turns of one conversation.
+    `rejected`: the other rows.
+    """
+
+    folder: Path
+    meta: dict[str, Any]
+    ids: np.ndarray
+    label_mask: np.ndarray
+    offsets: np.ndarray
+    files: np.ndarray
+    lines: np.ndarray
+    rows: np.ndarray
+    shared: np.ndarray
+    splits: np.ndarray = field(default_factory=_none)
+    judgements: np.ndarray = field(default_factory=_none)
+    margins: np.ndarray = field(default_factory=_none)
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenStore:
+        """Memory-map a complete entry."""
+        meta = json.loads((folder / "meta.json").read_text())
+        names = ("offsets", "files", "lines", "rows", "shared", "splits", "judgements", "margins")
+        arrays = [_load(folder, name) for name in names]
+        return cls(folder, meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
+
+    @property
+    def kind(self) -> str:
+        """`documents`, `pairs` or `judged`."""
+        return str(self.meta.get("kind", "documents"))
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_used_rows(self) -> int:
+        """Rows of the data that have a document."""
+        return int(self.meta["num_rows"]) - int(self.meta["num_rejected"])
+
+    def row_numbers(self) -> np.ndarray:
+        """Per document the number of its row among those that have one, int64."""
+        return np.cumsum(np.diff(self.rows, prepend=self.rows[:1]) != 0)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64."""
+        return np.diff(self.offsets) + self.shared
+
+    def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and label mask of one document."""
+        shared, own = int(self.shared[number]), slice(*self.offsets[number : number + 2].tolist())
+        if not shared:
+            return self.ids[own], self.label_mask[own]
+        ids = np.concatenate([*self._beginning(number - 1, shared), self.ids[own]])
+        return ids, np.concatenate([np.zeros(shared, np.uint8), self.label_mask[own]])
+
+    def _beginning(self, number: int, length: int) -> list[np.ndarray]:
+        """The first tokens of a document, in pieces."""
+        pieces = []
+        while length:
+            shared, start = int(self.shared[number]), int(self.offsets[number])
+            if length > shared:
+                pieces.append(self.ids[start : start + length - shared])
+            number, length = number - 1, min(shared, length)
+        return pieces[::-1]
+
+    def is_trained(self, number: int, start: int, stop: int) -> bool:
+        """Whether a stretch of a document has a label; the last token's stands outside of it."""
+        first = int(self.offsets[number] - self.shared[number])
+        return bool(self.label_mask[max(first + start, self.offsets[number]) : first + stop - 1].any())
+
+    def rejected(self) -> list[Rejected]:
+        """The rows that could not be used; read only when somebody asks."""
+        return read_rejected(self.folder / "rejected.jsonl") if self.meta["num_rejected"] else []
+
+
+@dataclass(frozen=True)
+class PackedStore:
+    """Rows of one dataset, ready to be batched.
+
+    Row r holds the pieces `row_offsets[r]:row_offsets[r + 1]`; piece p the tokens `offsets[p]:offsets[p + 1]`, from
+    `lines[p]` of `meta["files"][files[p]]`. `num_label_tokens[r]` counts the row's trained tokens. Label masks never
+    reach over a piece's end. Where `kind` is `pairs` or `judged` the pieces 2i and 2i + 1 belong together, and
+    `roles[p]` is 1 for a chosen or good response, 0 for a rejected or bad one, -1 for one that is only scored;
+    `margins[p]` that of the piece's pair (empty: no pair of the dataset has one).
+    """
+
+    meta: dict[str, Any]
+    ids: np.ndarray
+    label_mask: np.ndarray
+    offsets: np.ndarray
+    row_offsets: np.ndarray
+    files: np.ndarray
+    lines: np.ndarray
+    num_label_tokens: np.ndarray
+    roles: np.ndarray = field(default_factory=_none)
+    margins: np.ndarray = field(default_factory=_none)
+
+    @classmethod
+    def open(cls, folder: Path) -> PackedStore:
+        """Memory-map a complete entry."""
+        meta = json.loads((folder / "meta.json").read_text())
+        names = ("offsets", "row_offsets", "files", "lines", "num_label_tokens", "roles", "margins")
+        arrays = [_load(folder, name) for name in names]
+        return cls(meta, _map(folder, "ids", meta["dtype"]), _map(folder, "label_mask", "uint8"), *arrays)
+
+    @property
+    def kind(self) -> str:
+        """`documents`, `pairs` or `judged`."""
+        return str(self.meta.get("kind", "documents"))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in all."""
+        return len(self.row_offsets) - 1
+
+    @property
+    def content(self) -> str:
+        """Hash of tokens, label masks, boundaries, roles and margins: what training sees of the data, wherever it came
+        from."""
+        return str(self.meta["content"])
+
+
+@dataclass
+class _UnrolledCount:
+    """Rows that became several documents; `repeated`: tokens that one document of the last turn would not have."""
+
+    rows: int = 0
+    documents: int = 0
+    repeated: int = 0
+
+    def add(self, item: Unrolled) -> None:
+        lengths = [len(document.ids) for document in item.documents]
+        self.rows += 1
+        self.documents += len(lengths)
+        self.repeated += sum(lengths) - lengths[-1]
+
+
+def write_tokens(
+    folder: Path,
+    batches: Iterable[list[Encoded | Unrolled | RowError]],
+    origins: Iterable[SourceRow],
+    *,
+    meta: dict[str, Any],
+    special_ids: Collection[int],
+) -> None:
+    """Write a token entry from encoded rows and, in the same order, where each comes from. `meta` names `files`,
+    `dtype` and `kind`.
+    """
+    # arrays, not lists: at 8 bytes a document their memory stays small beside what a batch needs
+    lengths, files, lines, rows, shared, splits, judgements = (array("q") for _ in range(7))
+    margins = array("f")
+    rejected: list[Rejected] = []
+    turn_ends: Counter[int] = Counter()
+    num_rows = ends_trained = special_tokens = special_rows = label_tokens = 0
+    unrolled = _UnrolledCount()
+    place = iter(origins)
+    with (folder / "ids.bin").open("wb") as ids_file, (folder / "label_mask.bin").open("wb") as mask_file:
+        for batch in batches:
+            good: list[Encoded] = []
+            begun: list[int] = []
+            for item in batch:
+                num_rows += 1
+                origin = next(place)
+                if isinstance(item, RowError):
+                    rejected.append(_reject(item, origin, meta["files"][origin.file]))
+                    continue
+                documents = documents_of(item)
+                good += documents
+                begun += [0, *(_shared(a, b) for a, b in itertools.pairwise(documents))]
+                files.extend([origin.file] * len(documents))
+                lines.extend([origin.line] * len(documents))
+                rows.extend([num_rows] * len(documents))
+                if isinstance(item, Unrolled):
+                    unrolled.add(item)
+            if not good:
+                continue
+            own = list(zip(good, begun, strict=True))
+            ids_file.write(np.concatenate([item.ids[n:] for item, n in own]).astype(meta["dtype"]).tobytes())
+            mask = np.concatenate([_next_trained(item.trained[n:]) for item, n in own])
+            mask_file.write(mask.tobytes())
+            label_tokens += int(mask.sum(dtype=np.int64))
+            shared.extend(begun)
+            special_tokens += sum(item.num_special for item in good)
+            special_rows += sum(item.num_special > 0 for item in good)
+            lengths.extend(len(item.ids) - n for item, n in own)
+            splits.extend(item.split for item in good)
+            judgements.extend(item.judgement for item in good)
+            margins.extend(item.margin for item in good)
+            ends_trained += sum(int(_last_trained(item)) in special_ids for item in good)
+            turn_ends.update(token for item in good for token in _turn_ends(item))
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    np.save(folder / "offsets.npy", offsets)
+    np.save(folder / "files.npy", np.asarray(files, np.int32))
+    np.save(folder / "lines.npy", np.asarray(lines, np.int64))
+    np.save(folder / "rows.npy", np.asarray(rows, np.int64))
+    np.save(folder / "shared.npy", np.asarray(shared, np.int64))
+    np.save(folder / "splits.npy", np.asarray(splits, np.int64))
+    np.save(folder / "judgements.npy", np.asarray(judgements, np.int8))
+    np.save(folder / "margins.npy", np.asarray(margins, np.float32))
+    write_rejected(folder / "rejected.jsonl", rejected)
+    counts = {
+        "num_rows": num_rows,
+        "num_rejected": len(rejected),
+        "ends_trained": ends_trained,
+        "num_turns": turn_ends.total(),
+        "turn_ends": [pair for pair in turn_ends.most_common() if pair[0] in special_ids],
+        "special_tokens": special_tokens,
+        "special_rows": special_rows,
+        "unrolled": vars(unrolled),
+    }
+    (folder / "meta.json").write_text(json.dumps({**meta, **counts, "num_label_tokens": label_tokens}))
+
+
+def _reject(error: RowError, origin: SourceRow, source: str) -> Rejected:
+    row = origin.row if error.raw is None else error.raw.rstrip("\n")
+    return Rejected(source, origin.line, error.code, error.message, row, error.fix)
+
+
+def _shared(before: Encoded, item: Encoded) -> int:
+    """How many tokens a document begins with that the one before it has too, and of which none has a label here."""
+    most = min(len(before.ids), int(np.argmax(item.trained)) - 1)
+    differ = np.flatnonzero(before.ids[:most] != item.ids[:most]) if most > 0 else _none()
+    return int(differ[0]) if len(differ) else max(0, most)
+
+
+def _next_trained(trained: np.ndarray) -> np.ndarray:
+    """Per token whether its label (the next token) is trained; the last token has no label."""
+    out = np.zeros(len(trained), np.uint8)
+    out[:-1] = trained[1:]
+    return out
+
+
+def _last_trained(item: Encoded) -> int:
+    return item.ids[np.flatnonzero(item.trained)[-1]]
+
+
+def _turn_ends(item: Encoded) -> list[int]:
+    """Return the last token of each trained stretch; no stretch reaches from one response of a pair into the other."""
+    goes_on = np.append(item.trained[1:], 0)
+    ends: list[int] = item.ids[(item.trained != 0) & (goes_on == 0)].tolist()
+    return ends
+
+
+def write_packed(folder: Path, source: TokenStore, packed: Packed, *, meta: dict[str, Any]) -> None:
+    """Write the rows' tokens and masks in their order, with document boundaries and the line each piece comes from."""
+    kind = source.kind
+    if kind != "documents":
+        packed = in_halves(packed, source.splits[packed.pieces.document])
+    pieces = packed.pieces
+    offsets = np.concatenate([[0], np.cumsum(pieces.length)]).astype(np.int64)
+    first = source.offsets[pieces.document] - source.shared[pieces.document] + pieces.start
+    starts, stops = first.tolist(), (first + pieces.length).tolist()
+    apart = (source.shared[pieces.document] > pieces.start).tolist()
+    cuts = np.searchsorted(offsets, np.arange(0, offsets[-1] + WRITE_TOKENS, WRITE_TOKENS)).clip(max=len(starts))
+    # plain arrays: slicing a memmap costs ten times as much
+    all_ids, all_mask = np.asarray(source.ids), np.asarray(source.label_mask)
+    labels = np.zeros(len(starts), np.int64)
+    content = Checksum()
+    with (folder / "ids.bin").open("wb") as ids_file, (folder / "label_mask.bin").open("wb") as mask_file:
+        for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+            if a == b:
+                continue
+            spans = zip(range(a, b), starts[a:b], stops[a:b], apart[a:b], strict=True)
+            parts = [_gathered(source, pieces, n) if far else (all_ids[i:j], all_mask[i:j]) for n, i, j, far in spans]
+            ids = np.concatenate([part[0] for part in parts])
+            ids_file.write(ids.data)
+            mask = np.concatenate([part[1] for part in parts])
+            mask[offsets[a + 1 : b + 1] - offsets[a] - 1] = 0  # a cut document's next token stands in another row
+            mask_file.write(mask.data)
+            content.update(ids.view(np.uint8).data)
+            content.update(mask.data)
+            labels[a:b] = np.add.reduceat(mask, offsets[a:b] - offsets[a], dtype=np.int64)
+    per_row = np.add.reduceat(labels, packed.row_offsets[:-1]) if packed.num_rows else labels
+    roles = _none() if kind == "documents" else _roles(kind, source.judgements[pieces.document])
+    margins = source.margins[pieces.document] if source.margins.any() else np.zeros(0, np.float32)
+    for values in (offsets, packed.row_offsets, roles, margins):
+        content.update(np.ascontiguousarray(values).view(np.uint8).data)
+    for name, values in (
+        ("offsets", offsets),
+        ("row_offsets", packed.row_offsets),
+        ("files", source.files[pieces.document]),
+        ("lines", source.lines[pieces.document]),
+        ("num_label_tokens", per_row),
+        ("roles", roles),
+        ("margins", margins),
+    ):
+        np.save(folder / f"{name}.npy", values)
+    found = {"kind": kind, "dtype": source.meta["dtype"], "files": source.meta["files"], "content": content.hexdigest()}
+    (folder / "meta.json").write_text(json.dumps({**meta, **found}))
+
+
+def _gathered(source: TokenStore, pieces: Pieces, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and label mask of a piece whose first tokens are stored with an earlier document."""
+    ids, mask = source.document(int(pieces.document[number]))
+    place = slice(int(pieces.start[number]), int(pieces.start[number] + pieces.length[number]))
+    return ids[place], mask[place]
+
+
+def _roles(kind: str, judgements: np.ndarray) -> np.ndarray:
+    """See `PackedStore`."""
+    roles = judgements.astype(np.int8)
+    if kind == "pairs":
+        roles[::2], roles[1::2] = 1, 0
+    else:
+        roles[1::2] = -1
+    return roles
+
+
+def _load(folder: Path, name: str) -> np.ndarray:
+    return np.load(folder / f"{name}.npy")
+
+
+def _map(folder: Path, name: str, dtype: str) -> np.ndarray:
+    path = folder / f"{name}.bin"
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")

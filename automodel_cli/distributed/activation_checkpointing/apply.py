@@ -1,0 +1,156 @@
+"""Recompute layers in backward instead of keeping their activations. Parameter names do not change."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.activation_checkpointing.saved_results import Kept, keep, keeps, recomputed
+from automodel_cli.distributed.compile_modes import AUTO
+
+_Context = AbstractContextManager[Any]
+_aten = torch.ops.aten
+
+# What selective checkpointing keeps: results that are expensive to make and small next to what is recomputed from them
+# (norms, activations, rotary, residuals). Batched products stay out: in eager attention they are tokens x tokens.
+# Grouped products are not for this list, as the library adds biases in place and a kept tensor must not change; experts
+# on other ranks keep theirs by themselves (`kept`).
+KEPT_RESULTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten._scaled_mm_v2.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._flash_attention_forward.default,
+    }
+)
+
+
+def apply_activation_checkpointing(
+    layers: Sequence[nn.Module], mode: bool | int | str, compile_backend: Callable[..., Any] | None = None
+) -> None:
+    """Mark layers for recomputation: `False`, `True` or "full", "selective", "minimal", or n for every n-th.
+
+    What came from other ranks in an exchange of tokens is kept, unless "minimal" says to exchange again, by the routes
+    of before; "selective" keeps `KEPT_RESULTS` and the first products of experts too. Acts in train mode only, which is
+    right: evaluation keeps nothing anyway. With `compile_backend` what is recomputed is compiled, in as many graphs as
+    it takes. Raises ConfigError for layers that the library cannot checkpoint, and for "auto", which a run has decided
+    before it comes here.
+    """
+    if mode == AUTO:
+        raise ConfigError(
+            "activation_checkpointing=auto is decided by a run, which knows its rows and GPUs: name a mode here",
+            keys=("activation_checkpointing",),
+            fix="parallelizer.activation_checkpointing=full",
+        )
+    every = recomputed_every(mode)
+    if every == 0:
+        return
+    for layer in layers[::every]:
+        if not _can_checkpoint(layer):
+            raise ConfigError(
+                f"activation_checkpointing={mode}: the library does not support it for {type(layer).__name__}",
+                keys=("activation_checkpointing",),
+                fix="parallelizer.activation_checkpointing=false",
+            )
+        keywords: dict[str, Any] = {}
+        contexts = _contexts(mode, keeps(layer))
+        if contexts is not None:
+            keywords["context_fn"] = contexts
+        recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, **keywords)
+        if compile_backend is not None:
+            recompute = functools.partial(_compiled_inside, recompute, torch.compile(_call, backend=compile_backend))
+        layer.gradient_checkpointing = True  # type: ignore[assignment]  # the library's own switch, read in its forward
+        layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+
+
+@torch.compiler.disable(recursive=False)
+def _compiled_inside(
+    recompute: Callable[..., Any], compiled: Callable[..., Any], run: functools.partial[Any], *args: Any
+) -> Any:
+    """The checkpoint stays outside of every graph: one around it could not break, and then nothing is compiled. `run`
+    is the library's, around the layer's own forward; its parts are told apart so that all layers share graphs."""
+    return recompute(compiled, run.func, *run.args, *args, **run.keywords)
+
+
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def recomputed_every(mode: bool | int | str) -> int:
+    """n where every n-th layer is recomputed, 0 where none is."""
+    return 1 if isinstance(mode, str) else int(mode)
+
+
+def _contexts(mode: bool | int | str, exchanges: bool) -> Callable[[], tuple[_Context, _Context]] | None:
+    """What is around a layer's first run and around its repetition."""
+    if not exchanges:
+        selective = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+        return selective if mode == "selective" else None
+    if mode == "selective":
+        return _kept_products
+    return functools.partial(recomputed, Kept.ROUTES if mode == "minimal" else Kept.EXCHANGES)
+
+
+def _kept_products() -> tuple[_Context, _Context]:
+    """Torch's own way wants the same operators in both runs; those that FSDP2 adds around experts differ."""
+    first, again = recomputed(Kept.PRODUCTS)
+    return _Both((first, _KeepListed())), _Both((again, _KeepListed()))
+
+
+class _KeepListed(TorchDispatchMode):
+    """Keeps the results of `KEPT_RESULTS`, whatever else runs. Compiled glue has none of them."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else nothing is compiled inside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        make = functools.partial(func, *args, **(kwargs or {}))
+        if func not in KEPT_RESULTS:
+            return make()
+        result, versions = keep(lambda: _with_versions(make()))
+        assert versions == _versions(result), f"a kept result of {func} was changed in place"
+        return tree_map_only(Tensor, Tensor.detach, result)  # what is kept must not know the graph of its first use
+
+
+def _with_versions(result: Any) -> tuple[Any, list[int]]:
+    return result, _versions(result)
+
+
+def _versions(result: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+class _Both(AbstractContextManager[None]):
+    def __init__(self, contexts: tuple[_Context, ...]):
+        self._contexts, self._entered = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._entered.enter_context(context)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.__exit__(*exception)
+
+
+def _can_checkpoint(layer: nn.Module) -> bool:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return isinstance(layer, GradientCheckpointingLayer)
+
+
+def _keep_or_recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT_RESULTS else CheckpointPolicy.PREFER_RECOMPUTE

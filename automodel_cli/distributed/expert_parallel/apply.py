@@ -1,0 +1,208 @@
+"""Expert parallelism around any Hugging Face mixture of experts whose experts the library calls through its interface.
+
+Which tokens reach the experts of this rank, and from whom, is `token_dispatch`. The arithmetic is that of
+`gated_experts` where a measurement shows it to be the family's, else the family's own module does it. Experts are
+DTensors, Shard(0) over the `ep` axis; FSDP2 then shards them over `ep_shard`. Expert gradients are summed over
+`ep_shard` only: dispatch has brought every rank of `ep` all its tokens.
+
+Where tensor parallelism keeps the same tokens on several ranks, each of them dispatches its share and all receive all
+results, so that no token is computed or counted twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.activation_checkpointing.saved_results import declare
+from automodel_cli.distributed.expert_parallel.deep_ep import DeepEP, require_deep_ep
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts, parameters_of, sums_of
+from automodel_cli.distributed.expert_parallel.shared_expert_overlap import SharedExperts
+from automodel_cli.distributed.expert_parallel.token_dispatcher import AllToAll, TokenDispatcher
+from automodel_cli.distributed.float8.grouped_gemm import arithmetic_of
+from automodel_cli.distributed.float8.quantization import autocast_dtype
+from automodel_cli.distributed.fusion.compiled_regions import Fuser
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.scatter_gather import all_of, share_of
+
+logger = logging.getLogger(__name__)
+
+_Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+_LIBRARYS_CHOICE = "grouped_mm"
+
+
+def is_experts(module: nn.Module) -> bool:
+    """By what the library's decorator sets: then its forward is `(hidden_TD, index_TK, weight_TK) -> [T, D]`."""
+    return all(hasattr(module, name) for name in ("num_experts", "is_transposed", "has_gate"))
+
+
+def experts_modules(module: nn.Module) -> list[nn.Module]:
+    """The experts of every layer in `module`, in its order."""
+    return [child for child in module.modules() if is_experts(child)]
+
+
+def apply_expert_parallel(
+    part: nn.Module, mesh: Mesh, dispatch: str = "all_to_all", fuser: Fuser | None = None, *, beside: bool = True
+) -> None:
+    """Distribute the experts of a part (its child `model` is the library's) over `mesh.ep`, in place.
+
+    `fuser` runs what is between the experts' products. `beside`: shared experts compute while tokens are on their way,
+    where a family's code allows it and tensor parallelism does not cut them. Parameters may be on the meta device,
+    filled afterwards, or hold the same values on every rank. A pipeline stage without any experts is left alone. Raises
+    ConfigError for a model without experts, for experts that the library does not call through its interface, and for a
+    number of experts that does not divide.
+    """
+    assert mesh.ep is not None, "this layout distributes no experts"
+    blocks = [(block, child) for block in part.modules() for child in block.children() if is_experts(child)]
+    if not blocks:
+        _check_whole_model(part, mesh)
+    for block, experts in blocks:
+        _check(experts, mesh)
+        num_local = int(experts.num_experts) // mesh.ep.size()  # type: ignore[arg-type]
+        for name, param in experts.named_parameters(recurse=False):
+            shard = distribute_tensor(param.detach(), mesh.ep, [Shard(0)], src_data_rank=None)
+            experts._parameters[name] = nn.Parameter(shard, param.requires_grad)
+        experts.num_experts = num_local  # type: ignore[assignment]  # the family's forward counts its own
+        around = block if beside and mesh.tp.size() == 1 else None
+        experts.forward = _dispatched(experts, dispatch, num_local, mesh, fuser, around)
+        declare(experts)
+
+
+def multiply_in_fp8(part: nn.Module, mesh: Mesh, fuser: Fuser | None = None) -> None:
+    """Let experts that are all on this rank multiply as `model.fp8` says, in place; the others do so where they are
+    distributed."""
+    modules = [experts for experts in experts_modules(part) if arithmetic_of(experts) is not None]
+    if modules and mesh.layout.tp > 1:
+        logger.warning(
+            "fp8: not the experts of %d layers, which tensor parallelism cuts (mesh.ep_size distributes them whole): "
+            "they compute otherwise than in one process",
+            len(modules),
+        )
+        return
+    for experts in modules:
+        compute = _sorted_once(experts, int(experts.num_experts), mesh, fuser)  # type: ignore[arg-type]
+        assert compute is not None, "experts with 8-bit products are those whose arithmetic is known"
+        experts.forward = torch.compiler.disable(compute)
+
+
+def make_dispatcher(dispatch: str, num_local_experts: int, mesh: Mesh) -> TokenDispatcher:
+    assert mesh.ep_group is not None
+    if dispatch == "deepep":
+        require_deep_ep(mesh.device.type)
+        return DeepEP(num_local_experts, mesh.ep_group)
+    return AllToAll(num_local_experts, mesh.ep_group)
+
+
+def _dispatched(
+    experts: nn.Module, dispatch: str, num_local: int, mesh: Mesh, fuser: Fuser | None, block: nn.Module | None
+) -> Callable[..., Tensor]:
+    """A forward with the contract of the family's own, for tokens whose experts are anywhere on `mesh.ep`."""
+    tp_group = mesh.tp.get_group() if mesh.tp.size() > 1 else None
+    compute = _sorted_once(experts, num_local, mesh, fuser, block) if dispatch == "all_to_all" else None
+    if compute is None:
+        compute = _by_own_code(experts, make_dispatcher(dispatch, num_local, mesh))
+
+    # Sizes are data, so no graph can hold this: the compiler leaves it alone, and compiles what is around it.
+    @torch.compiler.disable
+    def forward(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        if tp_group is None:
+            return compute(hidden_TD, index_TK, weight_TK)
+        hidden_SD, index_SK, weight_SK = (share_of(rows, tp_group) for rows in (hidden_TD, index_TK, weight_TK))
+        return all_of(compute(hidden_SD, index_SK, weight_SK), len(hidden_TD), tp_group)
+
+    return forward
+
+
+def _sorted_once(
+    experts: nn.Module, num_local: int, mesh: Mesh, fuser: Fuser | None, block: nn.Module | None = None
+) -> _Compute | None:
+    """Experts whose arithmetic is known: no row is sorted twice, and shared experts of their `block` run beside what
+    they wait for. None for others, and where the user chose a kernel."""
+    if experts.config._experts_implementation != _LIBRARYS_CHOICE:  # type: ignore[union-attr]
+        return None
+    known = GatedExperts.of(experts, num_local, mesh.ep_group, fuser, arithmetic_of(experts))
+    if known is None:
+        return None
+    shared = None if block is None else SharedExperts.of(block, experts)
+    beside = None if shared is None else shared.run
+
+    def compute(hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        parameters = parameters_of(experts)
+        sums = sums_of(experts) if autocast_dtype(hidden_TD.device) is None else []
+        if not sums:
+            parameters = [_local(param) for param in parameters]
+        return known(hidden_TD, index_TK, weight_TK, parameters, sums, beside)
+
+    return compute
+
+
+def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:
+    """Experts that only their family's code knows, given rows of one expert each."""
+    own_forward = experts.forward
+
+    def local_experts(hidden_ND: Tensor, expert_N: Tensor) -> Tensor:
+        """Every row through one expert of this rank."""
+        with_dtensors = dict(experts._parameters)
+        try:
+            for name, param in with_dtensors.items():
+                if param is not None:
+                    experts._parameters[name] = _local(param)  # type: ignore[assignment]
+            result_ND: Tensor = own_forward(hidden_ND, expert_N[:, None], hidden_ND.new_ones(len(expert_N), 1))
+            return result_ND
+        finally:
+            experts._parameters.update(with_dtensors)
+
+    return lambda hidden_TD, index_TK, weight_TK: dispatch(hidden_TD, index_TK, weight_TK, local_experts)
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _check(experts: nn.Module, mesh: Mesh) -> None:
+    """What dispatch relies on: every parameter has the expert in its first dimension, and they divide."""
+    num_experts, ep = int(experts.num_experts), mesh.layout.ep  # type: ignore[arg-type]
+    for name, param in experts.named_parameters():
+        if param.shape[0] != num_experts:
+            raise ConfigError(
+                f"mesh.ep_size={ep}: {type(experts).__name__}.{name} has shape {tuple(param.shape)}, which all of its "
+                f"{num_experts} experts share",
+                keys=("mesh.ep_size",),
+                fix="mesh.ep_size=1",
+            )
+    if num_experts % ep:
+        ranks = mesh.layout.world_size // mesh.layout.pp
+        valid = [size for size in range(1, num_experts + 1) if num_experts % size == 0 and ranks % size == 0]
+        below, above = max(n for n in valid if n < ep), min((n for n in valid if n > ep), default=None)
+        raise ConfigError(
+            f"mesh.ep_size={ep} does not divide the {num_experts} experts of {type(experts).__name__}",
+            keys=("mesh.ep_size",),
+            fix=f"mesh.ep_size={below}" + (f", or mesh.ep_size={above}" if above else ""),
+        )
+
+
+def _check_whole_model(part: nn.Module, mesh: Mesh) -> None:
+    """Refuse a model that has nothing to distribute. A stage of a pipeline may have none of its model's experts."""
+    model: Any = part.model
+    with torch.device("meta"):
+        whole = type(model)(copy.deepcopy(model.config))
+    if experts_modules(whole):
+        return
+    ep, name = mesh.layout.ep, type(model).__name__
+    own = [
+        m for path, m in whole.named_modules() if path.rpartition(".")[2] == "experts" or "Experts" in type(m).__name__
+    ]
+    if own:
+        reason = f"{name} calls its experts ({type(own[0]).__name__}) without the library's experts interface"
+    else:
+        reason = f"{name} has no experts"
+    raise ConfigError(
+        f"mesh.ep_size={ep}: {reason}, so there is nothing to distribute", keys=("mesh.ep_size",), fix="mesh.ep_size=1"
+    )

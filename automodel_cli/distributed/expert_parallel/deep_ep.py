@@ -1,0 +1,117 @@
+"""Token dispatch by DeepEP's kernels: every token travels once to each rank that has some of its experts.
+
+The calls are those of the published `deep_ep.Buffer` (normal kernels, docs/legacy.md of the project): a dispatch's
+backward is a combine, and a combine's is a dispatch with the same handle. Tokens are bfloat16. The package builds from
+source, for CUDA devices that reach each other directly; tests run this file over a stand-in with the same contract.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.expert_parallel.token_dispatcher import LocalExperts, at_least_one_row
+
+_FIX = "parallelizer.expert_dispatch=all_to_all"
+_buffers: dict[dist.ProcessGroup, Any] = {}  # one for all layers: a buffer holds device memory and connections
+
+
+def require_deep_ep(device_type: str) -> None:
+    """Raise ConfigError where DeepEP cannot run."""
+    if importlib.util.find_spec("deep_ep") is None:
+        raise ConfigError(
+            "expert_dispatch=deepep needs the package deep_ep, which is not installed",
+            keys=("parallelizer.expert_dispatch",),
+            fix=f"pip install git+https://github.com/deepseek-ai/DeepEP --no-build-isolation, or {_FIX}",
+        )
+    if device_type != "cuda":
+        raise ConfigError(
+            f"expert_dispatch=deepep runs on CUDA devices only, not on {device_type}",
+            keys=("parallelizer.expert_dispatch",),
+            fix=_FIX,
+        )
+
+
+class DeepEP:
+    """A `TokenDispatcher`. Routing weights travel with the tokens, and results come back weighted."""
+
+    def __init__(self, num_local_experts: int, group: dist.ProcessGroup):
+        self.group = group
+        self.num_experts = num_local_experts * dist.get_world_size(group)
+
+    def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: LocalExperts) -> Tensor:
+        if hidden_TD.dtype != torch.bfloat16:
+            raise ConfigError(
+                f"expert_dispatch=deepep sends bfloat16, but tokens are {hidden_TD.dtype}",
+                keys=("parallelizer.expert_dispatch", "parallelizer.mp_policy"),
+                fix=_FIX,
+            )
+        buffer = _buffer(self.group, hidden_TD.shape[1] * hidden_TD.element_size())
+        hidden_RD, weight_RK, index_RK, handle = _Dispatch.apply(
+            buffer, self.num_experts, hidden_TD, index_TK, weight_TK.float()
+        )
+        row_N, choice_N = (index_RK >= 0).nonzero(as_tuple=True)  # choices of experts elsewhere are -1
+        result_ND = at_least_one_row(experts, hidden_RD[row_N], index_RK[row_N, choice_N])
+        weighted_ND = result_ND * weight_RK[row_N, choice_N, None]
+        result_RD = torch.zeros_like(hidden_RD, dtype=weighted_ND.dtype).index_add(0, row_N, weighted_ND)
+        combined_TD: Tensor = _Combine.apply(buffer, handle, result_RD.to(hidden_TD.dtype))
+        return combined_TD
+
+
+def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
+    """Enough communication memory for tokens of this size. Collective when it has to grow."""
+    from deep_ep import Buffer
+
+    size = dist.get_world_size(group)
+    configs = (Buffer.get_dispatch_config(size), Buffer.get_combine_config(size))
+    nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
+    rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
+    held = _buffers.get(group)
+    if held is None or held.num_nvl_bytes < nvl or held.num_rdma_bytes < rdma:
+        _buffers[group] = held = Buffer(group, nvl, rdma)
+    return held
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, buffer: Any, num_experts: int, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor
+    ) -> tuple[Any, ...]:
+        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(index_TK, num_experts)
+        hidden_RD, index_RK, weight_RK, _, handle, _ = buffer.dispatch(
+            hidden_TD.contiguous(),
+            topk_idx=index_TK,
+            topk_weights=weight_TK,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.mark_non_differentiable(index_RK)
+        return hidden_RD, weight_RK, index_RK, handle
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        hidden_RD, weight_RK = grads[:2]
+        hidden_TD, weight_TK, _ = ctx.buffer.combine(
+            hidden_RD.contiguous(), ctx.handle, topk_weights=weight_RK.contiguous()
+        )
+        return None, None, hidden_TD, None, weight_TK
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: Any, handle: Any, result_RD: Tensor) -> Tensor:
+        ctx.buffer, ctx.handle = buffer, handle
+        combined_TD: Tensor = buffer.combine(result_RD.contiguous(), handle)[0]
+        return combined_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.buffer.dispatch(grads[0].contiguous(), handle=ctx.handle)[0]

@@ -1,0 +1,101 @@
+"""The integers of a dispatch as two operators: on CUDA a Triton kernel each (`dispatch_triton.py`), else as defined.
+
+Each stands for seven or more small kernels, which take longer to launch than to run. Never run on a GPU: the first
+use on one compares them with the definition, and says so where they are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from automodel_cli.distributed import kernel_verification
+
+
+@torch.library.custom_op("automodel::dispatch_pairs", mutates_args=())
+def pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of P pairs, sorted by expert (`expert_P`, ascending; `order_P`: which pair each was, K `choices` of a token after
+    another): the token of each [P], the inverse of the order [P], and how many each expert has [E]; all int64."""
+    if usable(expert_P.device.type):
+        from automodel_cli.distributed.expert_parallel import permute_triton
+
+        return permute_triton.pairs(expert_P, order_P, choices, num_experts)
+    return _pairs(expert_P, order_P, choices, num_experts)
+
+
+@pairs.register_fake
+def _(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(order_P), torch.empty_like(order_P), order_P.new_empty(num_experts)
+
+
+def _pairs(expert_P: Tensor, order_P: Tensor, choices: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    pair_P = torch.arange(len(order_P), device=order_P.device)
+    place_P = torch.empty_like(order_P).scatter_(0, order_P, pair_P)
+    experts = torch.arange(num_experts + 1, device=order_P.device)
+    # bincount waits for the device twice to learn its own size
+    return order_P // choices, place_P, torch.searchsorted(expert_P, experts).diff()
+
+
+@torch.library.custom_op("automodel::dispatch_arrivals", mutates_args=())
+def arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of N rows that arrived by rank R, then by local expert L (int64 counts): by expert, then by rank, where each was
+    when it arrived [N], the inverse of that [N], the local expert of each [N]; int32 [L], where each expert ends."""
+    if usable(received_RL.device.type):
+        from automodel_cli.distributed.expert_parallel import permute_triton
+
+        return permute_triton.arrivals(received_RL.contiguous(), num_rows)
+    return _arrivals(received_RL, num_rows)
+
+
+@arrivals.register_fake
+def _(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    order_N, place_N, expert_N = (received_RL.new_empty(num_rows) for _ in range(3))
+    return order_N, place_N, expert_N, received_RL.new_empty(received_RL.shape[1], dtype=torch.int32)
+
+
+def _arrivals(received_RL: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ranks, num_local = received_RL.shape
+    expert_RL = torch.arange(num_local, device=received_RL.device).repeat(ranks)
+    arrived_N = expert_RL.repeat_interleave(received_RL.flatten(), output_size=num_rows)
+    expert_N, order_N = torch.sort(arrived_N, stable=True)
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(num_rows, device=order_N.device))
+    return order_N, place_N, expert_N, received_RL.sum(0).cumsum(0, dtype=torch.int32)
+
+
+@functools.cache
+def usable(device_type: str) -> bool:
+    """Whether the Triton kernels compute this on devices of this type; once on CUDA with a sentence if not."""
+    return kernel_verification.trusted(
+        device_type,
+        "tokens are dispatched without Triton kernels",
+        lambda device: "" if agree(device) else "they differ from the definition",
+    )
+
+
+@torch.no_grad()
+def agree(device: torch.device) -> bool:
+    """Whether both kernels give what defines them, with experts that nobody chose and ranks that send nothing."""
+    from automodel_cli.distributed.expert_parallel import permute_triton
+
+    generator = torch.Generator().manual_seed(0)
+    for num_experts, tokens, choices in ((6, 3000, 2), (5, 1, 1), (3000, 4, 3)):
+        index_P = torch.randint(num_experts // 2 + 1, (tokens * choices,), generator=generator)
+        expert_P, order_P = torch.sort(index_P.to(device), stable=True)
+        given = (expert_P, order_P, choices, num_experts)
+        if not _same(permute_triton.pairs(*given), _pairs(*given)):
+            return False
+    for ranks, num_local, most in ((3, 5, 2000), (1, 1, 3), (4, 2, 2)):
+        received_RL = torch.randint(most, (ranks, num_local), generator=generator)
+        received_RL[-1] = 0
+        received_RL[0, 0] = most
+        num_rows = int(received_RL.sum())
+        received_RL = received_RL.to(device)
+        if not _same(permute_triton.arrivals(received_RL, num_rows), _arrivals(received_RL, num_rows)):
+            return False
+    return True
+
+
+def _same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

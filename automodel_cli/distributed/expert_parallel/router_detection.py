@@ -1,0 +1,160 @@
+"""Finding routers of unmodified library models whose rule is known (`route_kernels.Rule`), by measurement, never by
+name of a family.
+
+A router stands beside the experts in their block and has a weight with a row for each of them. One without children,
+that makes (logits, weights, experts) of hidden states alone, has the rule that gives the same weights and gradients on
+random numbers; its product with the weight stays what it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+
+from automodel_cli.distributed.expert_parallel import topk_router
+from automodel_cli.distributed.expert_parallel.apply import is_experts
+from automodel_cli.distributed.expert_parallel.router_replay import is_choosing
+from automodel_cli.distributed.expert_parallel.topk_router import MOST_CHOICES, MOST_EXPERTS, Rule
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = 64  # so many that groups of experts would show
+_TOLERANCE = 1e-5  # float32, relative to the largest; another rule is wrong by 1e-1 and more
+
+
+def routers_in(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The routers among the children of a block, by name."""
+    experts = [child for child in block.children() if is_experts(child)]
+    if not experts:
+        return
+    num_experts = next(experts[0].parameters(recurse=False)).shape[0]  # of all ranks, also where it is a DTensor
+    for name, child in block.named_children():
+        weight = child._parameters.get("weight")
+        if weight is not None and weight.ndim == 2 and weight.shape[0] == num_experts:
+            yield name, child
+
+
+def fuse_routers(part: nn.Module, device_type: str) -> None:
+    """Let the routers of `part` choose experts in one kernel each way, where kernels run on such devices, in place.
+    Parameters may be on the meta device."""
+    routers = [router for block in part.modules() for _, router in routers_in(block)]
+    if not routers or not topk_router.usable(device_type):
+        return
+    with torch.device("cpu"):  # of what is measured
+        rules = [(router, rule_of(router)) for router in routers]
+    for router, rule in rules:
+        if rule is not None:
+            router.forward = _with(router, *rule)  # type: ignore[method-assign]
+    logger.info("routers: %d of %d by Triton kernels", sum(rule is not None for _, rule in rules), len(rules))
+
+
+def rule_of(router: nn.Module) -> tuple[Rule, bool] | None:
+    """The rule of a router, and whether its product is in float32 whatever parameters are; None for one unlike it."""
+    weight, own = router._parameters["weight"], type(router).forward
+    names = {name for name, param in router._parameters.items() if param is not None}
+    if weight is None or len(weight) > MOST_EXPERTS or not names <= {"weight", "bias"} or len(router._modules):
+        return None
+    if "forward" in vars(router) or len(inspect.signature(own).parameters) != 2:
+        return None
+    correction = _correction(router, len(weight))
+    if correction is None and any(True for _ in router.buffers()):
+        return None
+    try:
+        return _measured(_on_numbers(router), None if correction is None else correction[0])
+    except Exception:  # a module's code may do anything with what is not its own
+        return None
+
+
+def _with(router: nn.Module, rule: Rule, in_float32: bool) -> Any:
+    own = router.forward
+
+    def forward(hidden: Tensor) -> Any:
+        weight, bias = router._parameters["weight"], router._parameters.get("bias")
+        correction = _correction(router, len(weight))  # type: ignore[arg-type]
+        correction_E = None if correction is None else correction[1]
+        given = [tensor for tensor in (hidden, weight, bias, correction_E) if tensor is not None]
+        if is_choosing() or any(isinstance(tensor, DTensor) for tensor in given):
+            return own(hidden)  # which calls topk, and knows what tensor parallelism shards
+        logits_NE = _logits(hidden, weight, bias, in_float32)
+        return logits_NE, *rule(logits_NE, correction_E)
+
+    return forward
+
+
+def _logits(hidden: Tensor, weight: Any, bias: Any, in_float32: bool) -> Tensor:
+    hidden_ND = hidden.reshape(-1, weight.shape[1])
+    if not in_float32:
+        return linear(hidden_ND, weight, bias)
+    return linear(hidden_ND.float(), weight.float(), None if bias is None else bias.float())
+
+
+def _correction(router: nn.Module, num_experts: int) -> tuple[str, Tensor] | None:
+    """The one buffer of a router, if it has a number for each expert."""
+    buffers = list(router.named_buffers())
+    return buffers[0] if len(buffers) == 1 and buffers[0][1].shape == (num_experts,) else None
+
+
+def _on_numbers(router: nn.Module) -> nn.Module:
+    """The same code with random float32 weights; the original is not touched."""
+    like = copy.copy(router)
+    generator = torch.Generator().manual_seed(2)
+    like._parameters = {
+        name: param if param is None else nn.Parameter(torch.randn(param.shape, generator=generator))
+        for name, param in router._parameters.items()
+    }
+    like._buffers = {name: torch.randn(b.shape, generator=generator) for name, b in router.named_buffers()}
+    return like
+
+
+def _measured(router: nn.Module, correction: str | None) -> tuple[Rule, bool] | None:
+    own, weight, bias = type(router).forward, router._parameters["weight"], router._parameters.get("bias")
+    assert weight is not None
+    width = weight.shape[1]
+    hidden_ND = torch.randn(_TOKENS, width, generator=torch.Generator().manual_seed(3)) / width**0.5
+    hidden_ND.requires_grad_()
+    with torch.enable_grad():
+        logits_NE, weight_NK, index_NK = own(router, hidden_ND)
+        if not torch.equal(logits_NE, _logits(hidden_ND, weight, bias, False)) or weight_NK.shape[1] > MOST_CHOICES:
+            return None
+        want = _ordered(weight_NK, index_NK, hidden_ND)
+        correction_E = None if correction is None else router._buffers[correction]
+        in_float32, weights_in_float32 = _dtypes(router, hidden_ND)
+        for sigmoid in (False, True):
+            for normalised in (True, False):
+                rule = Rule(weight_NK.shape[1], sigmoid, normalised)
+                scale = float(weight_NK.detach().sum() / rule.defined(logits_NE, correction_E)[0].detach().sum())
+                rule = replace(rule, scale=round(scale, 6), in_float32=weights_in_float32)
+                got = _ordered(*rule.defined(_logits(hidden_ND, weight, bias, in_float32), correction_E), hidden_ND)
+                if all(bool((a - b).abs().max() <= _TOLERANCE * b.abs().max()) for a, b in zip(got, want, strict=True)):
+                    return rule, in_float32
+    return None
+
+
+def _dtypes(router: nn.Module, hidden_ND: Tensor) -> tuple[bool, bool]:
+    """Whether logits, and weights, are float32 where parameters are bfloat16."""
+    lower = copy.copy(router)
+    lower._parameters = {
+        name: param if param is None else nn.Parameter(param.detach().bfloat16())
+        for name, param in router._parameters.items()
+    }
+    with torch.no_grad():
+        logits_NE, weight_NK, _ = type(router).forward(lower, hidden_ND.bfloat16())
+    return logits_NE.dtype == torch.float32, weight_NK.dtype == torch.float32
+
+
+def _ordered(weight_NK: Tensor, index_NK: Tensor, hidden_ND: Tensor) -> list[Tensor]:
+    """Experts, weights and the gradient of hidden states, whatever order a token's experts come in."""
+    order_NK = index_NK.argsort(-1)
+    weight_NK = weight_NK.gather(1, order_NK)
+    slope_NK = torch.randn(weight_NK.shape, generator=torch.Generator().manual_seed(4))
+    grad_ND = torch.autograd.grad((weight_NK.float() * slope_NK).sum(), hidden_ND, retain_graph=True)[0]
+    return [index_NK.gather(1, order_NK).float(), weight_NK.detach(), grad_ND]

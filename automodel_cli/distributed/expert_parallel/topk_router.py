@@ -1,0 +1,155 @@
+"""From a router's logits to the experts of each token and their weights: one kernel each way on CUDA
+(`route_triton.py`), where a family's own code takes seven and eleven small ones.
+
+For routers that score experts apart or by softmax, choose the highest scores (after a correction that only chooses),
+and scale them or first divide them by their sum. Never run on a GPU: the first use on one compares the kernels with the
+definition, and says so where they are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automodel_cli.distributed import kernel_verification
+
+MOST_CHOICES = 32
+MOST_EXPERTS = 4096
+_PROBE_ERROR = 1e-5  # of float32 numbers of order 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`sigmoid`: scores by it, else by softmax. `normalised`: the weights of a token are divided by their sum, then all
+    are multiplied by `scale`. `in_float32`: weights are, else they are as the logits."""
+
+    choices: int
+    sigmoid: bool
+    normalised: bool
+    scale: float = 1.0
+    in_float32: bool = True
+
+    def defined(self, logits_NE: Tensor, correction_E: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights `[N, K]` and experts, int64 `[N, K]`."""
+        x_NE = logits_NE.float()
+        score_NE = x_NE.sigmoid() if self.sigmoid else x_NE.softmax(-1)
+        chosen_NE = score_NE if correction_E is None else score_NE + correction_E
+        index_NK = chosen_NE.topk(self.choices, dim=-1).indices
+        weight_NK = score_NE.gather(1, index_NK)
+        if self.normalised:
+            weight_NK = weight_NK / (weight_NK.sum(-1, keepdim=True) + 1e-20)
+        return (weight_NK * self.scale).to(torch.float32 if self.in_float32 else logits_NE.dtype), index_NK
+
+    def __call__(self, logits_NE: Tensor, correction_E: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same by the kernels."""
+        weight_NK, index_NK = _Route.apply(logits_NE, correction_E, self)
+        return weight_NK, index_NK
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NE: Tensor, correction_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+        logits_NE = logits_NE.contiguous()
+        weight_NK, index_NK = route(
+            logits_NE, correction_E, rule.choices, rule.sigmoid, rule.normalised, rule.scale, rule.in_float32
+        )
+        ctx.save_for_backward(logits_NE, index_NK)
+        ctx.rule = rule
+        ctx.mark_non_differentiable(index_NK)
+        ctx.set_materialize_grads(False)
+        return weight_NK, index_NK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:  # nobody weighed anything
+            return None, None, None
+        logits_NE, index_NK = ctx.saved_tensors
+        rule: Rule = ctx.rule
+        of_logits_NE = route_backward(
+            grads[0].contiguous(), logits_NE, index_NK, rule.sigmoid, rule.normalised, rule.scale
+        )
+        return of_logits_NE, None, None
+
+
+@torch.library.custom_op("automodel::route", mutates_args=())
+def route(
+    logits_NE: Tensor,
+    correction_E: Tensor | None,
+    choices: int,
+    sigmoid: bool,
+    normalised: bool,
+    scale: float,
+    in_float32: bool,
+) -> tuple[Tensor, Tensor]:
+    """What `Rule.defined` gives."""
+    from automodel_cli.distributed.expert_parallel import topk_router_triton
+
+    dtype = torch.float32 if in_float32 else logits_NE.dtype
+    return topk_router_triton.choose(logits_NE, correction_E, choices, sigmoid, normalised, scale, dtype)
+
+
+@route.register_fake
+def _(
+    logits_NE: Tensor,
+    correction_E: Tensor | None,
+    choices: int,
+    sigmoid: bool,
+    normalised: bool,
+    scale: float,
+    in_float32: bool,
+) -> tuple[Tensor, Tensor]:
+    shape, dtype = (len(logits_NE), choices), torch.float32 if in_float32 else logits_NE.dtype
+    return logits_NE.new_empty(shape, dtype=dtype), logits_NE.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op("automodel::route_backward", mutates_args=())
+def route_backward(
+    grad_NK: Tensor, logits_NE: Tensor, index_NK: Tensor, sigmoid: bool, normalised: bool, scale: float
+) -> Tensor:
+    """The gradient of the logits, `[N, E]`."""
+    from automodel_cli.distributed.expert_parallel import topk_router_triton
+
+    return topk_router_triton.back(grad_NK, logits_NE, index_NK, sigmoid, normalised, scale)
+
+
+@route_backward.register_fake
+def _(
+    grad_NK: Tensor, logits_NE: Tensor, index_NK: Tensor, sigmoid: bool, normalised: bool, scale: float
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(logits_NE)
+
+
+@functools.cache
+def usable(device_type: str) -> bool:
+    """Whether the Triton kernels compute this on devices of this type; once on CUDA with a sentence if not."""
+    return kernel_verification.trusted(
+        device_type,
+        "routers run without Triton kernels",
+        lambda device: kernel_verification.beyond(disagreement(device), _PROBE_ERROR),
+    )
+
+
+def disagreement(device: torch.device) -> float:
+    """Largest error of both kernels against autograd through the definition, in float32; inf for another expert."""
+    generator, found = torch.Generator().manual_seed(0), [torch.zeros((), device=device)]
+    for num_experts, choices in ((128, 8), (5, 1), (300, 6)):
+        logits_NE = torch.randn(37, num_experts, generator=generator).to(device)
+        grad_NK = torch.randn(37, choices, generator=generator).to(device)
+        correction_E = torch.randn(num_experts, generator=generator).to(device)
+        for sigmoid, normalised in ((False, False), (False, True), (True, False), (True, True)):
+            rule = Rule(choices, sigmoid, normalised, scale=1.5)
+            correction = correction_E if sigmoid else None
+            results = []
+            for function in (rule, rule.defined):
+                leaf_NE = logits_NE.clone().requires_grad_()
+                weight_NK, index_NK = function(leaf_NE, correction)
+                results.append((weight_NK, index_NK, torch.autograd.grad((weight_NK * grad_NK).sum(), leaf_NE)[0]))
+            (weights, chosen, gradient), (weights_, chosen_, gradient_) = results
+            if not torch.equal(chosen, chosen_):
+                return float("inf")
+            found += [(weights - weights_).abs().max(), (gradient - gradient_).abs().max()]
+    return float(torch.stack(found).detach().max())

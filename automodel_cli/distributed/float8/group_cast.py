@@ -1,0 +1,82 @@
+"""The cast of rows of several experts along their tokens, one expert at a time: on CUDA a Triton kernel
+(`fp8_triton.py`), else as defined. Never run on a GPU: the first use on one compares them, and says so where the kernel
+is left out.
+
+Shapes: N rows of F features, in the order of L experts; P places of rows, of which each expert has a multiple of 16.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from automodel_cli.distributed import kernel_verification
+from automodel_cli.distributed.float8.quantization import E4M3, MULTIPLE, scale_of
+
+
+@torch.library.custom_op("automodel::fp8_cast_groups", mutates_args=())
+def cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows whose experts end at `ends_L` (int32): e4m3 [F, P], contiguous, zeros behind each expert's rows; what the
+    features of each expert are multiplied by to come back, a power of two (float32 [L, F]); int32 [L], where each
+    expert ends. P has room for any sizes of experts, so that nobody waits for them."""
+    if _usable(x_NF.device.type):
+        from automodel_cli.distributed.float8 import group_cast_triton
+
+        return group_cast_triton.cast(x_NF.contiguous(), ends_L, num_places(len(x_NF), len(ends_L)))
+    return _cast(x_NF, ends_L)
+
+
+@cast.register_fake
+def _(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    places = num_places(len(x_NF), len(ends_L))
+    values_FP = x_NF.new_empty(x_NF.shape[1], places, dtype=E4M3)
+    return values_FP, x_NF.new_empty(len(ends_L), x_NF.shape[1], dtype=torch.float32), torch.empty_like(ends_L)
+
+
+def num_places(num_rows: int, num_experts: int) -> int:
+    """The smallest multiple of 16 that is enough for each expert's rows to be one."""
+    return -(-(num_rows + num_experts * (MULTIPLE - 1)) // MULTIPLE) * MULTIPLE
+
+
+def _cast(x_NF: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (num_rows, num_features), num_experts, device = x_NF.shape, len(ends_L), x_NF.device
+    count_L = ends_L.diff(prepend=ends_L.new_zeros(1))
+    room_L = (count_L + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    padded_ends_L = room_L.cumsum(0, dtype=torch.int32)
+    expert_N = torch.arange(num_experts, device=device).repeat_interleave(count_L, output_size=num_rows)
+    shift_L = (padded_ends_L - room_L) - (ends_L - count_L)
+    place_N = torch.arange(num_rows, device=device) + shift_L[expert_N]
+    largest_LF = x_NF.new_zeros(num_experts, num_features)
+    largest_LF.scatter_reduce_(0, expert_N[:, None].expand_as(x_NF), x_NF.abs(), "amax")
+    scale_LF = scale_of(largest_LF, E4M3, power_of_two=True)
+    most = torch.finfo(E4M3).max
+    rows_NF = (x_NF.float() * scale_LF[expert_N]).clamp(-most, most)
+    rows_PF = rows_NF.new_zeros(num_places(num_rows, num_experts), num_features).index_copy_(0, place_N, rows_NF)
+    return rows_PF.t().to(E4M3).contiguous(), scale_LF.reciprocal(), padded_ends_L
+
+
+@functools.cache
+def _usable(device_type: str) -> bool:
+    return kernel_verification.trusted(
+        device_type, "rows of experts are cast to 8 bits without a Triton kernel", lambda device: difference(device)
+    )
+
+
+@torch.no_grad()
+def difference(device: torch.device) -> str:
+    """What differs between the kernel and its definition, with experts that have no rows; empty where nothing does."""
+    from automodel_cli.distributed.float8 import group_cast_triton
+
+    for counts, features in (([0, 5, 40, 0, 16], 48), ([300, 1], 80), ([0, 0, 7], 16)):
+        ends_L = torch.tensor(counts).cumsum(0).to(device, torch.int32)
+        x_NF = torch.randn(sum(counts), features, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+        x_NF *= torch.logspace(-6, 3, features, device=device).bfloat16()
+        stored = E4M3 if device.type == "cuda" else torch.float32
+        ours = group_cast_triton.cast(x_NF, ends_L, num_places(len(x_NF), len(counts)), stored)
+        theirs, used = _cast(x_NF, ends_L), sum(-(-count // MULTIPLE) * MULTIPLE for count in counts)
+        values, expected = (of[0][:, :used].to(E4M3).view(torch.uint8) for of in (ours, theirs))
+        if not (torch.equal(values, expected) and all(map(torch.equal, ours[1:], theirs[1:]))):
+            return "it differs from the definition"
+    return ""

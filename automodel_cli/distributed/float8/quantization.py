@@ -1,0 +1,247 @@
+"""Matrix products of 8-bit floats: casts with a scale for each row or for a whole tensor, and the product of two casts.
+
+A number x is stored as round(s x) in float8 and comes back as round(s x) / s. With the largest magnitude m of what
+shares a scale, s = 448 / m for e4m3 (57344 / m for e5m2), and where a recipe says so rounded down to a power of two, so
+that multiplying by it rounds nothing. Products add in float32. Recipes and numbers are those of torchao's float8
+training (BSD-3-Clause; `torchao.float8.config`), which the tests compare with; no code of it is needed to run. MXFP8,
+with a scale for 32 numbers, is in `mxfp8`.
+
+Every product has the form A [M, K] times B [N, K] turned around, both operands cast along K: what a scale is shared by,
+and the layout that tensor cores want. Shapes: T tokens, F features; M, N, K as here. Leading dims, as those of experts,
+are so many matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.float8 import mxfp8
+from automodel_cli.distributed.fusion.compiled_regions import Fuser, Glue
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""What K and N of a product on a GPU are multiples of; K is padded with zeros where it counts tokens."""
+CAPABILITY = (8, 9)
+_SMALLEST = 1e-12  # a largest magnitude: rows of zeros have a scale too
+_EXPONENT = -0x800000  # sign and exponent of a float32
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`by_row`: a scale for each row of an operand, else one for all of it. `gradient`: the format of gradients of
+    results; everything else is e4m3. `power_of_two`: scales are. `exact_weight_gradient`: that product is not in
+    float8, and the weight has one scale in the product for the gradient of inputs. `blocks`: a scale for 32 numbers of
+    a row."""
+
+    name: str
+    by_row: bool
+    gradient: torch.dtype
+    power_of_two: bool
+    exact_weight_gradient: bool = False
+    blocks: bool = False
+
+    @property
+    def multiple(self) -> int:
+        """What K and N are multiples of."""
+        return mxfp8.BLOCK if self.blocks else MULTIPLE
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Of the GPUs that have such products."""
+        return mxfp8.CAPABILITY if self.blocks else CAPABILITY
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("rowwise", by_row=True, gradient=E4M3, power_of_two=True),
+        Recipe("tensorwise", by_row=False, gradient=E5M2, power_of_two=False),
+        Recipe("rowwise_with_gw_hp", by_row=True, gradient=E4M3, power_of_two=True, exact_weight_gradient=True),
+        Recipe("mxfp8", by_row=True, gradient=E4M3, power_of_two=True, blocks=True),
+    )
+}
+
+
+class Operand(NamedTuple):
+    """float8 [M, K], contiguous, and what each row (float32 [M, 1]), all of it ([]), or each block (`mxfp8`) is
+    multiplied by to come back."""
+
+    values_MK: Tensor
+    inverse: Tensor
+
+
+@dataclass
+class Arithmetic:
+    """How a module multiplies. `emulate`: with the casts' values in float32, on any device. `cast`, `cast_to`,
+    `largest` and `cast_blocks` are functions or what a fuser runs in their place."""
+
+    recipe: Recipe
+    emulate: bool
+
+    def __post_init__(self) -> None:
+        self.paused = False
+        """Whether layers multiply as torch's do."""
+        self.cast: Callable[..., Any] = _cast
+        self.cast_to: Callable[..., Any] = _cast_to
+        self.largest: Callable[..., Any] = _largest
+        self.cast_blocks: Callable[..., Any] = mxfp8.cast
+
+    def fuse(self, fuser: Fuser) -> None:
+        """Let the casts run as `fuser` says, each as one kernel."""
+        if self.recipe.blocks:
+            self.cast_blocks = fuser(mxfp8.GLUE) or mxfp8.cast
+            return
+        self.cast, self.cast_to, self.largest = (fuser(glue) or glue.function for glue in _glue(self.recipe))
+
+    def operand(
+        self,
+        x_TF: Tensor,
+        dtype: torch.dtype = E4M3,
+        *,
+        turned: bool = False,
+        by_row: bool | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Operand:
+        """`x_TF` as an operand that contracts F, or T where it is `turned`. Collective with a `group`, over whose ranks
+        what a scale is shared by is cut."""
+        by_row = self.recipe.by_row if by_row is None else by_row
+        multiple = self.recipe.multiple
+        if turned and x_TF.shape[-2] % multiple:
+            x_TF = torch.nn.functional.pad(x_TF, (0, 0, 0, -x_TF.shape[-2] % multiple))
+        x_TF = x_TF.detach().contiguous()  # one graph for all that is cast
+        if self.recipe.blocks:  # whole on every rank
+            return Operand(*self.cast_blocks(x_TF, turned, not self.emulate))
+        if group is None:
+            return Operand(*self.cast(x_TF, dtype, self.recipe.power_of_two, by_row, turned))
+        largest = self.largest(x_TF, by_row, turned)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return Operand(*self.cast_to(x_TF, largest, dtype, self.recipe.power_of_two, turned))
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        """[M, N] in `dtype`. `fast`: tensor cores of Hopper may add in less than float32, as torchao lets them in the
+        forward pass."""
+        if self.emulate:
+            wide = torch.promote_types(dtype, torch.float32)
+            with _no_autocast(a.values_MK.device):
+                return (restored(a, wide) @ restored(b, wide).t()).to(dtype)
+        if self.recipe.blocks:
+            return mxfp8.product(a.values_MK, a.inverse, b.values_MK, b.inverse).to(dtype)
+        inverse_a, inverse_b = a.inverse, b.inverse
+        kind = ScalingType.RowWise if inverse_a.ndim or inverse_b.ndim else ScalingType.TensorWise
+        if kind is ScalingType.RowWise:  # one scale for all rows of the other operand: torch wants both alike
+            inverse_a = inverse_a.expand(len(a.values_MK), 1).contiguous()
+            inverse_b = inverse_b.expand(len(b.values_MK), 1).contiguous().t()
+        result_MN = scaled_mm(
+            a.values_MK,
+            b.values_MK.t(),
+            inverse_a,
+            kind,
+            inverse_b,
+            kind,
+            output_dtype=torch.bfloat16,  # the one that every kernel has
+            use_fast_accum=fast,
+        )
+        return result_MN.to(dtype)
+
+
+def require(device: torch.device, recipe: Recipe) -> None:
+    """Raise ConfigError, naming the device and the way out, where float8 products do not run."""
+    where, fix = "model.fp8", "model.fp8=null, or model.fp8.emulate=true for the same numbers without the speed"
+    kinds = "L40S, H100, B200"
+    if recipe.blocks:
+        where, kinds = "model.fp8.recipe=mxfp8", "B200"
+        fix = "model.fp8.recipe=rowwise, or model.fp8.emulate=true for the same numbers without the speed"
+    if device.type != "cuda":
+        reason = f"this run is on {device.type}"
+    elif torch.version.hip is not None:
+        reason = f"{torch.cuda.get_device_name()} is an AMD GPU, whose formats differ"
+    elif torch.cuda.get_device_capability() < recipe.capability:
+        has = ".".join(map(str, torch.cuda.get_device_capability()))
+        reason = f"{torch.cuda.get_device_name()} has {has}"
+    else:
+        return
+    needed = ".".join(map(str, recipe.capability))
+    raise ConfigError(
+        f"{where}: products of 8-bit floats need an NVIDIA GPU of compute capability {needed} or higher ({kinds}), but "
+        f"{reason}",
+        keys=("model.fp8",),
+        fix=fix,
+    )
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on this device; None outside of it."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
+
+
+def restored(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """What an operand stands for."""
+    if operand.inverse.dtype == mxfp8.SCALE:
+        return mxfp8.restored(operand.values_MK, operand.inverse, dtype)
+    return operand.values_MK.to(dtype) * operand.inverse
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """What a number is multiplied by before it is rounded, given the largest magnitude of what shares it; float32."""
+    # In float64, as compiled code divides less exactly than 1 ulp in float32.
+    scale = (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST)).float()
+    if power_of_two:  # the exponent alone: logarithms would round numbers next to a power to it
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return scale
+
+
+def _cast(x_TF: Tensor, dtype: torch.dtype, power_of_two: bool, by_row: bool, turned: bool) -> tuple[Tensor, Tensor]:
+    return _cast_to(x_TF, _largest(x_TF, by_row, turned), dtype, power_of_two, turned)
+
+
+def _largest(x_TF: Tensor, by_row: bool, turned: bool) -> Tensor:
+    """[M, 1] or []."""
+    if not by_row:
+        return x_TF.abs().amax()
+    return x_TF.abs().amax(-2).unsqueeze(-1) if turned else x_TF.abs().amax(-1, keepdim=True)
+
+
+def _cast_to(
+    x_TF: Tensor, largest: Tensor, dtype: torch.dtype, power_of_two: bool, turned: bool
+) -> tuple[Tensor, Tensor]:
+    most, scale = torch.finfo(dtype).max, scale_of(largest, dtype, power_of_two)
+    x_MK = x_TF.transpose(-2, -1) if turned else x_TF
+    values_MK = (x_MK.float() * scale).clamp(-most, most).to(dtype).contiguous()
+    return values_MK, scale.reciprocal()
+
+
+def _glue(recipe: Recipe) -> list[Glue]:
+    """`cast`, `cast_to` and `largest`, under the name of the recipe, whose constants their graphs have."""
+
+    def numbers(rows: int) -> Tensor:
+        return torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
+
+    def to_cast(rows: int) -> tuple[Any, ...]:
+        return numbers(rows), E4M3, recipe.power_of_two, recipe.by_row, False
+
+    def to_cast_to(rows: int) -> tuple[Any, ...]:
+        return numbers(rows), _largest(numbers(rows), recipe.by_row, False), E4M3, recipe.power_of_two, False
+
+    def to_measure(rows: int) -> tuple[Any, ...]:
+        return numbers(rows), recipe.by_row, False
+
+    return [
+        Glue(f"fp8 cast {recipe.name}", _cast, None, to_cast),
+        Glue(f"fp8 cast to a maximum {recipe.name}", _cast_to, None, to_cast_to),
+        Glue(f"fp8 maximum {recipe.name}", _largest, None, to_measure),
+    ]

@@ -1,0 +1,236 @@
+"""Finding glue in the layers of an unmodified library model: norms, gates of MLPs, rotary positions.
+
+By structure and measurement, never by name of a family: a norm is a module without children that scales by one vector
+and multiplies no matrices; a gated MLP computes down(act(gate(x)) * up(x)), on small numbers to the last bit; rotary
+positions are a function of (q, k, cos, sin) that an attention's forward calls. What is found is called through the
+fuser; whoever wraps or shards the modules afterwards (tensor parallelism, adapters, FSDP2) sees the same modules and
+parameters. Additions to the residual stand in the forward of each family's layer, where only compiling the whole layer
+reaches.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from automodel_cli.distributed.fusion.compiled_regions import Fuser, Glue
+
+_FEWEST = 3  # operators of a norm that is worth a graph: torch's own is one kernel already
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm", "matmul", "linear")
+_ROTARY = ["q", "k", "cos", "sin"]
+_HEAD, _HEADS = 16, 2
+
+
+def fuse_layers(part: nn.Module, fuser: Fuser) -> None:
+    """Let the glue in the layers of `part`, and in its last norm, run as `fuser` says, in place. Parameters may be on
+    the meta device."""
+    with torch.device("cpu"):  # of what is measured
+        for module in list(part.modules()):
+            if "forward" not in vars(module):  # somebody's own
+                _fuse_norm(module, fuser)
+                _fuse_mlp(module, fuser)
+                _fuse_rotary(module, fuser)
+
+
+def _fuse_norm(module: nn.Module, fuser: Fuser) -> None:
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or not _is_norm(module):
+        return
+    name, width = f"norm {type(module).__name__}", len(weight)
+
+    def sample(rows: int) -> tuple[Any, ...]:
+        return _small_norm(module, width), _numbers(rows, width)
+
+    run = fuser(Glue(name, type(module).forward, (0, 1), sample))
+    if run is None:
+        return
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or args[0].shape[-1] != width:
+            return own(*args, **kwargs)
+        x = args[0]
+        if x.ndim > 2 and x.is_contiguous():  # one graph whatever stands before the last dim
+            return run(module, x.flatten(0, -2)).view(x.shape)
+        return run(module, x)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if len(module._modules) or isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return False
+    with _Operators() as seen:
+        try:
+            tiny = _small_norm(module, 8)
+            seen.names.clear()
+            x = torch.ones(3, 8)
+            result = type(tiny).forward(tiny, x)
+        except Exception:  # a module's code may do anything with what is not its own
+            return False
+    is_like = isinstance(result, Tensor) and result.shape == x.shape
+    return is_like and len(seen.names) >= _FEWEST and not any(name in _PRODUCTS for name in seen.names)
+
+
+def _small_norm(module: nn.Module, width: int) -> nn.Module:
+    tiny = copy.copy(module)
+    tiny._parameters = {"weight": nn.Parameter(_numbers(1, width)[0])}
+    return tiny
+
+
+class _Operators(TorchDispatchMode):
+    """Names of the operators that make something new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def _gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return act(gate) * up
+
+
+def _gated_halves(act: Callable[[Tensor], Tensor], both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return act(gate) * up
+
+
+def _fuse_mlp(module: nn.Module, fuser: Fuser) -> None:
+    linear = {name: child for name, child in module._modules.items() if hasattr(child, "in_features")}
+    if len(linear) not in (2, 3):
+        return
+    names = _as_gated_mlp(module, tuple(linear))
+    if names is None:
+        return
+    *first, down, act_name = names
+    act = getattr(module, act_name)
+    glue_of = _gated if len(first) == 2 else _gated_halves
+
+    def sample(rows: int) -> tuple[Any, ...]:
+        return act, *(_numbers(rows, 32, seed) for seed in range(len(first)))
+
+    run = fuser(Glue(f"gate {_name_of(act)}", glue_of, tuple(range(len(first))), sample))
+    if run is None:
+        return
+
+    def forward(x: Tensor) -> Tensor:
+        parts = [getattr(module, name)(x) for name in first]
+        if all(part.ndim > 2 and part.is_contiguous() for part in parts):
+            flat = run(act, *(part.flatten(0, -2) for part in parts))
+            return getattr(module, down)(flat.view(*parts[0].shape[:-1], -1))  # type: ignore[no-any-return]
+        return getattr(module, down)(run(act, *parts))  # type: ignore[no-any-return]
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _as_gated_mlp(module: nn.Module, linear: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Names of its first products, its last one and its activation, if the module's forward is that formula."""
+    own = type(module).forward
+    if len(inspect.signature(own).parameters) != 2:
+        return None
+    acts = [name for name in (*module._modules, *vars(module)) if name not in linear and _is_activation(module, name)]
+    x = _numbers(5, 8)
+    for order in itertools.permutations(linear):
+        *first, down = order
+        tiny = copy.copy(module)
+        inner = 6 if len(first) == 2 else 12
+        shapes = {**dict.fromkeys(first, (8, inner)), down: (6, 8)}
+        tiny._modules = {
+            name: _small_linear(*shapes[name], seed) if name in shapes else child
+            for seed, (name, child) in enumerate(module._modules.items())
+        }
+        for act_name in acts:
+            try:
+                act = getattr(tiny, act_name)
+                parts = [getattr(tiny, name)(x) for name in first]
+                gated = _gated(act, *parts) if len(first) == 2 else _gated_halves(act, *parts)
+                if torch.equal(own(tiny, x), getattr(tiny, down)(gated)):
+                    return *first, down, act_name
+            except Exception:  # a family's code may do anything with sizes that are not its own
+                continue
+    return None
+
+
+def _is_activation(module: nn.Module, name: str) -> bool:
+    value = module._modules.get(name, vars(module).get(name))
+    is_bare = not isinstance(value, nn.Module) or not any(True for _ in value.parameters())
+    return callable(value) and is_bare and not isinstance(value, type)
+
+
+def _name_of(act: Any) -> str:
+    return str(getattr(act, "__name__", type(act).__name__))
+
+
+def _fuse_rotary(module: nn.Module, fuser: Fuser) -> None:
+    forward = type(module).forward
+    for name, function in _rotations(forward):
+        run = fuser(Glue("rotary", function, (2, 3), _rotary_sample_of(function)))
+        if run is not None:
+            module.forward = MethodType(_calling(forward, name, run, function), module)  # type: ignore[method-assign]
+            return
+
+
+@cache
+def _rotations(forward: Any) -> list[tuple[str, Callable[..., Any]]]:
+    if not isinstance(forward, FunctionType):
+        return []
+    return list(_functions_of_positions(forward))
+
+
+def _functions_of_positions(forward: FunctionType) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in forward.__code__.co_names:
+        function = forward.__globals__.get(name)
+        if isinstance(function, FunctionType) and list(inspect.signature(function).parameters)[:4] == _ROTARY:
+            yield name, function
+
+
+@cache
+def _calling(forward: FunctionType, name: str, run: Callable[..., Any], function: Callable[..., Any]) -> FunctionType:
+    """The same code, in which `name` means `run`; with more arguments than the four, the function as written."""
+
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        return run(*args) if len(args) == 4 and not kwargs else function(*args, **kwargs)
+
+    names = {**forward.__globals__, name: rotated}
+    same = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    same.__kwdefaults__ = forward.__kwdefaults__
+    return same
+
+
+def _rotary_sample_of(function: Callable[..., Any]) -> Callable[[int], tuple[Any, ...]]:
+    """With an angle for each dim of a head, or (GPT-OSS) for each pair of them."""
+
+    def sample(rows: int, repeat: int = 2) -> tuple[Any, ...]:
+        angle = _numbers(rows, _HEAD // 2).repeat(1, repeat)
+        q, k = (_numbers(rows, _HEADS * _HEAD, seed).view(1, rows, _HEADS, _HEAD).transpose(1, 2) for seed in (1, 2))
+        return q, k, angle.cos()[None], angle.sin()[None]
+
+    try:
+        function(*sample(2))
+    except RuntimeError:
+        return partial(sample, repeat=1)
+    return sample
+
+
+def _small_linear(inputs: int, outputs: int, seed: int) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=False)
+    linear.weight = nn.Parameter(_numbers(outputs, inputs, seed), requires_grad=False)
+    return linear
+
+
+def _numbers(rows: int, width: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))

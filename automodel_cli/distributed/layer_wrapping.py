@@ -1,0 +1,89 @@
+"""The layers of a part: which they are, and what every strategy does to them before it shards."""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed import torch_compat
+from automodel_cli.distributed.activation_checkpointing.apply import apply_activation_checkpointing
+from automodel_cli.distributed.fusion.compiled_regions import compilations
+
+
+class LayerOptions(Protocol):
+    """The options of a strategy that concern layers, as in `ParallelizerConfig`."""
+
+    @property
+    def activation_checkpointing(self) -> bool | int | str: ...
+    @property
+    def autocast_dtype(self) -> str | None: ...
+    @property
+    def enable_compile(self) -> bool | str: ...
+    @property
+    def compile_backend(self) -> str: ...
+
+
+def prepare_layers(model: nn.Module, config: LayerOptions, device_type: str) -> list[nn.Module]:
+    """What comes before data parallelism, the same for every strategy. Returns the layers."""
+    layers = transformer_layers(model)
+    mode = config.activation_checkpointing
+    # What the compiler has made is no list of products, from which "selective" would choose what to keep: it must see
+    # the choice in its graph. A break in that graph would make it leave the whole layer alone, and say nothing.
+    whole = mode == "selective"
+    backend = None
+    if config.enable_compile is True:
+        backend = torch_compat.counted_backend(config.compile_backend, functools.partial(compilations.append, "layer"))
+    apply_activation_checkpointing(layers, mode, None if whole else backend)
+    if backend is not None:
+        for layer in layers:  # in place: parameter names stay, unlike with torch.compile(layer)
+            if whole or not getattr(layer, "gradient_checkpointing", False):
+                layer.compile(backend=backend, fullgraph=whole)
+    if config.autocast_dtype is not None:
+        autocast = torch.autocast(device_type, getattr(torch, config.autocast_dtype))
+        model.forward = autocast(model.forward)  # type: ignore[method-assign]  # the whole part, whoever calls it
+    return layers
+
+
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of an unmodified library model, in the order of `model.modules()`, none inside another.
+
+    A pipeline stage may have none: all slots of its decoder list are then without parameters.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+    is_empty_stage = bool(lists) and not any(True for entries in lists for _ in entries.parameters())
+    if not layers and not is_empty_stage:
+        raise ConfigError(
+            f"{type(model).__name__} has no layers that the library marks as blocks: none of its modules is a "
+            "GradientCheckpointingLayer",
+            fix="use a decoder model that transformers' own Trainer can checkpoint",
+        )
+    return layers
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter and buffer unfilled storage on `device`. Tied parameters stay one parameter."""
+    real: dict[Tensor, Tensor] = {}
+
+    def storage(tensor: Tensor) -> Tensor:
+        if tensor not in real:
+            empty = torch.empty_like(tensor, device=device)
+            real[tensor] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        return real[tensor]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    tensors[name] = storage(tensor)  # type: ignore[assignment]

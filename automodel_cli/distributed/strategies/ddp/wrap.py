@@ -1,0 +1,84 @@
+"""DDP around one part, with gradients summed instead of averaged."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.layer_wrapping import materialize, prepare_layers
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.sharded_module import Sharded, register
+from automodel_cli.distributed.strategies.ddp.config import DDPConfig
+
+logger = logging.getLogger(__name__)
+
+
+class DDPSharded(Sharded):
+    """Whole copies; the wrapper runs, and reduces while backward does."""
+
+    def __init__(self, part: nn.Module, wrapped: DistributedDataParallel):
+        super().__init__(part)
+        self._wrapped = weakref.ref(wrapped)
+
+    @contextmanager
+    def microbatch(self, is_last: bool) -> Iterator[None]:
+        wrapped = self._wrapped()
+        assert wrapped is not None, "the wrapper runs, so somebody holds it"
+        if not is_last and wrapped.static_graph:
+            raise ConfigError(
+                "static_graph=true works with one microbatch per step only: torch's DDP fails when the first ones are "
+                "not reduced",
+                keys=("static_graph",),
+                fix="parallelizer.static_graph=false",
+            )
+        with nullcontext() if is_last else wrapped.no_sync():
+            yield
+
+
+def ddp_parallelize(part: nn.Module, mesh: Mesh, config: DDPConfig) -> nn.Module:
+    """Wrap a part whose parameters are whole on every rank. Meta parameters are allocated first, still unfilled: DDP
+    builds its buckets around the tensors themselves. Whoever fills them must give every rank the same values. A part
+    that trains nothing has nothing to reduce, and stays as it is."""
+    layers = prepare_layers(part, config, mesh.device.type)
+    if config.enable_compile is True:
+        # Cuts graphs at bucket boundaries, which layers do already, and cannot cut a checkpointed layer.
+        torch._dynamo.config.optimize_ddp = False
+    materialize(part, mesh.device)
+    if not any(param.requires_grad for param in part.parameters()):
+        return part
+    wrapped = DistributedDataParallel(
+        part,
+        process_group=mesh.dp.get_group(),
+        init_sync=False,
+        broadcast_buffers=config.broadcast_buffers,
+        find_unused_parameters=config.find_unused_parameters,
+        static_graph=config.static_graph,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        bucket_cap_mb=config.bucket_cap_mb,
+    )
+    wrapped.register_comm_hook(wrapped.process_group, _all_reduce_sum)
+    register(DDPSharded(part, wrapped), part, wrapped)
+    logger.info("ddp: %d layers on each of %d ranks", len(layers), mesh.dp_size)
+    return wrapped
+
+
+def prepare_ddp_stage(part: nn.Module, mesh: Mesh, config: DDPConfig) -> None:
+    """Prepare one stage of a pipeline in place. DDP's reducer does not know when a step's last backward is over, so the
+    stage gets no wrapper, and the pipeline sums the gradients."""
+    config.check_mesh(mesh.layout.to_config())
+    prepare_layers(part, config, mesh.device.type)
+    materialize(part, mesh.device)
+
+
+def _all_reduce_sum(group, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
+    """DDP communication hook: unlike torch's own, it does not divide by the number of ranks."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])

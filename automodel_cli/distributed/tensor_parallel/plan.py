@@ -1,0 +1,219 @@
+"""Which module is sharded how over tp: the plans that Hugging Face models publish, as torch's parallel styles.
+
+A plan maps names to style strings; `*` in a name stands for a layer number. Only the strings are used, none of the
+library's hooks. Where no plan is published (GPT-OSS attention) or only part of one (DeepSeek-V3 attention), entries are
+found by the structure of the model's modules, never by its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.expert_parallel.apply import is_experts
+from automodel_cli.distributed.tensor_parallel.styles import (
+    ExpertsOverTP,
+    LocalParameters,
+    MLAKeyProjection,
+    PackedColwise,
+    PackedRowwise,
+    SumOutput,
+    SumParameterGradients,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Plan = dict[str, ParallelStyle]
+"""Module or parameter name, `*` for a layer number -> style."""
+
+
+def _gather_output() -> ParallelStyle:
+    return ColwiseParallel(output_layouts=Replicate())
+
+
+def _split_input() -> ParallelStyle:
+    return RowwiseParallel(input_layouts=Replicate())
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": _gather_output,
+    "colwise_rep": _gather_output,
+    "rowwise_split_input": _split_input,
+    "rowwise_rep": _split_input,
+    "embedding_rowwise": _split_input,
+    "embedding_colwise": _gather_output,
+    "sequence_parallel": SequenceParallel,
+    "packed_colwise": PackedColwise,
+    "packed_rowwise": PackedRowwise,
+    "replicated_with_grad_allreduce": SumParameterGradients,
+    "mla_kv_a_proj": MLAKeyProjection,
+    "moe_tp_experts": ExpertsOverTP,
+    "all_reduce": SumOutput,
+    "local_params": LocalParameters,
+}
+
+# What tensor parallelism leaves alone: copies, what belongs to expert parallelism (in old and new plans), and experts
+# that return their input, which need nothing where experts are sharded whole.
+_NOT_TENSOR_PARALLEL = frozenset(
+    {
+        "replicate",
+        "gather",
+        "local_colwise",
+        "local_rowwise",
+        "local_packed_rowwise",
+        "grouped_gemm",
+        "ep_dispatch_experts",
+        "ep_router",
+        "megamoe_experts",
+        "megamoe_router",
+        "moe_identity_expert",
+    }
+)
+
+PLAN_STRINGS = tuple(sorted([*_STYLES, *_NOT_TENSOR_PARALLEL]))
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle | None:
+    """A plan string of transformers -> a new torch style; None for what tensor parallelism leaves alone.
+
+    Raises TypeError for anything but a string, and ValueError with the known strings for an unknown one.
+    """
+    if not isinstance(style, str):
+        raise TypeError(f"a tensor-parallel style is named by a string, not by {style!r} ({type(style).__name__})")
+    if style in _STYLES:
+        return _STYLES[style]()
+    if style in _NOT_TENSOR_PARALLEL:
+        return None
+    raise ValueError(f"unknown tensor-parallel style {style!r}; known: {', '.join(PLAN_STRINGS)}")
+
+
+def get_hf_tp_shard_plan(model: PreTrainedModel) -> Plan:
+    """The model's published plan and our entries by structure, translated. Names are those of the model's modules.
+
+    Later wins: the class's own plan, the instance's, the base model's. The input embedding is sharded over the
+    vocabulary unless the plan names it. Raises ConfigError for a model without a plan.
+    """
+    # module name -> style string; wildcards for the layers: {"model.layers.*.mlp.up_proj": "colwise"}
+    strings = published_plan(model)
+    structural = structural_plan(model)
+    outer = {name_of(model, model.get_input_embeddings()), name_of(model, model.get_output_embeddings())}
+    has_layers = any(isinstance(module, nn.Linear) and name not in outer for name, module in model.named_modules())
+    if has_layers and not structural and not strings.keys() - outer:
+        raise ConfigError(
+            f"{type(model).__name__} has no tensor-parallel plan: its class and config name no layers to shard",
+            keys=("parallelizer.tp_plan", "mesh.tp_size"),
+            fix="mesh.tp_size=1, or parallelizer.tp_plan={module name: style, ...}",
+        )
+    strings = {**strings, **structural}  # ours wins where both name a module
+    if embedding := name_of(model, model.get_input_embeddings()):
+        strings.setdefault(embedding, "embedding_rowwise")
+    return translate_plan(_without_state_layers(model, strings))
+
+
+def _without_state_layers(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """A plan is for attention and MLP. Where a layer that carries a state has modules of the same names (Kimi's), they
+    stay whole: its convolutions and gates know nothing of shards of heads."""
+    names = [name for name, _ in model.named_modules()]
+    states = [f"{name}." for name, module in model.named_modules() if getattr(module, "carries_state", False)]
+    inside = {name for name in names if name.startswith(tuple(states))}
+    shared = {wildcard(name) for name in inside} & plan.keys()
+    own = {name: plan[wildcard(name)] for name in names if wildcard(name) in shared and name not in inside}
+    return {name: style for name, style in plan.items() if name not in shared} | own
+
+
+def published_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Style strings as the library publishes them, by full name: on classes, instances and configs, inner ones last."""
+    plan: dict[str, str] = dict(getattr(type(model), "_tp_plan", None) or {})
+    for prefix, module in model.named_modules():
+        own = getattr(module, "_tp_plan", None) or {}  # only the library's model classes have it
+        is_base = getattr(module, "base_model", None) is module
+        of_config = (module.config.base_model_tp_plan or {}) if is_base else {}  # type: ignore[union-attr]
+        plan |= {f"{prefix}.{name}".lstrip("."): style for name, style in {**own, **of_config}.items()}
+    return plan
+
+
+def structural_plan(model: nn.Module) -> dict[str, str]:
+    """Our own entries. Attention with sinks (GPT-OSS): one sink per head, sharded with the heads. Latent attention
+    (DeepSeek): heads are made by the `_b_` projections. Experts that the library calls through its interface.
+    """
+    plan: dict[str, str] = {}
+    for name, module in model.named_modules():
+        key = wildcard(name)
+        children = dict(module.named_children())
+        # colwise: weights (out, in) cut over out, so each rank has whole heads; rowwise: over in, then a sum
+        if "sinks" in module._parameters and {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
+            plan |= {key: "local_params", f"{key}.sinks": "colwise", f"{key}.o_proj": "rowwise"}
+            plan |= {f"{key}.{child}": "colwise" for child in ("q_proj", "k_proj", "v_proj")}
+        # latent attention: the compressed keys (B, T, rank) stay whole, heads are made of them by q_b and kv_b
+        if {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= children.keys():
+            plan |= {f"{key}.kv_a_proj_with_mqa": "mla_kv_a_proj", f"{key}.o_proj": "rowwise"}
+            heads = [child for child in ("q_proj", "q_b_proj", "kv_b_proj") if children.get(child) is not None]
+            plan |= {f"{key}.{child}": "colwise" for child in heads}
+        if is_experts(module):
+            plan[key] = "moe_tp_experts"
+    return plan
+
+
+def custom_plan(given: object, model: PreTrainedModel) -> Plan:
+    """The user's `tp_plan`: a mapping of names to style strings or torch styles, a function of the model that returns
+    one, or the import path of either. It replaces the published plan.
+    """
+    plan = _import(given) if isinstance(given, str) else given
+    if callable(plan):
+        plan = plan(model)
+    if not isinstance(plan, Mapping) or not plan:
+        raise _bad_plan(f"tp_plan is {plan!r}, not a mapping of module names to styles")
+    try:
+        return translate_plan(plan)
+    except (TypeError, ValueError) as error:
+        raise _bad_plan(f"tp_plan: {error}") from error
+
+
+def translate_plan(plan: Mapping[str, Any]) -> Plan:
+    """Strings become styles, styles stay; what tensor parallelism leaves alone is left out."""
+    styles = {
+        name: style if isinstance(style, ParallelStyle) else translate_to_torch_parallel_style(style)
+        for name, style in plan.items()
+    }
+    return {name: style for name, style in styles.items() if style is not None}
+
+
+def wildcard(name: str) -> str:
+    """ "model.layers.3.mlp" -> "model.layers.*.mlp": how plans name modules."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def name_of(model: nn.Module, module: nn.Module | None) -> str | None:
+    return next((name for name, child in model.named_modules() if child is module), None)
+
+
+def _import(path: str) -> object:
+    """What an import path names, in a package that is loaded already: a config may not decide what code is loaded."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name or module_name.partition(".")[0] not in sys.modules:
+        raise ConfigError(
+            f"tp_plan={path!r} lies in a package that this run has not loaded",
+            keys=("tp_plan",),
+            fix=f"parallelizer.tp_plan._target_={path} --trust-package {path.partition('.')[0]}",
+        )
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise _bad_plan(f"tp_plan={path!r} cannot be imported: {error}") from error
+
+
+def _bad_plan(message: str) -> ConfigError:
+    return ConfigError(
+        message, keys=("tp_plan",), fix="parallelizer.tp_plan=null, for the plan that the model publishes"
+    )

@@ -1,0 +1,184 @@
+"""Sequence parallelism: between a layer's blocks the residual is sharded over tokens, over the same ranks as tp.
+
+From the part's first own layer to its last one, every rank holds ceil(T / tp) tokens of each row. Norms work on those;
+attention and MLP (mixtures of experts too) gather all tokens at their input and give back this rank's share. So what
+comes before and after the layers, other pipeline stages and the head see whole rows. (The residual is sharded at the
+first layer's input, not at the embedding: models size masks and rotary tables by what they embed.)
+
+A block whose layers all follow the plan gathers into a DTensor: the column-parallel layers then leave its gradient
+partial, and one reduce-scatter serves them all. Any other block gathers a plain tensor, whose gradient is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.expert_parallel.apply import experts_modules
+from automodel_cli.distributed.scatter_gather import all_of, pad_to, share_of
+from automodel_cli.distributed.tensor_parallel.styles import SumParameterGradients
+
+_TOKENS = 1  # the dim of hidden_BTD
+
+
+def shard_tokens(hidden_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's tokens of what every rank has; the last ranks' are padded with zeros. The backward gathers."""
+    return share_of(hidden_BTD, mesh.get_group(), _TOKENS, padded=True)
+
+
+def gather_tokens(hidden_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
+    """All tokens, for every rank to use alike: the backward takes this rank's share."""
+    return all_of(hidden_BtD, num_tokens, mesh.get_group(), _TOKENS)
+
+
+def apply_sequence_parallel(layers: list[nn.Module], mesh: DeviceMesh, uniform: set[nn.Module]) -> None:
+    """Shard the residual of these consecutive layers, which are tensor parallel already, in place.
+
+    `uniform`: blocks in which every parameter follows the plan and whose last layer is `scattering`.
+    Raises ConfigError for a layer with parameters of its own, whose place in the layer is not known.
+    """
+    for layer in layers:
+        for block in blocks(layer):
+            _wrap(block, mesh, block in uniform)
+        for norm in norms(layer):
+            SumParameterGradients()._apply(norm, mesh)
+    routes = any(experts_modules(layer) for layer in layers)
+
+    def enter(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        def shard(hidden_BTD: Tensor) -> Tensor:
+            if routes and layer.training:
+                _refuse_padding(hidden_BTD.shape[_TOKENS], mesh.size())
+            return shard_tokens(hidden_BTD, mesh)
+
+        return _with_hidden(args, kwargs, shard)
+
+    def leave(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return _with_first(output, lambda own: gather_tokens(own, mesh, _num_tokens(kwargs, own, mesh)))
+
+    if layers:
+        layers[0].register_forward_pre_hook(enter, with_kwargs=True)
+        layers[-1].register_forward_hook(leave, with_kwargs=True)
+
+
+def share_input(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Without sequence parallelism: hand a uniform block its tokens as a DTensor, so that the gradients through its
+    column-parallel layers are summed over tp once, not layer by layer.
+    """
+
+    def as_replicated(hidden_BTD: Tensor) -> DTensor:
+        return DTensor.from_local(hidden_BTD, mesh, [Replicate()], run_check=False)
+
+    block.register_forward_pre_hook(
+        lambda block, args, kwargs: _with_hidden(args, kwargs, as_replicated), with_kwargs=True
+    )
+
+
+def scattering() -> RowwiseParallel:
+    """The row-parallel layer that ends a uniform block: its sum over tp comes out sharded over tokens."""
+    return _Scattering(output_layouts=Shard(_TOKENS))
+
+
+class _Scattering(RowwiseParallel):
+    """A row alone is scattered along the first dim: no copy of its parts side by side."""
+
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, use_local: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
+        if outputs.ndim != _TOKENS + 2 or len(outputs) > 1 or not use_local:
+            return RowwiseParallel._prepare_output_fn(layouts, use_local, mod, outputs, mesh)
+        own_tD = outputs.squeeze(0).redistribute(placements=[Shard(0)], async_op=True).to_local()
+        return own_tD.unsqueeze(0)
+
+
+def blocks(layer: nn.Module) -> Iterator[nn.Module]:
+    """The children that see all tokens: attention, MLP."""
+    yield from (child for child in layer.children() if not _is_norm(child) and any(True for _ in child.parameters()))
+
+
+def norms(layer: nn.Module) -> Iterator[nn.Module]:
+    """The children that act on each token alone, with parameters of every rank."""
+    if next(layer.parameters(recurse=False), None) is not None:
+        names = [name for name, _ in layer.named_parameters(recurse=False)]
+        raise ConfigError(
+            f"sequence_parallel: {type(layer).__name__} has parameters of its own ({', '.join(names)}), whose place in "
+            "the layer is not known",
+            keys=("parallelizer.sequence_parallel",),
+            fix="parallelizer.sequence_parallel=false",
+        )
+    yield from (child for child in layer.children() if _is_norm(child))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    params = list(module.parameters())
+    return bool(params) and all(param.ndim == 1 for param in params)
+
+
+def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
+    def gather(block: nn.Module, args: Any, kwargs: Any) -> Any:
+        def whole(own_BtD: Tensor) -> Tensor:
+            num_tokens = _num_tokens(kwargs, own_BtD, mesh)
+            return (_gather_partial if is_uniform else gather_tokens)(own_BtD, mesh, num_tokens)
+
+        return _with_hidden(args, kwargs, whole)
+
+    def scatter(block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not is_uniform:
+            return _with_first(output, lambda whole_BTD: shard_tokens(whole_BTD, mesh))
+        share = -(-_hidden(args, kwargs).shape[_TOKENS] // mesh.size())
+        return _with_first(output, lambda own_BtD: pad_to(own_BtD, share, _TOKENS))
+
+    block.register_forward_pre_hook(gather, with_kwargs=True)
+    block.register_forward_hook(scatter, with_kwargs=True)
+
+
+def _gather_partial(own_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
+    """All tokens as a DTensor, whose gradient may stay partial until it is scattered."""
+    if len(own_BtD) == 1:  # gathered along the first dim, which needs no copy to put the parts in order
+        rows_tD = DTensor.from_local(own_BtD[0], mesh, [Shard(0)], run_check=False)
+        whole = rows_tD.redistribute(placements=[Replicate()]).unsqueeze(0)
+    else:
+        own = DTensor.from_local(own_BtD, mesh, [Shard(_TOKENS)], run_check=False)
+        whole = own.redistribute(placements=[Replicate()])
+    return whole if whole.shape[_TOKENS] == num_tokens else whole.narrow(_TOKENS, 0, num_tokens)
+
+
+def _num_tokens(kwargs: dict[str, Any], own_BtD: Tensor, mesh: DeviceMesh) -> int:
+    """Tokens of a row, without padding where positions tell: layers and attention get them, an MLP does not and may as
+    well work on the padding.
+    """
+    positions_BT = kwargs.get("position_ids")
+    return own_BtD.shape[_TOKENS] * mesh.size() if positions_BT is None else positions_BT.shape[-1]
+
+
+def _refuse_padding(num_tokens: int, tp_size: int) -> None:
+    if num_tokens % tp_size:
+        raise ConfigError(
+            f"rows of {num_tokens} tokens do not divide over tp_size={tp_size}: routers would count the padding that "
+            "sequence parallelism adds",
+            keys=("data.seq_len", "data.pad_multiple", "mesh.tp_size"),
+            fix=f"data.pad_multiple={tp_size}, or parallelizer.sequence_parallel=false",
+        )
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states among a module's inputs: by the name that the library gives them, or the first one."""
+    hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return hidden
+
+
+def _with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+    return (change(args[0]), *args[1:]), kwargs
+
+
+def _with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Blocks and layers return hidden states, alone or first in a tuple."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -1,0 +1,212 @@
+"""FLOPs and ideal time of one operator call: the roofline of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from automodel_cli.distributed.wgrad_fusion import gemm_timings
+from automodel_cli.dryrun import hardware
+from automodel_cli.dryrun.hardware import Gpu
+from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
+
+_aten = torch.ops.aten
+
+FREE = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+        _aten.detach.default,
+        _aten._local_scalar_dense.default,
+        _aten.lift_fresh.default,
+        _aten.set_.source_Storage,
+        _aten.is_same_size.default,
+    }
+)
+"""Calls that launch nothing."""
+_GATHERS = frozenset({"index", "index_select", "gather", "embedding", "_embedding_bag_forward_only"})
+"""Of their table only what is taken is read."""
+_SCATTERS = frozenset({"index_add_", "index_put_", "index_copy_", "scatter_", "scatter_add_"})
+"""Of what they write into only the places that the last tensor goes to are touched."""
+_SHAPED_LIKE = frozenset({"zeros_like", "ones_like", "full_like", "rand_like", "new_zeros", "new_ones", "new_full"})
+"""Their argument is not read."""
+_OVERWRITES = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"})
+"""Operators in place that do not read what they write."""
+_PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm_v2", "add_grouped"}
+)
+_SDPA = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
+_ENDS = 8  # where `_scaled_grouped_mm_v2` has the ends of its groups
+
+
+def is_view(func: Any) -> bool:
+    return func.is_view or func._schema.name in ("aten::_unsafe_view", "aten::alias", "aten::_reshape_alias")
+
+
+def is_to_itself(func: Any, args: Sequence[Any]) -> bool:
+    """A copy that torch leaves out."""
+    return func is _aten.copy_.default and args[0] is args[1]
+
+
+def flops(func: Any, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> float:
+    """Of a matrix product or of attention, in whatever form, 0 for everything else. `real` gives the integers of a
+    tensor."""
+    name = _name(func)
+    if name.rstrip("_") in _PRODUCTS:
+        a, b = args[1:3] if "add" in name else args[:2]
+        if a.dim() == 2:  # grouped: rows of many experts, or sums over the rows of each
+            return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
+        return 2.0 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[-1]
+    if name.startswith("_flash_attention"):
+        pairs, _ = _pairs(name, args, real)
+        query = args[1] if name.endswith("backward") else args[0]
+        return 4.0 * pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1.0)
+    if name.startswith(_SDPA):
+        return _sdpa_flops(name, args)
+    return 0.0
+
+
+def _sdpa_flops(name: str, args: Sequence[Any]) -> float:
+    """Of all pairs of a row, or the lower half of them where that is all that a kernel knows of its mask."""
+    backward = name.endswith("backward")
+    query, key, value = args[1:4] if backward else args[:3]
+    position = 11 if backward else 6 if "efficient" in name else 4
+    is_causal = len(args) > position and args[position] is True
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * (0.5 if is_causal else 1.0)
+    return 2.0 * pairs * (query.shape[3] + value.shape[3]) * (2.5 if backward else 1.0)
+
+
+def _pairs(name: str, args: Sequence[Any], real: Callable[[Tensor], Tensor | None]) -> tuple[float, float]:
+    """Of queries and keys that meet, and keys that the segment of a query has on average. Causal is aligned at the end
+    of each segment: query i of a segment meets keys 1..(keys - queries + i). Without it, as where a ring brings keys
+    that all come before, every query of a segment meets all of its keys."""
+    backward = name.endswith("backward")
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    bounds = [real(bound) if bound is not None else None for bound in ((args[6], args[7]) if backward else args[3:5])]
+    behind = 0.5 if args[11 if backward else 8] else 0.0
+    with unset_fake_temporarily():
+        if bounds[0] is None or bounds[1] is None:
+            return query.shape[0] * (key.shape[0] - behind * query.shape[0]), key.shape[0]
+        queries, keys = (bound.diff().double() for bound in bounds if bound is not None)
+        pairs = float((queries * (keys - behind * queries)).sum())
+        return pairs, float((queries * keys).sum() / queries.sum().clamp(min=1))
+
+
+def num_bytes(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor], device: str = "cuda"
+) -> int:
+    """Read and written on `device`. What an operator works on in place counts as both, unless it is overwritten whole;
+    of a table that is looked up, and of what is scattered into, only what is touched; of an expanded tensor, what is
+    there."""
+    name = _name(func)
+    if name in _GATHERS:
+        return 2 * _total(outs, device)
+    if name == "all_gather_copy_in":  # its own part of a buffer for all ranks
+        return 2 * _total(args[0], device)
+    read, written = _arguments(func, args, kwargs)
+    if name in _SCATTERS:
+        return 3 * _size([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)][-1])
+    if name in _SHAPED_LIKE:
+        read = []
+    elif name not in _OVERWRITES:
+        read += [t for t, is_out in written if not is_out]
+    return _total(read, device) + _total([*(t for t, _ in written), *outs], device)
+
+
+def _arguments(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[tuple[Tensor, bool]]]:
+    """Tensors that are only read, and those that are written, with whether they are a place for results."""
+    read: list[Tensor] = []
+    written: list[tuple[Tensor, bool]] = []
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        # Optimizers are said to write gradients, which they do when these come scaled.
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
+            written += [(t, argument.is_out or argument.kwarg_only) for t in tensors]
+        else:
+            read += tensors
+    return read, written
+
+
+def _total(tensors: Iterable[Tensor], device: str) -> int:
+    """Bytes, every tensor once."""
+    on_device = {id(t): t for t in tensors if isinstance(t, FakeTensor) and t.fake_device.type == device}
+    return sum(map(_size, on_device.values()))
+
+
+def _size(tensor: Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def launches(func: Any, args: Sequence[Any]) -> int:
+    """Kernels of one call: of sums of experts' gradients one for each expert."""
+    return max(1, len(args[3])) if _name(func) == "add_grouped_" else 1
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.split("::")[1])
+
+
+def seconds(
+    gpu: Gpu, func: Any, args: Sequence[Any], work: float, moved: int, real: Callable[[Tensor], Tensor | None]
+) -> float:
+    """The slower of arithmetic and memory, and never below a kernel's floor. A product that adds to a float32 sum does
+    not do all of both at once."""
+    if not work:
+        return memory_seconds(gpu, moved)
+    arithmetic = work / _rate(gpu, func, args, work, real)
+    if _adds_to_float32(func, args):
+        return gemm_timings.adding(arithmetic, memory_seconds(gpu, 2 * _size(args[0])))
+    return max(arithmetic, memory_seconds(gpu, moved))
+
+
+def _adds_to_float32(func: Any, args: Sequence[Any]) -> bool:
+    return "add" in _name(func) and args[0].dtype == torch.float32 != args[1].dtype
+
+
+def _rate(gpu: Gpu, func: Any, args: Sequence[Any], work: float, real: Callable[[Tensor], Tensor | None]) -> float:
+    """FLOP/s that a product of so many is granted."""
+    name = _name(func)
+    if name.startswith("_flash_attention"):
+        _, tokens = _pairs(name, args, real)
+        return gpu.peak_bf16 * hardware.attention(tokens, backward=name.endswith("backward"))
+    factor = args[1] if "add" in name else args[0]
+    if name.startswith(_SDPA) and factor.dtype != torch.float32:
+        return gpu.peak_bf16 * hardware.attention(args[1].shape[2], backward=name.endswith("backward"))
+    if factor.dtype == torch.float32:
+        return gpu.peak_fp32 * hardware.FP32_PRODUCTS
+    if name == "_grouped_mm":
+        return gpu.peak_bf16 * gemm_timings.grouped(_rows_of_a_group(*args[:3]))
+    if name == "_scaled_grouped_mm_v2":
+        rows = _rows_of_a_group(args[0], args[1], args[_ENDS])
+        return gpu.peak_bf16 * gemm_timings.grouped(rows) * hardware.GROUPED_IN_8_BITS
+    return gpu.peak_bf16 * gemm_timings.single(work / launches(func, args)) * (2 if factor.dtype.itemsize == 1 else 1)
+
+
+def _rows_of_a_group(a: Tensor, b: Tensor, ends: Tensor | None = None) -> float:
+    """Tokens of an expert, on average: of rows times matrices, of sums over rows, or of padded groups."""
+    if a.dim() == 3:
+        return a.shape[1]
+    if b.dim() == 3:
+        return a.shape[0] / max(len(b), 1)
+    return a.shape[1] / max(len(ends) if ends is not None else 1, 1)
+
+
+def flex_seconds(gpu: Gpu, work: float, moved: int, dtype: torch.dtype) -> float:
+    """Of a kernel that torch compiles: FlexAttention, or without `work` anything between products."""
+    rate = gpu.peak_fp32 * hardware.FP32_PRODUCTS if dtype == torch.float32 else gpu.peak_bf16 * hardware.FLEX
+    return max(work / rate, memory_seconds(gpu, moved))
+
+
+def memory_seconds(gpu: Gpu, moved: int) -> float:
+    """Of a kernel without products."""
+    return max(moved / (gpu.bandwidth * gemm_timings.MEMORY), hardware.KERNEL_SECONDS)

@@ -1,0 +1,301 @@
+"""The dispatch mode of a traced rank: sees every operator, keeps real integers, counts, and moves the clocks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from automodel_cli.dryrun import concrete_integers, cost_model, hardware, torch_compat
+from automodel_cli.dryrun.collectives import Collectives
+from automodel_cli.dryrun.concrete_integers import Twins
+from automodel_cli.dryrun.fake_cuda import CUDA
+from automodel_cli.dryrun.hardware import Gpu
+from automodel_cli.dryrun.memory import MemoryTracker, code_line
+from automodel_cli.dryrun.simulated_clock import Clock
+from automodel_cli.dryrun.torch_compat import FakeTensor, unset_fake_temporarily
+
+_aten = torch.ops.aten
+# Results whose size depends on data, and how often the operator's CUDA implementation waits for the device (bincount
+# reads minimum and maximum, and copies).
+_DYNAMIC = {
+    _aten.nonzero.default: 1,
+    _aten.bincount.default: 2,
+    _aten.masked_select.default: 1,
+    _aten._unique2.default: 1,
+    _aten.unique_dim.default: 1,
+    _aten.repeat_interleave.Tensor: 0,
+}
+_BOOLEAN = (torch.bool, torch.uint8)
+_COPIES = (_aten._to_copy.default, _aten.copy_.default)
+_CHOOSES = (_aten.topk.default, torch.ops.automodel.route.default)
+
+
+@dataclass
+class Work:
+    """Of kernels, one after the other."""
+
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+class Counts:
+    """What the measured step did, by name, and in `warm` what the step before it did."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.warm = Work()
+        self.syncs: Counter[tuple[str, str]] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+        """Bytes that they read and write."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.flops = 0.0
+
+    def sync(self, what: str, line: str) -> None:
+        if self.on:
+            self.syncs[what, line] += 1
+
+
+class TracedRank(TorchDispatchMode):
+    """Enter it inside the fake mode. `route`: see `Request`."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        clock: Clock,
+        memory: MemoryTracker,
+        collectives: Collectives,
+        route: str,
+        to_host: float | None = None,
+    ):
+        """`to_host`: bytes/s to the machine's memory; None: the GPU's."""
+        super().__init__()
+        self.gpu, self.clock, self.memory, self.collectives, self.route = gpu, clock, memory, collectives, route
+        self._to_host = to_host or gpu.host
+        self.counts, self.twins, self._aside = Counts(), collectives.twins, False
+        FakeTensor.tolist = self._tolist_of()  # type: ignore[method-assign, assignment]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs inside is not of the step."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
+    def ran_as_one(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], work: float = 0.0) -> None:
+        """One kernel of compiled code, which none of these operators launched. `work`: FLOPs of attention in it."""
+        if not any(_is_cuda(t) for t in written):
+            return
+        for t in written:
+            self.memory.add(t, name)
+        unique = {id(t): t for t in (*read, *written)}.values()
+        moved = sum(t.numel() * t.element_size() for t in unique)
+        self._took(name, cost_model.flex_seconds(self.gpu, work, moved, read[0].dtype), work, moved)
+
+    def synchronised(self, what: str, until: float | None = None) -> None:
+        """The host waits for the current stream, or until a moment, at the line that is running."""
+        self.clock.host_waits(until)
+        self.counts.sync(what, code_line(3))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(torch_compat.is_dtensor(kind) for kind in types):
+            return NotImplemented
+        if self._aside or not torch_compat.fake_mode_is_on():
+            return func(*args, **kwargs)
+        if func in _SCALARS:
+            return self._scalar(func, args)
+        flat, spec = tree_flatten((args, kwargs))
+        tensors = [t for t in flat if isinstance(t, Tensor)]
+        reals = [self.twins.get(t) if isinstance(t, FakeTensor) else t for t in tensors]
+        known = all(real is not None for real in reals)
+        if func in _DYNAMIC and known:
+            if any(_is_cuda(t) for t in tensors):
+                for _ in range(_DYNAMIC[func]):
+                    self.synchronised(func._schema.name.removeprefix("aten::"))
+                self._launch(func, args, kwargs, [])
+            return self._wrapped(self._really(func, flat, spec), tensors)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return self._communicate(func, args, kwargs)
+        if func is _aten._pin_memory.default:
+            return args[0]  # a fake has no memory that could be pinned
+        if func is _aten.index.Tensor:
+            args = (args[0], self._positions(args[1], tensors))
+        if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # The shape function knows bf16 only. On a device the others go one by one, by offsets read on the host.
+            out = func(*(t.bfloat16() for t in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+            self.synchronised("grouped_mm in " + str(args[0].dtype))
+        else:
+            out = func(*args, **kwargs)
+        outs = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        for t in outs:
+            if _is_cuda(t):
+                self.memory.add(t, func._schema.name.removeprefix("aten::"))
+        self._keep_integers(func, args, flat, spec, outs, known)
+        if func in _COPIES and self._crossed(func, args, kwargs, outs):
+            return out
+        launches = (
+            func not in cost_model.FREE and not cost_model.is_view(func) and not cost_model.is_to_itself(func, args)
+        )
+        if launches and any(_is_cuda(t) for t in (*outs, *tensors)):
+            self._launch(func, args, kwargs, outs)
+        elif launches and any(t.is_floating_point() for t in outs):
+            self.clock.host += cost_model.num_bytes(func, args, kwargs, outs, "cpu") / hardware.HOST_MEMORY
+        return out
+
+    def _crossed(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> bool:
+        """Whether it copied between host and device; then that takes the link's time on the current stream, and the
+        host waits for what comes to it, unless it said that it would not."""
+        copied, to = (args[1], args[0]) if func is _aten.copy_.default else (args[0], outs[0])
+        if _is_cuda(copied) is _is_cuda(to):
+            return False
+        name, size = func._schema.name.removeprefix("aten::"), copied.numel() * copied.element_size()
+        self.clock.copy("to device" if _is_cuda(to) else "to host", size / (self._to_host * hardware.LINK))
+        self._count(name, cost_model.memory_seconds(self.gpu, size), 0.0, size)
+        waits = not (kwargs.get("non_blocking") or (func is _aten.copy_.default and len(args) > 2 and args[2]))
+        if _is_cuda(copied) and waits:
+            self.synchronised("copy to host")
+        return True
+
+    def _scalar(self, func: Any, args: Any) -> Any:
+        tensor = args[0]
+        if func is _aten._local_scalar_dense.default:
+            if _is_cuda(tensor):
+                self.synchronised(".item()")
+            real = self.twins.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+            with unset_fake_temporarily():
+                return real.item() if real is not None else _plausible(tensor.dtype)
+        self.synchronised(func._schema.name.removeprefix("aten::"))
+        return True
+
+    def _tolist_of(self) -> Callable[[Any], Any]:
+        def tolist(tensor: Any) -> Any:
+            if _is_cuda(tensor):
+                self.synchronised(".tolist()")
+            real = self.twins.get(tensor)
+            if real is None:
+                with unset_fake_temporarily():
+                    real = torch.full(tuple(tensor.shape), _plausible(tensor.dtype), dtype=tensor.dtype)
+            with unset_fake_temporarily():
+                return real.tolist()
+
+        return tolist
+
+    def _really(self, func: Any, flat: Sequence[Any], spec: Any) -> Any:
+        """The operator on the real twins, on the CPU."""
+        host = torch.device("cpu")
+        values = [
+            self.twins.get(v) if isinstance(v, FakeTensor) else host if isinstance(v, torch.device) else v for v in flat
+        ]
+        args, kwargs = tree_unflatten(values, spec)
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _wrapped(self, real: Any, like: Sequence[Tensor]) -> Any:
+        """Fake tensors of the shape that the real result turned out to have."""
+        device = CUDA if any(_is_cuda(t) for t in like) else torch.device("cpu")
+
+        def wrap(result: Tensor) -> Tensor:
+            fake = torch.empty(result.shape, dtype=result.dtype, device=device)
+            if result.dtype in concrete_integers.KINDS:
+                self.twins.put(fake, result)
+            return fake
+
+        return tree_map_only(Tensor, wrap, real)
+
+    def _positions(self, index: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
+        """Boolean masks of an indexing become the positions that they select, on a device after a wait."""
+        found: list[Tensor | None] = []
+        for i in index:
+            real = self.twins.get(i) if i is not None and i.dtype in _BOOLEAN else None
+            if real is None:
+                found.append(i)
+                continue
+            if i is not None and i.device.type == "cuda":
+                self.synchronised("index by mask")
+            with unset_fake_temporarily():
+                positions = real.nonzero(as_tuple=True)
+            found += [self._wrapped(x, like) for x in positions]
+        return found
+
+    def _keep_integers(
+        self, func: Any, args: Any, flat: Sequence[Any], spec: Any, outs: Sequence[Tensor], known: bool
+    ) -> None:
+        if func in _CHOOSES and len(outs) == 2 and _is_cuda(outs[1]):
+            along = args[2] if func is _aten.topk.default and len(args) > 2 else -1
+            width, chosen = args[0].shape[along], outs[1].shape[-1]
+            with unset_fake_temporarily():
+                index = torch.arange(outs[1].numel()) % (width if self.route == "balanced" else chosen)
+                self.twins.put(outs[1], index.view(outs[1].shape))
+            return
+        small = all(t.dtype in concrete_integers.KINDS and t.numel() <= concrete_integers.LARGEST for t in outs)
+        if not (outs and small and known):
+            return
+        try:
+            real = self._really(func, flat, spec)
+        except (RuntimeError, NotImplementedError, TypeError):  # without a twin it is only a shape, as floats are
+            return
+        for fake, result in zip(outs, [t for t in tree_flatten(real)[0] if isinstance(t, Tensor)], strict=True):
+            if isinstance(fake, FakeTensor):
+                self.twins.put(fake, result)
+
+    def _launch(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        work = cost_model.flops(func, args, self.twins.get)
+        moved = cost_model.num_bytes(func, args, kwargs, outs)
+        took, parts = (
+            cost_model.seconds(self.gpu, func, args, work, moved, self.twins.get),
+            cost_model.launches(func, args),
+        )
+        for _ in range(parts):
+            self._took(name, took / parts, work / parts, moved // parts)
+
+    def _took(self, name: str, took: float, work: float, moved: int) -> None:
+        self.clock.kernel(took)
+        self._count(name, took, work, moved)
+
+    def _count(self, name: str, took: float, work: float, moved: int) -> None:
+        if self.counts.on:
+            self.counts.kernels[name] += 1
+            self.counts.moved[name] += moved
+            self.counts.seconds[name] += took
+            self.counts.flops += work
+        elif name != "zeros_like":  # states of the optimizer, which are made once
+            self.counts.warm.flops += work
+            self.counts.warm.seconds += took
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        for t in tree_flatten(out)[0]:
+            if isinstance(t, Tensor) and _is_cuda(t):
+                self.memory.add(t, name)
+        self.collectives.ran(name, args, kwargs, out, counting=self.counts.on)
+        return out
+
+
+_SCALARS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default})
+
+
+def _is_cuda(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def _plausible(dtype: torch.dtype) -> Any:
+    """A value of a tensor that has none: finite, and true where it is asked."""
+    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+__all__ = ["Counts", "TracedRank", "Twins"]

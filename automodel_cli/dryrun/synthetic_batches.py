@@ -1,0 +1,182 @@
+"""The microbatches of a dry run: rows as long as the config's, documents as long as its data's, where that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import IGNORE_INDEX, Batch
+from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
+from automodel_cli.dryrun.types import DEFAULT_DOCUMENT
+from automodel_cli.models.hub.source import hf_config
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One microbatch on the host: integers with values, and columns without (meta tensors). `lengths` are those of its
+    documents, without the padding between them."""
+
+    lengths: tuple[int, ...]
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    row_ids: Tensor
+    integers: dict[str, Tensor] = field(default_factory=dict)
+    unknown: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """`lengths` in the order in which packed rows take them, again and again, and where they come from. `rows`: those
+    of each row instead, where rows are not packed."""
+
+    lengths: tuple[int, ...]
+    source: str
+    rows: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def alike(self) -> bool:
+        """Whether all microbatches hold as much."""
+        return len(set(self.rows)) <= 1
+
+
+def document_lengths(recipe: Any, asked: int | None, *, read: bool = False) -> Documents:
+    """`asked` tokens each; else those of the recipe's data, which is prepared for it with `read`, or if it is made in
+    code; else a stated default.
+
+    Rows that are not packed hold one document, or a pair of them: as long as the row where nothing is known.
+    """
+    whole, unpacked = recipe.data.seq_len, recipe.data.packing == "none" and recipe.kind != "grpo"
+    if asked is None and (read or recipe.data.task is not None) and recipe.kind != "grpo":
+        return _prepared_lengths(recipe, unpacked)
+    in_row = 2 if unpacked and "pairs_P2" in getattr(recipe.objective, "columns", ()) else 1
+    length = min(asked or (whole if unpacked else DEFAULT_DOCUMENT), whole // in_row)
+    rows = ((length,) * in_row,) if unpacked else ()
+    if asked is not None:
+        return Documents((length,), f"{length} tokens each, as asked", rows)
+    if unpacked:
+        return Documents((length,), f"{in_row} of {length} tokens a row (the longest there can be)", rows)
+    return Documents((length,), f"{length} tokens each (assumed: the data was not read; --document N)")
+
+
+def _prepared_lengths(recipe: Any, unpacked: bool) -> Documents:
+    """Of the first rows of the data as a run would read it."""
+    from automodel_cli.models.tokenizer import load_tokenizer
+
+    found = recipe.prepared(load_tokenizer(recipe.model)).train
+    bounds = [found.tokens(i)[2] for i in range(min(64, len(found)))]
+    rows = tuple(tuple(int(n) for n in of_row[1:] - of_row[:-1]) for of_row in bounds)
+    lengths = tuple(n for row in rows for n in row)
+    source = f"{sum(lengths) / len(lengths):.0f} tokens on average, as in the prepared data"
+    return Documents(lengths, source, rows if unpacked else ())
+
+
+def microbatches(recipe: Any, documents: Documents, number: int) -> list[Columns]:
+    """Rows filled with documents to the last token; rows that are not packed as they are collated, padded to the
+    longest of their microbatch or to the row's length. Every token but a document's last is a label, as it is where
+    `mask=all`: nothing needs more memory."""
+    names = frozenset(getattr(recipe.objective, "columns", ()))
+    compared = _tokens_of_a_teacher(recipe) if any(name.endswith("_BTN") for name in names) else 0
+    taken = _unpacked(recipe, documents) if documents.rows else _packed(recipe, documents)
+    return [_microbatch(index, *next(taken), names, compared) for index in range(number)]
+
+
+Rows = list[list[int]]
+"""Lengths of the documents of each row."""
+
+
+def _packed(recipe: Any, documents: Documents) -> Iterator[tuple[Rows, int]]:
+    """Rows, and how many tokens each of them has."""
+    tokens, lengths = recipe.data.seq_len, cycle(documents.lengths)
+    while True:
+        rows: Rows = []
+        for _ in range(recipe.train.microbatch_size):
+            rows.append([])
+            while (left := tokens - sum(rows[-1])) > 0:
+                rows[-1].append(min(next(lengths), left))
+        yield rows, tokens
+
+
+def _unpacked(recipe: Any, documents: Documents) -> Iterator[tuple[Rows, int]]:
+    """The same for rows that the data gave; what they are padded with follows."""
+    data, given = recipe.data, cycle(documents.rows)
+    while True:
+        rows = [list(next(given)) for _ in range(recipe.train.microbatch_size)]
+        longest = max(map(sum, rows))
+        tokens = data.seq_len if data.pad_to == "seq_len" else -(-longest // data.pad_multiple) * data.pad_multiple
+        yield rows, tokens
+
+
+def _tokens_of_a_teacher(recipe: Any) -> int:
+    """N of columns `[B, T, N]`: the likeliest, or the whole vocabulary, which is the student's."""
+    whole: int = hf_config(recipe.model).get_text_config().vocab_size
+    return recipe.objective.top_k or whole
+
+
+def _microbatch(index: int, rows: Rows, tokens: int, names: frozenset[str], compared: int) -> Columns:
+    lengths = [n for row in rows for n in row]
+    padded = [[*row, *([tokens - sum(row)] if sum(row) < tokens else [])] for row in rows]
+    sizes = torch.tensor([n for row in padded for n in row])
+    ends = sizes.cumsum(0)
+    is_padding = torch.tensor(
+        [i >= len(row) for row, others in zip(rows, padded, strict=True) for i in range(len(others))]
+    )
+    ids = torch.arange(len(rows) * tokens).remainder(1000).view(len(rows), tokens)
+    labels = ids.masked_fill(is_padding.repeat_interleave(sizes).view_as(ids), IGNORE_INDEX)
+    labels.view(-1)[ends - 1] = IGNORE_INDEX
+    positions = torch.cat([torch.arange(n) for n in sizes.tolist()]).view_as(ids)
+    pairs, documents = max(1, len(lengths) // 2), is_padding.logical_not().nonzero()[:, 0]
+    known = {
+        "pairs_P2": documents[torch.arange(2 * pairs) % len(documents)].view(-1, 2),
+        "desirable_S": torch.arange(len(sizes)) % 2,
+    }
+    letters = {"B": len(rows), "T": tokens, "S": len(sizes), "P": pairs, "N": compared}
+    return Columns(
+        tuple(lengths),
+        ids,
+        labels,
+        positions,
+        torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
+        torch.full((len(rows),), index),
+        {name: column for name, column in known.items() if name in names},
+        {name: _column(name, letters) for name in names - known.keys()},
+    )
+
+
+def _column(name: str, letters: dict[str, int]) -> Tensor:
+    """One without values, of the shape that the end of its name says: `teacher_ids_BTN` is rows x tokens x N ids."""
+    shape = [letters[x] if x in letters else int(x) for x in name.rpartition("_")[2]]
+    return torch.empty(shape, dtype=torch.int64 if "_ids_" in name else torch.float32, device="meta")
+
+
+def as_batches(columns: Sequence[Columns], keep: Any) -> list[Batch]:
+    """The same as batches of fake host tensors, under the fake mode; `keep(fake, real)` remembers the integers."""
+
+    def fake(real: Tensor) -> Tensor:
+        tensor = torch.empty(real.shape, dtype=real.dtype)
+        keep(tensor, real)
+        return tensor
+
+    def longest(real: Tensor) -> int:
+        with unset_fake_temporarily():
+            return int(real.diff().max())
+
+    return [
+        Batch(
+            fake(one.input_ids),
+            fake(one.labels),
+            fake(one.positions),
+            fake(one.cu_seqlens),
+            longest(one.cu_seqlens),
+            fake(one.row_ids),
+            {name: fake(real) for name, real in one.integers.items()}
+            | {name: torch.empty(like.shape, dtype=like.dtype) for name, like in one.unknown.items()},
+        )
+        for one in columns
+    ]

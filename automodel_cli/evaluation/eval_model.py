@@ -1,0 +1,110 @@
+"""One model that is judged, built as for training under its own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.engines.base import Engine
+from automodel_cli.rollout.engines.context import EngineHost
+from automodel_cli.rollout.engines.policy_engine import check_decoding, check_lengths
+from automodel_cli.rollout.environments.pool import EnvironmentPool
+from automodel_cli.run.model_builder import Model
+from automodel_cli.run.recipe import Recipe
+from automodel_cli.run.trainer import Session
+from automodel_cli.training.checkpoint.checkpointer import Checkpointer
+
+T = TypeVar("T")
+
+
+@dataclass
+class Candidate:
+    """A model with its tokenizer on this rank, as tasks see it. Every rank has one."""
+
+    label: str
+    recipe: Recipe
+    mesh: Mesh
+    model: Model
+    tokenizer: Any
+    run_dir: Path
+    at_exit: ExitStack = field(default_factory=ExitStack)
+    taught_stops: Sequence[int] = ()
+    _read: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls, label: str, recipe: Recipe, mesh: Mesh, tokenizer: Any, run_dir: Path, checkpoint: Path | None
+    ) -> Candidate:
+        """The model as the recipe begins with it, or with the weights of a checkpoint. Collective."""
+        model = Model.build(recipe, mesh)
+        taught: Sequence[int] = ()
+        if checkpoint is not None:
+            loaded = Checkpointer(run_dir, recipe.checkpoint).load(checkpoint, model.parts)
+            taught = loaded.extra.get("taught_stops", ())
+        return cls(label, recipe, mesh, model, tokenizer, run_dir, taught_stops=taught)
+
+    @classmethod
+    def of_session(cls, session: Session) -> Candidate:
+        """The model of a run that goes on, with whatever weights it has when it is asked."""
+        s = session
+        return cls("", s.recipe, s.mesh, s.model, s.tokenizer, s.run_dir, s.at_exit, s.taught_stops)
+
+    @property
+    def is_main(self) -> bool:
+        return dist.get_rank() == 0
+
+    @cached_property
+    def sampler(self) -> Engine:
+        """The sampler on these weights. Collective. Raises ConfigError for a family that it cannot decode."""
+        config, model = self.model.parts[0].source_config, self.recipe.model
+        try:
+            check_lengths(config, self.recipe.data.seq_len)
+            check_decoding(config, attention=model.attention, trust_remote_code=model.trust_remote_code)
+        except ConfigError as error:
+            raise ConfigError(f"{error.message}; tasks of multiple choice need no sampler", keys=error.keys) from error
+        return EngineHost(self).sampler(max_num_seqs=None, prefill_tokens=8192, refill_share=0.125)
+
+    @property
+    def plays(self) -> RolloutConfig | None:
+        """How conversations with environments go, where the run's questions begin such."""
+        config = getattr(self.recipe, "rollout", None)
+        return config if isinstance(config, RolloutConfig) and config.played else None
+
+    @cached_property
+    def pool(self) -> EnvironmentPool | None:
+        """What answers the model in such conversations; it ends with this model."""
+        config = self.plays
+        if config is None:
+            return None
+        for environment in config.played.values():
+            environment.check()
+        pool = EnvironmentPool(config.played, config.environment_column if config.environments else None)
+        self.at_exit.callback(pool.close)
+        return pool
+
+    def once(self, task: object, read: Callable[[], T]) -> T:
+        """What `read` returned when this was first called for the task: its questions, as this model's tokens."""
+        if id(task) not in self._read:
+            self._read[id(task)] = read()
+        found: T = self._read[id(task)]
+        return found
+
+    def share(self, number: int) -> list[int]:
+        """Which of `number` questions this rank asks: ranks that share rows ask the same."""
+        return list(range(number))[self.mesh.dp_rank :: self.mesh.dp_size]
+
+    def gathered(self, mine: dict[int, Any]) -> list[Any]:
+        """What all ranks found, by the number of the question. Collective."""
+        everywhere: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, mine)
+        found = {number: value for of_rank in everywhere for number, value in of_rank.items()}
+        return [found[number] for number in sorted(found)]

@@ -1,0 +1,114 @@
+"""Multiple choice by log-probs: the head scores every choice as the continuation of its question."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config.errors import DataError
+from automodel_cli.evaluation.scores import Outcome
+from automodel_cli.run.checks.token_ids import check_tokens
+
+if TYPE_CHECKING:
+    from automodel_cli.evaluation.eval_model import Candidate
+    from automodel_cli.evaluation.settings import MultipleChoiceSettings
+
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class _Question:
+    text: str
+    prefix: list[int]
+    choices: list[str]
+    continuations: list[list[int]]
+    answer: int
+
+
+def choose(task: MultipleChoiceSettings, candidate: Candidate) -> Outcome:
+    """Measures `accuracy`. Collective."""
+    asked = questions(task, candidate)
+    pairs = [(q, c) for q, question in enumerate(asked) for c in range(len(question.choices))]
+    mine = candidate.share(len(pairs))
+    longest = -(-len(pairs) // candidate.mesh.dp_size)
+    padded = [*mine, *([0] * (longest - len(mine)))]  # forwards are collective: every rank scores equally many
+    scores: dict[int, float] = {}
+    for begin in range(0, longest, _AT_ONCE):
+        numbers = padded[begin : begin + _AT_ONCE]
+        parts = [(asked[pairs[n][0]].prefix, asked[pairs[n][0]].continuations[pairs[n][1]]) for n in numbers]
+        found = candidate.model.score([prefix + continuation for prefix, continuation in parts])
+        for number, (_, continuation), logprobs in zip(numbers, parts, found, strict=True):
+            scores[number] = logprobs[-len(continuation) :].sum().item()
+    everyone = dict(zip(pairs, candidate.gathered(scores), strict=True))
+    right: list[float | None] = []
+    items = []
+    for q, question in enumerate(asked):
+        values = [everyone[q, c] / _size(task, question, c) for c in range(len(question.choices))]
+        chosen = max(range(len(values)), key=values.__getitem__)
+        right.append(float(chosen == question.answer))
+        said = {"chosen": question.choices[chosen], "answer": question.choices[question.answer]}
+        items.append({"question": question.text, **said, "scores": values})
+    return Outcome({"accuracy": right}, items)
+
+
+def questions(task: MultipleChoiceSettings, candidate: Candidate) -> list[_Question]:
+    """What the task asks, read once. Raises DataError with the line that is no question."""
+    return candidate.once(task, lambda: _questions(task, candidate))
+
+
+def _questions(task: MultipleChoiceSettings, candidate: Candidate) -> list[_Question]:
+    lines = _lines(task)
+    found = [_question(line, where, candidate.tokenizer) for where, line in lines]
+    tokens = [
+        (where, [*question.prefix, *(token for ids in question.continuations for token in ids)])
+        for (where, _), question in zip(lines, found, strict=True)
+    ]
+    check_tokens(tokens, "task's", candidate.tokenizer, candidate.recipe.model)
+    return found
+
+
+def _size(task: MultipleChoiceSettings, question: _Question, choice: int) -> int:
+    if task.normalise == "tokens":
+        return len(question.continuations[choice])
+    return max(1, len(question.choices[choice])) if task.normalise == "characters" else 1
+
+
+def _lines(task: MultipleChoiceSettings) -> list[tuple[str, Any]]:
+    try:
+        lines = Path(task.path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{task.path} cannot be read: {error.strerror}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append((f"{task.path}:{number}", json.loads(line)))
+        except ValueError:
+            raise DataError(f"{task.path}:{number} is no JSON") from None
+    if not found:
+        raise DataError(f"{task.path} has no question")
+    return found[: task.limit]
+
+
+def _question(row: Any, where: str, tokenizer: Any) -> _Question:
+    """Raises DataError with the line of a row that is no question with choices."""
+    choices = row.get("choices") if isinstance(row, dict) else None
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+        raise DataError(f"{where}: choices must be two texts or more")
+    messages = row.get("messages") or [{"role": "user", "content": row.get("question")}]
+    if not isinstance(messages[-1].get("content"), str):
+        raise DataError(f"{where}: question must be a text, or messages a conversation")
+    answer = row.get("answer")
+    number = choices.index(answer) if answer in choices else answer
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(choices):
+        raise DataError(f"{where}: answer={answer!r} is no choice: a number from 0 to {len(choices) - 1}, or its text")
+    if tokenizer.chat_template:
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        prefix = list(encoded["input_ids"])
+    else:
+        prefix = tokenizer(messages[-1]["content"])["input_ids"]
+    continuations = [tokenizer(choice, add_special_tokens=False)["input_ids"] for choice in choices]
+    return _Question(messages[-1]["content"], prefix, choices, continuations, number)

@@ -1,0 +1,48 @@
+"""Bound the clean-up after a failure of one rank of several, which may wait for ranks that wait for this one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch import rank_process, safe_output
+
+TELL_SECONDS = 20.0
+LEAVE_SECONDS = 600.0
+"""A checkpoint that is being written in the background may still become whole."""
+
+
+@contextmanager
+def bounded() -> Iterator[Callable[[BaseException], None]]:
+    """Yield a function that takes the error with which a clean-up begins.
+
+    Where the clean-up has not ended after `TELL_SECONDS`, the error is printed; after `LEAVE_SECONDS` the process ends.
+    """
+    over = threading.Event()
+
+    def failed(error: BaseException) -> None:
+        threading.Thread(target=_watch, args=(error, over), name="clean-up", daemon=True).start()
+
+    try:
+        yield failed
+    finally:
+        over.set()
+
+
+def _watch(error: BaseException, over: threading.Event) -> None:
+    if over.wait(TELL_SECONDS):
+        return
+    if isinstance(error, ConfigError):
+        text = f"{type(error).__name__}: {error}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    text += f"rank {os.environ.get('RANK', '0')} cleans up after this error; it ends within {LEAVE_SECONDS:.0f} s\n"
+    safe_output.urgent(text)
+    if not over.wait(LEAVE_SECONDS):
+        code = rank_process.finish(getattr(error, "exit_code", 1))
+        safe_output.flush()
+        os._exit(code)

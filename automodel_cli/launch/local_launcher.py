@@ -1,0 +1,369 @@
+"""Start the ranks of one host with torch's own launcher, and end as rank 0 did."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.launch import environment, rank_process, safe_output, signals
+from automodel_cli.launch.kill_diagnosis import MemoryWatch
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_FAILED, _OUT_OF_MEMORY = 1, 4
+_STOPPED_SECONDS = 5.0
+"""How long a rank may stand still (Ctrl-Z and fg) before that is said."""
+_PEER_SECONDS = 3.0
+"""How long the peers of a failed rank may take to say what they saw."""
+
+
+def run(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0, log_dir: Path | None = None) -> int:
+    """Run `python -m automodel_cli ARGUMENTS` on `num_ranks` ranks and return the exit code of the run.
+
+    Rank 0 has the terminal; the others write `rank-N.log` into `log_dir` (default: AUTOMODEL_LOG_DIR, else a temporary
+    folder that is kept when a rank fails) until the recipe moves them into the run folder. SIGINT, SIGTERM and SIGHUP
+    reach every worker once; the launcher then waits as long as the step and its checkpoint take. A second signal kills
+    the workers.
+
+    Where a rank fails or is killed, all are started again once the last of them has ended, up to `max_restarts` times;
+    they find the run that they were in (`worker.restarted_run`). Errors of config, data and memory are not tried again.
+    """
+    base = Path(tempfile.mkdtemp(prefix="automodel-"))
+    environment.set_own(rank_process.LOG_DIR, str(log_dir or os.environ.get(rank_process.LOG_DIR, base / "logs")))
+    environment.set_default("OMP_NUM_THREADS", "1")  # several ranks share the cores; elastic would leave it unset
+    # Peers of a crashed rank cannot go on: seconds until SIGKILL.
+    environment.set_default("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank's own text says more
+    with _Relay(num_ranks) as relay:
+        attempt = _start(arguments, num_ranks, relay, rank_process.make_status(base / "attempt-0", None))
+        for restart in range(1, max_restarts + 1):
+            if relay.received is not None or not attempt.may_be_tried_again():
+                break
+            run_folder = rank_process.run_folder_in(attempt.status)
+            _report_restart(attempt, f"{restart} of {max_restarts}", run_folder)
+            status = rank_process.make_status(base / f"attempt-{restart}", run_folder)
+            attempt = _start(arguments, num_ranks, relay, status)
+    try:
+        return _outcome(relay, attempt)
+    finally:
+        kept = any(str(base) in pointer.read_text() for pointer in base.rglob("rank-*.log"))
+        if not (attempt.failures and kept):
+            shutil.rmtree(base, ignore_errors=True)
+
+
+def _start(arguments: Sequence[str], num_ranks: int, relay: _Relay, status: Path) -> _Attempt:
+    """Start every rank and wait until all have ended.
+
+    Each attempt has an agent of torch's and a store of its own. The agent could start the ranks again itself, but it
+    would do so while the relay still waits for the words of the peers: of two failures in a row one went unseen.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ[rank_process.STATUS_DIR] = str(status)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # port 0: the store binds a free one
+        local_addr="localhost",  # the name of this host may not resolve
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(status / "elastic")),
+        signals_to_handle="SIGQUIT",  # not the three that `_Relay` handles
+    )
+    failures: Mapping[int, ProcessFailure] = {}
+    memory = MemoryWatch()
+    with relay.watching(status):
+        try:
+            elastic_launch(config, sys.executable)("-u", *safe_path(), "-m", "automodel_cli", *arguments)
+        except ChildFailedError as error:
+            failures = error.failures
+        except SignalException:
+            relay.killed = True
+    return _Attempt(status, failures, relay.first_failed, memory)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """All ranks, from their start to their end.
+
+    `failures` are torch's records of those that did not end well, in the order of their discovery; `first_seen` is the
+    one that the relay saw fail first.
+    """
+
+    status: Path
+    failures: Mapping[int, ProcessFailure]
+    first_seen: int | None
+    memory: MemoryWatch
+
+    def first(self) -> int:
+        """The rank that is the cause. Only where one has failed."""
+        return self.first_seen if self.first_seen is not None else _first_failure(self.status, self.exit_codes())
+
+    def exit_codes(self) -> dict[int, int]:
+        return {rank: failure.exitcode for rank, failure in self.failures.items()}
+
+    def killed_process(self) -> int | None:
+        """The process of the first rank, where SIGKILL has ended it."""
+        failure = self.failures.get(self.first())
+        if failure is None or failure.exitcode != -signal.SIGKILL or _left_by(self.status, self.first()) is not None:
+            return None
+        return failure.pid
+
+    def may_be_tried_again(self) -> bool:
+        if not self.failures or rank_process.is_final(_left_by(self.status, self.first())):
+            return False
+        pid = self.killed_process()
+        return pid is None or not self.memory.why(pid).out_of_memory
+
+
+def _outcome(relay: _Relay, attempt: _Attempt) -> int:
+    """The exit code of the run: rank 0's own, or that of the rank that failed first, which is reported."""
+    if relay.killed:
+        return signals.EXIT_CODES[signal.SIGINT] if relay.received == signal.SIGINT else _FAILED
+    if not attempt.failures:
+        return _left_by(attempt.status, 0) or 0
+    code = _left_by(attempt.status, attempt.first())
+    if (pid := attempt.killed_process()) is not None:
+        code = _report_killed(attempt, pid)
+    _report(attempt)
+    return code or _FAILED
+
+
+def safe_path() -> list[str]:
+    """-P keeps a `recipes` folder of the working directory from shadowing ours, unless this process depends on that
+    folder.
+    """
+    return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+
+
+class _Relay:
+    """Hands the first signal to every worker, once each; kills the workers on the second, and when one of them has
+    failed.
+
+    One thread does both, because a worker may not have written its pid yet, and because peers of a crashed rank hang in
+    a collective, where no Python handler runs: elastic would wait 30 s for them. That holds for a rank, too, that
+    ended before it wrote its pid.
+    """
+
+    def __init__(self, num_ranks: int):
+        self._num_ranks = num_ranks
+        self._before: dict[signal.Signals, object] = {}
+        self._status: Path | None = None
+        self.received: signal.Signals | None = None
+        self.first_failed: int | None = None
+        self.killed = False
+
+    def __enter__(self) -> _Relay:
+        self._before = signals.handle(self._on_signal)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def watching(self, status: Path) -> Iterator[None]:
+        """While the ranks run that leave their pids and exit codes in `status`. Signals are held for the next ones."""
+        self._status, self.first_failed = status, None
+        done = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(status, done), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None and not signals.escalates(signum, self.received):
+            if signum != signal.SIGHUP:
+                self.received = signal.Signals(signum)
+            return
+        if self.received is not None:
+            self.killed = True
+            run_folder = None
+            if self._status is not None:
+                self._kill(self._status)
+                run_folder = rank_process.run_folder_in(self._status)
+            safe_output.urgent(f"\n{signals.last_words(run_folder)}\n")
+            return
+        self.received = signal.Signals(signum)
+        safe_output.urgent(f"\n{signals.message(signum)}\n")
+
+    def _watch(self, status: Path, done: threading.Event) -> None:
+        told: set[int] = set()
+        stopped: dict[int, float] = {}
+        started: dict[int, int] = {}
+        pids: dict[int, int] = {}
+        last_moment = math.inf
+        while not done.wait(0.1 if pids else 0.01):  # a rank may end sooner than any has a pid
+            if self.killed or time.monotonic() > last_moment:
+                self._kill(status)  # again and again: one may have been too young to have a pid
+                continue
+            if len(pids) < self._num_ranks:
+                started |= _started(status)
+            pids = self._pids(status)
+            if self.received is not None:
+                for rank in pids.keys() - told:
+                    told.add(rank)
+                    _send(pids[rank], self.received)
+            self._watch_for_stopped(pids, stopped)
+            failed = [rank for rank, pid in (started | pids).items() if self._failed(status, rank, pid)]
+            if failed and self.first_failed is None:
+                # one that died without a word is the cause of what the others say
+                self.first_failed = min(failed, key=lambda rank: _left_by(status, rank) is not None)
+                last_moment = time.monotonic() + _PEER_SECONDS
+
+    def _watch_for_stopped(self, pids: Mapping[int, int], since: dict[int, float]) -> None:
+        """A rank that does not run (SIGSTOP, a debugger) holds up all others without a word: say so, once."""
+        for rank, pid in pids.items():
+            if not _is_stopped(pid):
+                since.pop(rank, None)
+            elif time.monotonic() - since.setdefault(rank, time.monotonic()) > _STOPPED_SECONDS:
+                since[rank] = math.inf
+                said = (
+                    f"rank {rank} (process {pid}) is stopped, and the others wait for it; go on with: kill -CONT {pid}"
+                )
+                safe_output.urgent(f"\n{said}\n")
+
+    def _failed(self, status: Path, rank: int, pid: int) -> bool:
+        """Whether a rank has left a bad exit code, or is gone without leaving any."""
+        alive = _alive(pid)
+        code = _left_by(status, rank)
+        return not alive if code is None else code not in (0, *signals.EXIT_CODES.values())
+
+    def _kill(self, status: Path) -> None:
+        for rank, pid in self._pids(status).items():
+            if _left_by(status, rank) is None:  # one that has ended keeps its own words
+                _send(pid, signal.SIGKILL)
+
+    def _pids(self, status: Path) -> dict[int, int]:
+        pids = {rank: _pid(status, rank) for rank in range(self._num_ranks)}
+        return {rank: pid for rank, pid in pids.items() if pid is not None}
+
+
+def _pid(status: Path, rank: int) -> int | None:
+    path = status / f"rank-{rank}.pid"
+    return int(path.read_text()) if path.exists() else None
+
+
+def _started(status: Path) -> dict[int, int]:
+    """The processes of the ranks of an attempt, known before those can say a word: children of ours, told apart by
+    their environment. Linux only.
+    """
+    found: dict[int, int] = {}
+    for children in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread or a child that is gone by now
+            for pid in map(int, children.read_text().split()):
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                variables = dict(entry.partition(b"=")[::2] for entry in environ)
+                if variables.get(rank_process.STATUS_DIR.encode()) == os.fsencode(status) and b"RANK" in variables:
+                    found[int(variables[b"RANK"])] = pid
+    return found
+
+
+def _send(pid: int, signum: int) -> None:
+    if _alive(pid):  # the number of one that elastic has reaped may be another process's by now
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Linux only."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
+def _alive(pid: int) -> bool:
+    """Whether a child runs. One that has ended is left for elastic to reap; until then it would take signals."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def _first_failure(status: Path, exit_codes: Mapping[int, int]) -> int:
+    """Which of the failed ranks (in the order of their discovery) is the cause, where nobody saw it happen.
+
+    Ranks that elastic has ended with a signal are its victims. Of the rest, one that died without a word comes before
+    its peers, which then lose their connection; else the one that wrote its exit code first.
+    """
+    ended = (-signal.SIGTERM, -signal.SIGKILL)
+    suspects = [rank for rank, code in exit_codes.items() if code not in ended] or list(exit_codes)[:1]
+    files = {rank: status / f"rank-{rank}.exit" for rank in suspects}
+    return min(suspects, key=lambda rank: files[rank].stat().st_mtime_ns if files[rank].exists() else 0)
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "killed?"
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+
+
+def _left_by(status: Path, rank: int) -> int | None:
+    path = status / f"rank-{rank}.exit"
+    return int(path.read_text()) if path.exists() else None
+
+
+def _report_restart(attempt: _Attempt, which: str, run_folder: Path | None) -> None:
+    """Say why the ranks are started again, and from where they go on."""
+    pid = attempt.killed_process()
+    if pid is not None:
+        print(f"\nrank {attempt.first()} was killed: process {pid} {attempt.memory.why(pid).by}", file=sys.stderr)
+    else:
+        _report(attempt)
+    begin = signals.begins_at(run_folder) if run_folder is not None else "starts over: nothing was trained yet"
+    print(f"restart {which} (train.max_restarts): {begin}", file=sys.stderr)
+
+
+def _report_killed(attempt: _Attempt, pid: int) -> int:
+    """Say that a rank was killed from outside, by whom, and how to go on; returns the exit code."""
+    rank, evidence = attempt.first(), attempt.memory.why(pid)
+    less = "model.dtype=bfloat16, a smaller train.microbatch_size or data.seq_len, or more ranks; then "
+    error = RunError(
+        f"rank {rank} (process {pid}) was killed by SIGKILL, {evidence.by}",
+        code="out_of_memory" if evidence.out_of_memory else "rank_failure",
+        origin=evidence.source,
+        fix=(less if evidence.out_of_memory else "") + signals.how_to_go_on(rank_process.run_folder_in(attempt.status)),
+    )
+    print(error.full_text, file=sys.stderr)
+    return _OUT_OF_MEMORY if evidence.out_of_memory else _FAILED
+
+
+def _report(attempt: _Attempt, num_lines: int = 20) -> None:
+    """Say which rank failed and show the end of its log. Rank 0 has written to the terminal itself."""
+    failed, left = attempt.first(), _left_by(attempt.status, attempt.first())
+    pointer = attempt.status / f"rank-{failed}.log"
+    how = "failed" if left else f"died without a word ({_ending(attempt.exit_codes().get(failed))})"
+    if not pointer.exists():
+        if left is None:
+            print(f"rank {failed} {how}", file=sys.stderr)
+        return
+    start, _, path = pointer.read_text().partition(" ")
+    print(f"\nrank {failed} {how}; the end of {path}:", file=sys.stderr)
+    with Path(path).open(errors="replace") as stream:
+        stream.seek(int(start))
+        for line in stream.read().splitlines()[-num_lines:]:
+            print(f"  {line}", file=sys.stderr)

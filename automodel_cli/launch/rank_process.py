@@ -1,0 +1,204 @@
+"""The worker's side of a start by `launch.local` or by our Slurm script: who I am, where my output goes, how I ended.
+
+torch's elastic launcher and `srun --kill-on-bad-exit` report one flattened exit code and kill the peers of any worker
+that exits non-zero. So a rank leaves its exit code in a file of the launcher's status folder, and a clean stop
+(75, 130) leaves the process as 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.safe_files import open_own, replace
+from automodel_cli.launch import process_context, safe_output, signals
+
+STATUS_DIR = "AUTOMODEL_STATUS_DIR"
+"""Set by the launcher or the batch script for its workers, never by a user."""
+LOG_DIR = "AUTOMODEL_LOG_DIR"
+"""A user may set it: ranks other than 0 write `rank-N.log` there, under torchrun and srun too."""
+
+_CLEAN_STOPS = frozenset(signals.EXIT_CODES.values())
+_PR_SET_PDEATHSIG = 1
+_RUN, _EARLIER_RUN = "run-folder", "earlier-run-folder"
+_FINAL = frozenset({2, 3, 4})
+"""Usage or config, data, memory: what the same command would meet again."""
+_SECONDS_TO_SEE = 10.0
+_TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_status: Path | None = None
+
+
+def begin() -> None:
+    """First thing in a process: if it is a rank of ours, redirect its output, catch signals, tell the launcher its pid.
+
+    The pid is written last: whoever can see it may send a signal and will be heard.
+    """
+    global _status
+    safe_output.open_missing()
+    if STATUS_DIR not in os.environ:
+        return
+    _status = Path(os.environ.pop(STATUS_DIR))  # popped: a process that this rank starts is no rank of the launcher
+    if process_context.detect().kind != "srun":  # Slurm ends what belongs to a step by itself
+        _die_with_parent()
+    elif not _appears(_status):
+        _refuse_unshared(_status.absolute())
+    redirect_output()
+    signals.install(launched=True)
+    _write(_status / f"rank-{_rank()}.pid", str(os.getpid()))
+
+
+def make_status(status: Path, run_folder: Path | None) -> Path:
+    """A new folder where the ranks of one attempt leave their pids and exit codes.
+
+    `run_folder` is that of the run which an earlier attempt was in.
+    """
+    status.mkdir()
+    if run_folder is not None:
+        _write(status / _EARLIER_RUN, str(run_folder))
+    return status
+
+
+def is_final(code: int | None) -> bool:
+    """Whether a rank that left `code` would leave it again."""
+    return code in _FINAL
+
+
+def restarted_run() -> Path | None:
+    """The run that an earlier attempt of this rank was in the middle of; None for a first one."""
+    return _noted(_status / _EARLIER_RUN) if _status is not None else None
+
+
+def is_ours() -> bool:
+    """Whether this process is a rank that `launch.local` or our Slurm script started."""
+    return _status is not None
+
+
+def redirect_output(log_dir: Path | None = None) -> None:
+    """Send stdout and stderr of this rank to `log_dir/rank-N.log`; rank 0 keeps the terminal.
+
+    Without a folder, AUTOMODEL_LOG_DIR decides, and nothing happens where it is unset. Works on file descriptors, so
+    that the output of C++ (NCCL) goes along. A recipe calls it once the run folder is known.
+    """
+    rank = _rank()
+    folder = log_dir or (Path(os.environ[LOG_DIR]) if LOG_DIR in os.environ else None)
+    if rank == "0" or folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{rank}.log"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open_own(path, "a", binary=True) as stream:
+        start = stream.tell()  # a run that was resumed has written here before
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    if _status is not None:
+        _write(_status / f"rank-{rank}.log", f"{start} {path.resolve()}")
+
+
+def note_run_folder(folder: Path) -> None:
+    """Tell whoever has to say later how to go on: this process's signal handler, and the launcher. Rank 0 calls it."""
+    signals.note_run_folder(folder)
+    safe_output.continue_in(folder / "logs" / "rank-0.log")
+    if _status is not None:
+        _write(_status / _RUN, str(folder))
+
+
+def forget_run_folder() -> None:
+    """Let a restart begin with the whole command line again, as this attempt did."""
+    if _status is not None:
+        (_status / _RUN).unlink(missing_ok=True)
+
+
+def run_folder_in(status: Path) -> Path | None:
+    """The run folder that rank 0 has noted, or that the attempt before was in, for the launcher."""
+    return _noted(status / _RUN) or _noted(status / _EARLIER_RUN)
+
+
+def finish(code: int) -> int:
+    """Leave `code` for the launcher; returns what the process itself should exit with."""
+    if _status is None:
+        return code
+    _write(_status / f"rank-{_rank()}.exit", str(code))
+    return 0 if code in _CLEAN_STOPS else code
+
+
+def note_error(error: BaseException) -> None:
+    """Leave the reason where torchrun looks for it, which prints that of the rank that failed first.
+
+    The output of a rank other than 0 is in its log, and torchrun ends rank 0 before it could notice.
+    """
+    path = os.environ.get(_TORCHRUN_ERROR_FILE)
+    if path is None or _status is not None:
+        return
+    text = error.full_text if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    whole = text if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": whole, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        _write(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with `code` (75 and 130 as 0, see `finish`); a rank by `_exit`, after `atexit`'s functions.
+
+    An ordinary exit of the interpreter would destroy the groups that the model still refers to, and now and then gloo's
+    threads abort the process then: a run that has succeeded would be told as failed.
+    """
+    code = finish(code)
+    if "RANK" not in os.environ:
+        safe_output.flush()
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    safe_output.flush()
+    os._exit(code)
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+def _die_with_parent() -> None:
+    """A launcher that is killed (-9) must not leave ranks behind that go on writing into the run. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _appears(folder: Path) -> bool:
+    """Whether this host sees what the batch script has made. A network file system may show it late."""
+    deadline = time.monotonic() + _SECONDS_TO_SEE
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _refuse_unshared(status: Path) -> NoReturn:
+    """End before this rank's output goes to a log that nobody would find; srun hands stderr to the log of the job."""
+    error = RunError(
+        f"{os.environ.get('SLURMD_NODENAME')} does not see {status}, which the first node of the job has made: the "
+        "run folder is not on a file system that all nodes share",
+        code="not_shared",
+        keys=("output_dir",),
+        fix="output_dir=/a/shared/file/system/runs",
+    )
+    safe_output.urgent(f"{error.full_text}\n")
+    os._exit(2)
+
+
+def _noted(path: Path) -> Path | None:
+    return Path(path.read_text()) if path.exists() else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: the launcher may look at any moment."""
+    replace(path, text)

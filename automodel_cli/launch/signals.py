@@ -1,0 +1,124 @@
+"""Run to completion: SIGINT, SIGTERM and SIGUSR1 ask a run to stop at the next step boundary, with a checkpoint.
+
+SIGUSR1 is the notice that schedulers send before they end a job (`sbatch --signal`).
+
+`install()` is called before a recipe runs. The recipe asks `requested()` once a step (its ranks must agree: the answer
+rides a collective), saves, and returns `exit_code()`. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from automodel_cli.config.fix_syntax import word
+from automodel_cli.launch import safe_output
+
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGUSR1: 75}
+"""What a run that stopped on request returns: 130 for Ctrl-C, 75 (EX_TEMPFAIL) for preempted."""
+
+_received: signal.Signals | None = None
+_before: dict[signal.Signals, Any] = {}
+_launched = False
+_run_folder: Path | None = None
+
+
+def install(*, launched: bool = False) -> None:
+    """Take over SIGINT, SIGTERM, SIGHUP and SIGUSR1. A signal that is ignored, as SIGHUP under `nohup`, stays ignored.
+
+    `launched` is for a rank whose launcher speaks and kills for its ranks (`launch.local`, our batch script): a
+    scheduler that signals every process of a job must not look like a second request here.
+    """
+    global _launched
+    _launched = launched
+    for signum, before in handle(_on_signal).items():
+        _before.setdefault(signum, before)
+
+
+def handle(handler: Any) -> dict[signal.Signals, Any]:
+    """Set a handler for each stop signal that is not ignored; returns the handlers before."""
+    heard = [s for s in EXIT_CODES if signal.getsignal(s) is not signal.SIG_IGN]
+    return {s: signal.signal(s, handler) for s in heard}
+
+
+def escalates(signum: int, received: signal.Signals) -> bool:
+    """Whether `signum` after `received` ends the run at once.
+
+    A terminal that is closed sends SIGHUP twice (the shell and the kernel), and a session that ends SIGTERM and SIGHUP.
+    """
+    return signal.SIGHUP not in (signum, received)
+
+
+def requested() -> signal.Signals | None:
+    """The signal that asked this process to stop, or None."""
+    return _received
+
+
+def exit_code(received: signal.Signals | int | None = None) -> int:
+    """The exit code of a run that stopped because of `received` (default: what this rank got); 0 where nothing did.
+
+    A rank that stops because another one was asked to passes that rank's signal.
+    """
+    found = received if received is not None else _received
+    return EXIT_CODES[signal.Signals(found)] if found else 0
+
+
+def reset() -> None:
+    """Forget the request and give the handlers back that `install` replaced."""
+    global _received, _run_folder
+    _received = _run_folder = None
+    for signum, handler in _before.items():
+        signal.signal(signum, handler)
+    _before.clear()
+
+
+def note_run_folder(folder: Path) -> None:
+    """Where this process writes its run: what a second signal says is about it."""
+    global _run_folder
+    _run_folder = folder
+
+
+def how_to_go_on(run_folder: Path | None) -> str:
+    """The command that continues a run that ended in the middle, and from where."""
+    if run_folder is None:
+        return "the same command again: nothing was trained yet"
+    return f"automodel resume {word(run_folder)}   ({begins_at(run_folder)})"
+
+
+def begins_at(run_folder: Path) -> str:
+    """From which checkpoint a run goes on that ended in the middle."""
+    saved = [path.name for path in run_folder.glob("checkpoints/step-*") if _CHECKPOINT.fullmatch(path.name)]
+    newest = max(saved, key=lambda name: int(_CHECKPOINT.fullmatch(name)[1]), default=None)  # type: ignore[index]
+    return f"goes on from {newest}" if newest else "starts over: no checkpoint was written yet"
+
+
+def last_words(run_folder: Path | None) -> str:
+    """What is safe after a run was ended at once, and how to go on. A checkpoint has its name only once it is whole."""
+    return f"stopped at once; checkpoints in place are whole, later steps are lost\n  {how_to_go_on(run_folder)}"
+
+
+def message(signum: int) -> str:
+    """What a person who pressed Ctrl-C wants to know."""
+    name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+    return f"{name}: finishing this step and saving (once more: stop at once)"
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    global _received
+    first = _received is None
+    if _received is not None and escalates(signum, _received):
+        if _launched:
+            return
+        safe_output.urgent(f"\n{last_words(_run_folder)}\n")
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        os._exit(128 + signum)  # nothing may run any more: a handler can fire inside a collective
+    if first or signum != signal.SIGHUP:  # after SIGHUP, the first signal that was sent on purpose
+        _received = signal.Signals(signum)
+    if first and not _launched:
+        safe_output.urgent(f"\n{message(signum)}\n")

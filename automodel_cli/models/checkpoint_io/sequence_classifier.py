@@ -1,0 +1,112 @@
+"""A part with a value head as a reward model that others load: the library's sequence classifier with one label.
+
+Its `score` is the value head, read at a row's last token; the language model's own head is left out. transformers reads
+`AutoModelForSequenceClassification`, and inference engines know the architecture or make one of the base model.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from automodel_cli.config import hub
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.models import transformers_compat
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from automodel_cli.models.model_part import ModelPart
+
+SCORE = "score.weight"
+"""What the library's classifiers call the matrix that makes a score of a hidden state."""
+_EXPORTED = "a folder that `automodel rm llm` has exported"
+
+
+def require_classifier(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The library's class with one score for a row. Raises ConfigError for a family that has none of this form."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    kind = type(hf_config)
+    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[kind]
+        config = copy.deepcopy(hf_config)
+        config.num_labels = 1
+        with transformers_compat.quiet(), torch.device("meta"):
+            score = getattr(found(config), "score", None)
+        if isinstance(score, nn.Linear) and score.bias is None:
+            kept: type[PreTrainedModel] = found
+            return kept
+    raise ConfigError(
+        f"transformers has no sequence classifier with a linear `score` for {hf_config.model_type}, so nothing could "
+        "load the reward model",
+        keys=("model",),
+    )
+
+
+def head_prefix(part: ModelPart) -> str:
+    """What the hub's names of the language model's own head begin with: the classifier has none of them."""
+    whole = transformers_compat.meta_model(copy.deepcopy(part.source_config), dtype=torch.float32)
+    head = whole.get_output_embeddings()
+    return next(f"{name}." for name, module in whole.named_modules() if module is head)
+
+
+def config_of(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
+    """The config of the export. Padding must be a token that no row ends with: the library reads the score at the last
+    token that is none, so where the tokenizer pads with EOS the config names no padding (and takes one row at a time).
+    """
+    config = copy.deepcopy(hf_config)
+    config.architectures = [require_classifier(hf_config).__name__]
+    config.num_labels = 1
+    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = {*own, None if tokenizer is None else tokenizer.eos_token_id}
+    pads = (config.pad_token_id, None if tokenizer is None else tokenizer.pad_token_id)
+    config.pad_token_id = next((pad for pad in pads if pad is not None and pad not in ends), None)
+    return config
+
+
+def check_classifier(folder: str) -> None:
+    """Raise ConfigError where a folder or repository is no classifier of one label by its config. Reads no weights."""
+    from transformers import AutoConfig
+
+    try:
+        num_labels = AutoConfig.from_pretrained(folder).num_labels
+    except (OSError, ValueError, ImportError) as error:
+        if not Path(folder).exists() and hub.is_offline(error):
+            message = f"folder={folder} does not load: {hub.not_here(folder)}"
+            raise ConfigError(message, keys=("folder",), fix=hub.download(folder)) from error
+        reason = (
+            f"{type(error).__name__}: {error}"
+            if Path(folder).is_dir()
+            else "there is no such folder, nor can the hub give it"
+        )
+        raise ConfigError(f"folder={folder} does not load: {reason}", keys=("folder",), fix=_EXPORTED) from error
+    if num_labels != 1:
+        raise ConfigError(
+            f"folder={folder} is no reward model: it has {num_labels} labels by its config, or names none",
+            keys=("folder",),
+            fix=_EXPORTED,
+        )
+
+
+def load_classifier(folder: Path | str, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
+    """The reward model in a folder, in evaluation mode on the CPU; "auto": as it is stored. Raises RunError."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        with transformers_compat.quiet():
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True
+            )
+    except Exception as error:  # whatever it is, the folder is no reward model
+        raise RunError(f"{folder} does not load as a sequence classifier: {error}") from error
+    lacking = sorted(info["missing_keys"])
+    if lacking or model.config.num_labels != 1:
+        what = f"it lacks {', '.join(lacking[:3])}" if lacking else f"it has {model.config.num_labels} labels"
+        raise RunError(f"{folder} is no reward model: {what}", fix=_EXPORTED)
+    loaded: PreTrainedModel = model.eval()
+    return loaded

@@ -1,0 +1,114 @@
+"""Which linear layers and experts of a model multiply in 8-bit floats: those of its layers that tensor cores can take.
+
+Never the head, embeddings, routers and norms, nor what a family computes with a class of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.name_patterns import NameList, check_entries, endings
+from automodel_cli.distributed.expert_parallel.apply import experts_modules, is_experts
+from automodel_cli.distributed.expert_parallel.grouped_mlp import GatedExperts
+from automodel_cli.distributed.float8 import grouped_gemm
+from automodel_cli.distributed.float8.linear import convert
+from automodel_cli.distributed.float8.quantization import MULTIPLE, RECIPES, Arithmetic
+from automodel_cli.models.config import Fp8Config, MoEConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+def convert_layers(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig) -> None:
+    """Convert the linear layers inside the decoder layers, in place, before adapters wrap them, and mark the experts,
+    which are converted where they are put on ranks. Parameters may be on the meta device.
+
+    Raises ConfigError where nothing is left to convert, and for a name in `skip` that no linear layer has.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inside = {child for layer in layers for child in layer.modules() if type(child) is nn.Linear}
+    linear = {name: module for name, module in model.named_modules() if module in inside}
+    arithmetic = Arithmetic(RECIPES[config.recipe], config.emulate)
+    _check_skipped(config, linear)
+    reasons = {name: reason for name, module in linear.items() if (reason := _why_not(model, name, module, config))}
+    for name, module in linear.items():
+        if name not in reasons:
+            assert isinstance(module, nn.Linear)
+            convert(module, arithmetic)
+    left = "".join(f"; not {count} {reason}" for reason, count in Counter(reasons.values()).items())
+    num_experts, of_experts = _mark_experts(model, config, moe, arithmetic)
+    logger.info("fp8 %s: %d linear layers%s%s", config.recipe, len(linear) - len(reasons), left, of_experts)
+    if len(linear) == len(reasons) and not num_experts:
+        raise ConfigError(
+            f"model.fp8 converts no layer of {type(model).__name__}, which has {len(linear)} linear layers inside its "
+            f"layers{left}",
+            keys=("fp8",),
+            fix="model.fp8=null",
+        )
+
+
+def _mark_experts(model: PreTrainedModel, config: Fp8Config, moe: MoEConfig, arithmetic: Arithmetic) -> tuple[int, str]:
+    """How many layers have converted experts, and what the log says of them: nothing of a model without any."""
+    modules = experts_modules(model)
+    if not modules:
+        return 0, ""
+    # all of a class alike: what differs between layers is no part of it
+    reasons = {kind: _why_not_experts(next(m for m in modules if type(m) is kind), config, moe, arithmetic)
+               for kind in {type(module) for module in modules}}  # fmt: skip
+    for module in modules:
+        if not reasons[type(module)]:
+            module.fp8 = arithmetic  # type: ignore[assignment]
+    left = Counter(reasons[type(module)] for module in modules)
+    converted = left.pop("", 0)
+    said = [f"the experts of {converted} layers"] if converted else []
+    return converted, "; " + ", ".join(said + [f"not those of {count}: {reason}" for reason, count in left.items()])
+
+
+def _why_not_experts(experts: nn.Module, config: Fp8Config, moe: MoEConfig, arithmetic: Arithmetic) -> str:
+    """Empty for experts that are converted."""
+    sizes = {size for param in experts.parameters() if param.ndim > 2 for size in param.shape[1:]}
+    if not config.experts:
+        return "fp8.experts is false"
+    if lacking := grouped_gemm.lacks(arithmetic.recipe):
+        return lacking
+    if moe.experts != MoEConfig.experts:
+        return f"model.moe.experts={moe.experts} multiplies them"
+    if any(size % MULTIPLE for size in sizes):
+        return f"sizes of {', '.join(map(str, sorted(sizes)))}, not all multiples of {MULTIPLE}"
+    if GatedExperts.of(experts, int(experts.num_experts), None) is None:  # type: ignore[arg-type]
+        return "a computation of their own"
+    return ""
+
+
+def _check_skipped(config: Fp8Config, linear: dict[str, nn.Module]) -> None:
+    if linear:
+        listed = NameList("model.fp8.skip", config.skip, "no linear layer's name ends in")
+        check_entries(listed, lambda ending: any(_ends(name, ending) for name in linear), endings(linear))
+
+
+def _why_not(model: nn.Module, name: str, module: nn.Module, config: Fp8Config) -> str:
+    """Empty for a layer that is converted."""
+    assert isinstance(module, nn.Linear)
+    if any(_ends(name, ending) for ending in config.skip):
+        return "skipped"
+    siblings = model.get_submodule(name.rpartition(".")[0]).children()
+    counts = [child.num_experts for child in siblings if is_experts(child)]
+    if module.out_features in counts:
+        return "routers"
+    multiple = RECIPES[config.recipe].multiple
+    if any(size % multiple for size in (module.in_features, module.out_features)):
+        return f"of {module.in_features} x {module.out_features}, no multiples of {multiple}"
+    return ""
+
+
+def _ends(name: str, ending: str) -> bool:
+    return f".{name}".endswith(f".{ending}")

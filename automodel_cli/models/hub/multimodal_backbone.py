@@ -1,0 +1,102 @@
+"""Repositories whose language model is one part of several (`...ForConditionalGeneration`): its config, its weights.
+
+The language model is built and sharded alone, as its own class. Its keys in the checkpoint are found by what the whole
+composite, built on the meta device, calls them: the module there that is the language model, and the head. The export
+gives every tensor its original key back and copies every other file of the repository as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import transformers_compat
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def text_config(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the language model where it has a causal class of its own; else `hf_config` itself."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if hf_config.is_encoder_decoder:  # its decoder is no language model by itself
+        return hf_config
+    text = hf_config.get_text_config()
+    if text is hf_config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or text.is_encoder_decoder:
+        return hf_config
+    text = copy.deepcopy(text)
+    text.dtype = hf_config.dtype or text.dtype
+    text.tie_word_embeddings = getattr(hf_config, "tie_word_embeddings", text.tie_word_embeddings)
+    return text
+
+
+@dataclass(frozen=True)
+class TextOfWhole:
+    """How a composite calls its language model. `keys`: key of the checkpoint -> the language model's own; those of
+    other parts are absent. `modules`: module of the language model -> the composite's."""
+
+    keys: dict[str, str]
+    modules: dict[str, str]
+
+
+def text_of_whole(whole_config: PretrainedConfig, text: PreTrainedModel, keys: Iterable[str]) -> TextOfWhole:
+    """Where `text`, the language model alone, is in the composite whose checkpoint has these keys.
+
+    Raises ConfigError where the composite cannot be built, or has no place for such a language model.
+    """
+    whole = _meta(whole_config)
+    modules = _places(whole, text)
+    found = {}
+    for key, name in transformers_compat.current_keys(whole, keys):
+        for of_text, of_whole in modules.items():
+            if name.startswith(f"{of_whole}."):
+                found[key] = of_text + name.removeprefix(of_whole)
+    return TextOfWhole(found, modules)
+
+
+def _meta(whole_config: PretrainedConfig) -> PreTrainedModel:
+    import transformers
+
+    name = next(iter(whole_config.architectures or ()), "")
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise ConfigError(
+            f"the checkpoint is of {name or 'no named class'}, which the installed transformers does not have",
+            keys=("pretrained",),
+        )
+    try:
+        with torch.device("meta"), transformers_compat.quiet():
+            model: PreTrainedModel = cls(copy.deepcopy(whole_config))
+    except ImportError as error:  # parts that need a package, which training on text does not
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{name} cannot be built: {reason}", keys=("pretrained",)) from error
+    return model
+
+
+def _places(whole: PreTrainedModel, text: PreTrainedModel) -> dict[str, str]:
+    """Module of `text` -> module of `whole`: the base model, and the head where it stands apart."""
+    base_name = text.base_model_prefix
+    base = type(text.get_submodule(base_name))
+    inner = [name for name, module in whole.named_modules() if type(module) is base and name]
+    if len(inner) != 1:
+        raise ConfigError(
+            f"{type(whole).__name__} has {len(inner)} modules of class {base.__name__}: which is the language model is "
+            "not known",
+            keys=("pretrained",),
+        )
+    head_of_whole, head_of_text = (_name_of(m, m.get_output_embeddings()) for m in (whole, text))
+    places = {base_name: inner[0]}
+    if head_of_whole and head_of_text:
+        places[head_of_text] = head_of_whole
+    return places
+
+
+def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
+    return next((name for name, module in model.named_modules() if module is wanted), None)

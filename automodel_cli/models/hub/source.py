@@ -1,0 +1,233 @@
+"""Where a model's config and weights are: a local folder, a snapshot of the hub, a GGUF file, or nowhere (random)."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config import hub
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.hub import bundled_configs, dequantize, file_integrity, multimodal_backbone
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+# Read by the library's base classes, so no family's source mentions them.
+_GENERAL_FIELDS = {
+    "model_type",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "torch_dtype",
+    "dtype",
+    "architectures",
+}
+
+
+def hf_config(config: ModelConfig) -> PretrainedConfig:
+    """The library's config object of the language model, a fresh one per call. Raises ConfigError when it cannot be
+    had."""
+    return multimodal_backbone.text_config(whole_config(config))
+
+
+def whole_config(config: ModelConfig) -> PretrainedConfig:
+    """The same of the whole repository, which may hold more than a language model."""
+    from transformers import AutoConfig
+
+    if config.config is not None:
+        return _config_from_fields(config.config)
+    folder, extra = _folder_and_gguf(config)
+    fields = None if extra else bundled_configs.fields(folder, config.revision)
+    if fields is not None:
+        known: PretrainedConfig = AutoConfig.for_model(**fields)
+        return known
+    if not extra:
+        file_integrity.check_json(folder)
+    try:
+        loaded: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra
+        )
+    except Exception as error:  # each config class validates its own way, and may run code that came along
+        raise _unreachable(config, error) from error
+    if not extra:
+        # Weights are dequantised as they are read, so nothing but the reader should know.
+        dequantize.check(vars(loaded).pop("quantization_config", None), folder)
+    return loaded
+
+
+def stop_ids(config: ModelConfig) -> list[int]:
+    """The tokens at which generation stops by the model's generation_config.json, or else its config.json
+    (`eos_token_id`); none for random weights and GGUF files, whose only stop is the tokenizer's EOS.
+    """
+    from transformers import GenerationConfig
+
+    if config.pretrained is None or config.gguf_file is not None:
+        return []
+    try:
+        options: dict[str, Any] = {} if config.revision is None else {"revision": config.revision}
+        listed = GenerationConfig.from_pretrained(config.pretrained, **options).eos_token_id
+    except OSError:  # the model has none
+        listed = hf_config(config).get_text_config().eos_token_id
+    ids = listed if isinstance(listed, list) else [listed]
+    size = getattr(hf_config(config).get_text_config(), "vocab_size", None)
+    return file_integrity.check_stops([i for i in ids if i is not None], size, str(config.pretrained))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Safetensors files of a checkpoint and how they are quantised (its config's words), or a GGUF file in a folder."""
+
+    files: tuple[Path, ...] = ()
+    quantization: dict[str, Any] | None = None
+    gguf: tuple[str, str] | None = None
+
+
+def weights(config: ModelConfig) -> Weights:
+    """Locate (and, for a hub id, download) the weights. Only for configs that have some."""
+    folder, extra = _folder_and_gguf(config)
+    if extra:
+        return Weights(gguf=(folder, extra["gguf_file"]))
+    path = Path(folder)
+    if not path.is_dir():
+        path = _snapshot(config)
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        names = file_integrity.shards(index)
+    elif (path / "model.safetensors").exists():
+        names = ["model.safetensors"]
+    else:
+        names = sorted(p.name for p in path.glob("*.safetensors"))
+    if not names:
+        raise ConfigError(
+            f"pretrained={config.pretrained!r} has no safetensors files (looked in {path})",
+            keys=("pretrained",),
+            fix="convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder), then "
+            "model.pretrained=folder",
+        )
+    files = tuple(path / name for name in names)
+    file_integrity.check_json(path)
+    file_integrity.check_weights(files)
+    quantization = json.loads((path / "config.json").read_text()).get("quantization_config")
+    return Weights(files=files, quantization=quantization)
+
+
+def folder(config: ModelConfig) -> Path | None:
+    """Where the checkpoint lies; None for random weights and GGUF files."""
+    if config.config is not None:
+        return None
+    found = weights(config)
+    return found.files[0].parent if found.files else None
+
+
+def model_files(config: ModelConfig) -> list[Path]:
+    """Every file that decides what a loaded model computes: its weights, its config, code that came along; [] for
+    random weights.
+    """
+    if config.config is not None:
+        return []
+    found = weights(config)
+    if found.gguf is not None:
+        folder, name = found.gguf
+        if Path(folder).is_dir():
+            return [Path(folder) / name]
+        from huggingface_hub import hf_hub_download
+
+        return [Path(hf_hub_download(folder, name, revision=config.revision))]
+    beside = found.files[0].parent
+    return [*found.files, beside / "config.json", *sorted(beside.glob("*.py"))]
+
+
+def _folder_and_gguf(config: ModelConfig) -> tuple[str, dict[str, str]]:
+    """What `from_pretrained` takes: a folder or hub id, and `gguf_file` where there is one."""
+    if config.gguf_file is None:
+        assert config.pretrained is not None, "a random model has no folder"
+        return config.pretrained, {}
+    if config.pretrained is not None:
+        return config.pretrained, {"gguf_file": config.gguf_file}
+    path = Path(config.gguf_file)
+    if not path.is_file():
+        raise ConfigError(
+            f"gguf_file={config.gguf_file!r}: no such file",
+            keys=("gguf_file",),
+            fix="model.gguf_file=<path of an existing file>, or give model.pretrained=<hub id> with it",
+        )
+    return str(path.parent.resolve()), {"gguf_file": path.name}
+
+
+def _snapshot(config: ModelConfig) -> Path:
+    from huggingface_hub import snapshot_download
+
+    assert config.pretrained is not None
+    try:
+        return Path(snapshot_download(config.pretrained, revision=config.revision, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # the hub client raises many unrelated classes; all mean the same to the user
+        raise _unreachable(config, error) from error
+
+
+def _unreachable(config: ModelConfig, error: Exception) -> ConfigError:
+    if config.pretrained and not Path(config.pretrained).exists() and hub.is_offline(error):
+        message = f"pretrained={config.pretrained!r} cannot be read: {hub.not_here(config.pretrained)}"
+        return ConfigError(message, keys=("pretrained",), fix=hub.download(config.pretrained, config.revision))
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(
+        f"pretrained={config.pretrained or config.gguf_file!r} cannot be read: {reason}",
+        keys=("pretrained",) if config.pretrained else ("gguf_file",),
+        fix="model.pretrained=<an existing folder or hub id> (private or gated models need HF_TOKEN)",
+    )
+
+
+def _config_from_fields(fields: dict[str, Any]) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    rest = dict(fields)
+    family = rest.pop("model_type")
+    if family not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(family), list(CONFIG_MAPPING.keys()), 1)
+        raise ConfigError(
+            f"config.model_type={family!r} is no family of the installed transformers",
+            keys=("config",),
+            fix=f"model.config.model_type={near[0] if near else 'llama'}",
+        )
+    cls = CONFIG_MAPPING[family]
+    _refuse_unknown_fields(cls, rest)
+    try:
+        built: PretrainedConfig = cls(**rest)
+    except Exception as error:  # each config class validates its own way
+        raise ConfigError(f"config: {cls.__name__} refuses these fields: {error}", keys=("config",)) from error
+    return built
+
+
+def _refuse_unknown_fields(cls: type[PretrainedConfig], fields: dict[str, Any]) -> None:
+    """The library stores any keyword without a word. One that nothing in the family's source reads is a typo."""
+    known = _known_fields(cls)
+    source = None
+    for name in fields:
+        if name in known:
+            continue
+        source = _family_source(cls) if source is None else source
+        if re.search(rf"\b{re.escape(name)}\b", source) is None:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            raise ConfigError(
+                f"config.{name} is no field of {cls.__name__}, and nothing in its model reads it",
+                keys=(f"config.{name}",),
+                fix=f"model.config.{near[0]}={fields[name]}" if near else f"remove model.config.{name}",
+            )
+
+
+def _known_fields(cls: type[PretrainedConfig]) -> set[str]:
+    names = set(_GENERAL_FIELDS) | set(cls.attribute_map)
+    for parent in cls.__mro__:
+        names |= set(inspect.signature(parent).parameters) | set(inspect.get_annotations(parent))
+    return names - {"self", "args", "kwargs"}
+
+
+def _family_source(cls: type[PretrainedConfig]) -> str:
+    folder = Path(inspect.getfile(cls)).parent
+    return "\n".join(path.read_text() for path in sorted(folder.glob("*.py")))

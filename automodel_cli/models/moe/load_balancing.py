@@ -1,0 +1,274 @@
+"""Routers of a mixture of experts: the load-balancing loss, the selection bias, and how evenly the experts are loaded.
+
+Everything hangs on the routers of the unmodified model as hooks, and is local to a layer, so nothing crosses pipeline
+stages. What counts is a *real* token: one whose document has a label; of a prefix that documents share, once. Padding
+is not counted, and neither is a document that is not trained on.
+
+**Loss.** `aux_loss_coef` adds, per layer and microbatch, `coef * n / N * balance`, where n of the step's N real tokens
+are in the microbatch (a data-parallel rank's own; ranks of context parallelism share one) and
+
+    balance = E * sum_e(f_e * P_e)     f_e: choices of expert e per token, P_e: mean of softmax(logits)_e
+
+as the library's own `load_balancing_loss_func` has it for one layer (top-k when balanced). The value goes into no loss:
+its gradient is added where routing weights meet the graph, exactly once, also under recomputation.
+
+**Bias.** `bias_update_speed` moves the selection bias of routers that have one (`e_score_correction_bias`: DeepSeek-V3,
+arXiv:2412.19437, section 2.1.2) by `speed * sign(mean load - load)`, once per optimizer step, from the loads of all
+ranks. The library stores this bias and never changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import IGNORE_INDEX, Batch, SeenKeys
+from automodel_cli.distributed.expert_parallel.router_detection import routers_in
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.models.config import MoEConfig
+
+
+def real_tokens(labels_BT: Tensor, cu_seqlens: Tensor, seen: SeenKeys | None = None) -> Tensor:
+    """Bool `[B, T]`: tokens of documents with at least one label, and those that such a document sees besides. No host
+    synchronisation."""
+    labelled_N = (labels_BT != IGNORE_INDEX).flatten()
+    token_N = torch.arange(len(labelled_N), device=labels_BT.device)
+    document_N = torch.bucketize(token_N, cu_seqlens[1:], right=True)
+    num_labels = torch.zeros(len(cu_seqlens), dtype=torch.int64, device=labels_BT.device)
+    num_labels.index_add_(0, document_N, labelled_N.long())
+    real_N = num_labels[document_N] > 0
+    if seen is not None:
+        key_M = torch.arange(len(seen.index_M), device=labels_BT.device)
+        sees_M = num_labels[torch.bucketize(key_M, seen.cu_seqlens[1:], right=True)] > 0
+        real_N = real_N.int().scatter_reduce(0, seen.index_M, sees_M.int(), "amax") > 0
+    return real_N.view_as(labels_BT)
+
+
+class RouterWatch:
+    """A `StepHook`: told when a step begins and when it has ended well.
+
+    Collective over all ranks: `begin` where there is a loss to scale, `finish` always. Every rank makes one, also a
+    pipeline stage without experts.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], config: MoEConfig, mesh: Mesh):
+        self._config, self._mesh = config, mesh
+        found = [entry for part in parts for entry in routers(part)]
+        sizes = {name: _num_experts(router) for name, _, router in found}
+        of_stages: list[dict[str, int]] = [{} for _ in range(mesh.pp.size())]
+        dist.all_gather_object(of_stages, sizes, group=mesh.pp.get_group())
+        everywhere = {name: size for of_stage in of_stages for name, size in of_stage.items()}
+        self._sizes = list(everywhere.values())
+        width = max(self._sizes, default=0) + 1  # loads of the experts, then the loss
+        self._table = torch.zeros(len(everywhere), width, dtype=torch.float64, device=mesh.device)
+        rows = {name: row for row, name in enumerate(everywhere)}
+        self._layers = [_Layer(self, config, rows[name], block, router, name) for name, block, router in found]
+        self._refuse_what_cannot_act(parts)
+        for part in parts if found else ():  # nobody asks which tokens are real where there is no router
+            part.register_forward_pre_hook(self._enter_part, with_kwargs=True)
+            part.register_forward_hook(self._leave_part, always_call=True)
+            # The library's own model inside: called with this rank's tokens of the rows.
+            model: Any = part.model
+            model.base_model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
+        self.mask_BT: Tensor | None = None
+        self._real_NK: dict[int, Tensor] = {}
+        self.num_tokens = torch.ones((), dtype=torch.float64, device=mesh.device)
+
+    @property
+    def is_empty(self) -> bool:
+        """A dense model, or one whose routers are not understood."""
+        return not self._sizes
+
+    def _refuse_what_cannot_act(self, parts: Sequence[nn.Module]) -> None:
+        options = {"aux_loss_coef": self._config.aux_loss_coef, "bias_update_speed": self._config.bias_update_speed}
+        biases = [layer.bias is not None for layer in self._layers]
+        somewhere = torch.tensor([float(any(biases))], device=self._mesh.device)
+        has_bias = bool(self._mesh.sum_over(self._mesh.pp, somewhere))
+        for name, value in options.items():
+            reason = "has no mixture of experts whose router is understood" if self.is_empty else None
+            if name == "bias_update_speed" and not self.is_empty and not has_bias:
+                reason = "has routers without a selection bias (e_score_correction_bias)"
+            if value and reason:
+                raise ConfigError(
+                    f"{name}={value}, but {type(parts[0].model).__name__} {reason}",
+                    keys=(f"model.moe.{name}",),
+                    fix=f"model.moe.{name}=0",
+                )
+
+    # Which tokens the routers see: known while a part runs, and not while backward runs a layer again.
+
+    def _enter_part(self, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._leave_part()
+        if part.training and torch.is_grad_enabled():
+            self.mask_BT = real_tokens(kwargs["labels"], kwargs["cu_seq_lens_q"], SeenKeys.among(kwargs))
+
+    def _enter_model(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        context = kwargs.get("context")
+        if self.mask_BT is not None and context is not None:
+            self.mask_BT = context.local(self.mask_BT.long(), 0).bool()
+
+    def _leave_part(self, *_: Any) -> None:
+        self.mask_BT = None
+        self._real_NK.clear()
+
+    # The step.
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """A step of these microbatches (on the device) begins; what was counted before is forgotten."""
+        self._table.zero_()
+        if self._config.aux_loss_coef:
+            counts = [real_tokens(batch.labels_BT, batch.cu_seqlens, batch.seen).sum() for batch in batches]
+            self.num_tokens = self._mesh.sum_over(self._mesh.dp, torch.stack(counts).sum().double()).clamp(min=1)
+
+    @torch.no_grad()
+    def finish(self) -> dict[str, Tensor]:
+        """The step has been taken: move selection biases, and return what `metrics.jsonl` shows.
+
+        `expert_load_max`: of the most loaded expert over the mean, in the worst layer. `expert_load_cv`: standard
+        deviation over mean, averaged over layers. `aux_loss`: what `aux_loss_coef` stands for, summed over layers.
+        """
+        if self.is_empty:
+            return {}
+        dist.all_reduce(self._table)
+        # Ranks of tp see the same tokens, those of cp different ones but the same loss.
+        losses = self._table[:, -1] / (self._mesh.tp.size() * self._mesh.cp.size())
+        loads = [self._table[row, :size] for row, size in enumerate(self._sizes)]
+        means = [load.mean() for load in loads]  # 0 where a router is not understood: nan, which is written as null
+        for layer in self._layers:
+            layer.move_bias(self._config.bias_update_speed, loads[layer.row])
+        worst = [load.max() / mean for load, mean in zip(loads, means, strict=True)]
+        spread = [load.std(correction=0) / mean for load, mean in zip(loads, means, strict=True)]
+        metrics = {"expert_load_max": torch.stack(worst).max(), "expert_load_cv": torch.stack(spread).mean()}
+        return metrics | ({"aux_loss": losses.sum()} if self._config.aux_loss_coef else {})
+
+    # What a layer reports.
+
+    def count(self, row: int, index_NK: Tensor, num_experts: int, *, apart: bool) -> Tensor | None:
+        """Add a layer's choices on one microbatch to the step's; float64 [E], them alone, if `apart`. In one kernel if
+        not: what it adds is the same for all layers."""
+        assert self.mask_BT is not None
+        choices = index_NK.shape[1]
+        if choices not in self._real_NK:
+            self._real_NK[choices] = self.mask_BT.flatten().to(self._table.dtype).repeat_interleave(choices)
+        load_E = self._table[row, :num_experts]
+        added_E = torch.zeros_like(load_E) if apart else load_E
+        added_E.index_add_(0, index_NK.flatten(), self._real_NK[choices])
+        if not apart:
+            return None
+        load_E += added_E
+        return added_E
+
+    def balance(self, row: int, logits_NE: Tensor, load_E: Tensor, mask_N: Tensor) -> Tensor:
+        """Add a layer's loss on one microbatch to the step's, and return its gradient on the logits. Collective over
+        the ranks of cp.
+        """
+        probs_NE = logits_NE.float().softmax(-1)
+        sums = torch.cat([load_E, (probs_NE * mask_N[:, None]).sum(0).double(), mask_N.sum()[None].double()])
+        if self._mesh.cp.size() > 1:
+            sums = self._mesh.sum_over(self._mesh.cp, sums)
+        num_experts = len(load_E)
+        choices_E, mass_E, count = sums.split([num_experts, num_experts, 1])
+        # d loss / d probs of a token; n of the mean and n of the weight n / N cancel in one of the two factors.
+        slope_E = self._config.aux_loss_coef * num_experts * choices_E / count.clamp(min=1) / self.num_tokens
+        self._table[row, -1] += (slope_E * mass_E).sum()
+        slope_E = slope_E.to(probs_NE.dtype)
+        grad_NE = probs_NE * (slope_E - (probs_NE * slope_E).sum(-1, keepdim=True)) * mask_N[:, None]
+        return grad_NE.to(logits_NE.dtype)
+
+
+class _Layer:
+    """One router of this rank."""
+
+    def __init__(self, watch: RouterWatch, config: MoEConfig, row: int, block: nn.Module, router: nn.Module, name: str):
+        self.watch, self.row, self.name = watch, row, name
+        self.bias = _selection_bias(block, router)
+        self.has_loss = config.aux_loss_coef > 0
+        self.acts = self.has_loss or config.bias_update_speed > 0
+        router.register_forward_hook(self._hook)
+
+    # Data-dependent bookkeeping, in no graph.
+    @torch.compiler.disable
+    def _hook(self, router: nn.Module, args: Any, output: Any) -> Any:
+        if not (router.training and torch.is_grad_enabled()):
+            return None
+        if not _is_understood(output):
+            if self.acts:
+                raise _not_understood(self.name)
+            return None
+        logits_NE, weights_NK, index_NK = output[:3]
+        load_E = mask_N = None
+        if self.watch.mask_BT is not None:
+            mask_N = self.watch.mask_BT.flatten()
+            load_E = self.watch.count(self.row, index_NK, logits_NE.shape[-1], apart=self.has_loss)
+        if not self.has_loss:
+            return None
+        return (logits_NE, _AttachLoss.apply(weights_NK, logits_NE, load_E, mask_N, self), index_NK, *output[3:])
+
+    def move_bias(self, speed: float, load_E: Tensor) -> None:
+        if speed and self.bias is not None:
+            self.bias += (speed * torch.sign(load_E.mean() - load_E)).to(self.bias.dtype).view_as(self.bias)
+
+
+class _AttachLoss(torch.autograd.Function):
+    """Routing weights as they are; in backward the gradient of the load-balancing loss joins that of the logits.
+
+    Recomputation calls this again only to save the logits again. Loads and mask are attributes of the first call, not
+    saved tensors, so they are those of the right microbatch whatever runs in between.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights_NK: Tensor, logits_NE: Tensor, load_E: Tensor | None, mask_N: Tensor | None, layer: _Layer
+    ) -> Tensor:
+        ctx.save_for_backward(logits_NE)
+        ctx.load_E, ctx.mask_N, ctx.layer = load_E, mask_N, layer
+        return weights_NK.view_as(weights_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (logits_NE,) = ctx.saved_tensors
+        layer: _Layer = ctx.layer
+        return grads[0], layer.watch.balance(layer.row, logits_NE, ctx.load_E, ctx.mask_N), None, None, None
+
+
+def routers(part: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """`(name, block, router)` of every mixture of experts."""
+    for name, block in part.named_modules():
+        for child_name, router in routers_in(block):
+            yield f"{name}.{child_name}", block, router
+
+
+def _num_experts(router: nn.Module) -> int:
+    weight = router._parameters["weight"]
+    assert weight is not None
+    return weight.shape[0]
+
+
+def _selection_bias(block: nn.Module, router: nn.Module) -> Tensor | None:
+    """On the router in most families, on the block in others (MiniMax-M2)."""
+    for holder in (router, block):
+        for name, buffer in holder.named_buffers(recurse=False):
+            if name.endswith("e_score_correction_bias"):
+                return buffer
+    return None
+
+
+def _is_understood(output: Any) -> bool:
+    """(logits [N, E], weights [N, K], experts [N, K]) at the start of what a router returns."""
+    if not isinstance(output, tuple) or len(output) < 3 or not all(isinstance(t, Tensor) for t in output[:3]):
+        return False
+    logits, weights, index = output[:3]
+    return logits.ndim == 2 and weights.shape == index.shape and not index.is_floating_point()
+
+
+def _not_understood(name: str) -> ConfigError:
+    return ConfigError(
+        f"the router {name} does not return (logits, weights, experts), so it cannot be steered",
+        keys=("model.moe",),
+        fix="model.moe.aux_loss_coef=0 model.moe.bias_update_speed=0",
+    )

@@ -1,0 +1,181 @@
+"""What checkpoints call their layers for multi-token prediction, found by the names that are in them.
+
+Three spellings are on the hub. All have a norm of the embeddings, a norm of the hidden states, a projection of both, a
+decoder layer of the family's own, and a last norm; some store copies of the model's embedding and head, which are
+shared: the model's are used, and the export writes them there too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.hub import bundled_configs, source
+from automodel_cli.models.hub.passthrough_tensors import lazy_tensors
+from automodel_cli.models.mtp.layers import ADDED, decoder_list, depths_in_config, last_norm_name
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """Names below the prefix of a depth. `layer`: what the decoder layer's own names have in front of them."""
+
+    enorm: str
+    hnorm: str
+    eh_proj: str
+    norm: str
+    layer: str = ""
+    hidden_first: bool = False
+    embedding: str = ""
+    head: str = ""
+
+
+_SPELLINGS = (
+    # DeepSeek-V3, GLM-4.5: `model.layers.61.*`, after the last layer of the model
+    _Spelling("enorm", "hnorm", "eh_proj", "shared_head.norm", embedding="embed_tokens", head="shared_head.head"),
+    # Qwen3-Next, Qwen3.5: `mtp.*`
+    _Spelling("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0."),
+    # MiMo: `model.mtp_layers.0.*`
+    _Spelling("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True),
+)
+_AFTER_THE_LAYERS, _APART, _ = _SPELLINGS
+
+
+@dataclass(frozen=True)
+class OneDepth:
+    """`roles`: parameter of the depth's model -> key, for what is outside its layer. `layer`: what the names of its
+    layer begin with, in its model and in the checkpoint."""
+
+    roles: dict[str, str]
+    layer: tuple[str, str]
+
+    def own_name(self, key: str) -> str | None:
+        """Key of the checkpoint -> parameter of the depth's model (before the library's conversions); None for keys of
+        something else."""
+        for name, role in self.roles.items():
+            if key == role:
+                return name
+        ours, theirs = self.layer
+        return ours + key.removeprefix(theirs) if key.startswith(theirs) else None
+
+    def key(self, name: str) -> str:
+        """The other way round."""
+        ours, theirs = self.layer
+        return self.roles[name] if name in self.roles else theirs + name.removeprefix(ours)
+
+
+@dataclass(frozen=True)
+class DepthNames:
+    """`copies`: key of a stored copy -> name of the model's own table."""
+
+    depths: tuple[OneDepth, ...]
+    copies: dict[str, str] = field(default_factory=dict)
+    hidden_first: bool = False
+
+    def own_names(self, keys: Iterable[str]) -> list[dict[str, str]]:
+        """For each depth: its keys among `keys`, and what its model calls them."""
+        every = [key for key in keys if key not in self.copies]
+        return [{key: name for key in every if (name := depth.own_name(key)) is not None} for depth in self.depths]
+
+
+def of_config(config: ModelConfig, hf_config: PretrainedConfig, model: PreTrainedModel) -> DepthNames:
+    """From the checkpoint's keys; from the library's config where there is no checkpoint at hand (random weights, a
+    plan). Raises ConfigError where there are no such layers, or in names that are not known."""
+    assert config.mtp is not None
+    keys = None if config.config is not None else _keys(config)
+    if keys is not None:
+        return of_keys(keys, model)
+    depths = config.mtp.depths or depths_in_config(hf_config)
+    if config.pretrained is not None:  # not every config says how many; all repositories but few have one
+        depths = depths or 1
+    if not depths:
+        raise ConfigError(
+            f"{type(hf_config).__name__} does not say how many layers for multi-token prediction the model has",
+            keys=("mtp",),
+            fix="model.mtp.depths=1",
+        )
+    return _default(model, depths)
+
+
+def _keys(config: ModelConfig) -> list[str] | None:
+    """Every key of the checkpoint; None where only its config is at hand."""
+    folder = config.pretrained or ""
+    has_weights = not Path(folder).is_dir() or any(Path(folder).glob("*.safetensors"))
+    if not has_weights or bundled_configs.fields(folder, config.revision) is not None:
+        return None
+    return list(lazy_tensors(source.weights(config).files))
+
+
+def of_keys(keys: Iterable[str], model: PreTrainedModel) -> DepthNames:
+    """`model` is the whole one. Raises ConfigError."""
+    keys = set(keys)
+    for spelling in _SPELLINGS:
+        ends = f".{spelling.eh_proj}.weight"
+        prefixes = [key.removesuffix(ends) for key in keys if key.endswith(ends)]
+        prefixes = [p for p in prefixes if {f"{p}.{spelling.enorm}.weight", f"{p}.{spelling.hnorm}.weight"} <= keys]
+        if prefixes:
+            return _spelled(spelling, sorted(prefixes, key=_number), keys, model)
+    raise ConfigError(
+        "the checkpoint holds no layers for multi-token prediction, or under names that are not known",
+        keys=("mtp",),
+        fix="model.mtp=null",
+    )
+
+
+def _number(prefix: str) -> int:
+    found = re.findall(r"\d+", prefix)
+    return int(found[-1]) if found else 0
+
+
+def _spelled(spelling: _Spelling, prefixes: list[str], keys: set[str], model: PreTrainedModel) -> DepthNames:
+    if spelling.layer and any(key.startswith(f"{prefixes[0]}.layers.1.") for key in keys):
+        raise ConfigError(
+            f"{prefixes[0]}.layers has several layers behind one projection, which is not supported",
+            keys=("mtp",),
+            fix="model.mtp=null",
+        )
+    tables = _tables(model)
+    copies = {}
+    for prefix in prefixes:
+        for name, table in ((spelling.embedding, tables[0]), (spelling.head, tables[1])):
+            key = f"{prefix}.{name}.weight"
+            if name and key in keys:
+                copies[key] = table
+    layer, norm = f"{decoder_list(model)[0]}.0.", f"{last_norm_name(model)}.weight"
+    depths = tuple(
+        OneDepth(
+            {
+                **{f"{name}.weight": f"{prefix}.{getattr(spelling, name)}.weight" for name in ADDED},
+                norm: f"{prefix}.{spelling.norm}.weight",
+            },
+            (layer, f"{prefix}.{spelling.layer}"),
+        )
+        for prefix in prefixes
+    )
+    return DepthNames(depths, copies, spelling.hidden_first)
+
+
+def _tables(model: Any) -> tuple[str, str]:
+    """Names of the weights of embedding and head, as the stream of weights has them: a tied one under its first."""
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(param), name)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return first[id(embedding)], first[id(head)]
+
+
+def _default(model: PreTrainedModel, depths: int) -> DepthNames:
+    """The names that a repository of this family has, as far as its class knows them."""
+    path, layers = decoder_list(model)
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    if depths == 1 and any("mtp" in pattern for pattern in ignored):
+        return _spelled(_APART, ["mtp"], set(), model)
+    prefixes = [f"{path}.{len(layers) + depth}" for depth in range(depths)]
+    return _spelled(_AFTER_THE_LAYERS, prefixes, set(), model)

@@ -1,0 +1,163 @@
+"""Layers for multi-token prediction beside a model: built from the family's own classes, run on packed rows.
+
+Depth k turns the hidden states of the depth before it (k = 1: the model's own, after its last norm) and the embeddings
+of the tokens k further on into hidden states from which the model's head predicts the label k further on
+(arXiv:2412.19437, section 2.2; the library's `MtpLayer` computes the same):
+
+    hidden_k = norm(layer(eh_proj([enorm(embed(token t + k)), hnorm(hidden_k-1)])))
+
+A depth is the family's own causal LM, cut to its last layer and its last norm, with the three modules in front of them
+added as children. So rotary tables, masks, document boundaries, experts and states in it are whatever the family makes
+of them, and everything that treats a library model (sharding, loading, export) treats a depth. Embedding and head are
+the model's.
+
+Shapes: B rows, T tokens, D hidden, M depths.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import further
+from automodel_cli.models.document_masking import recurrent_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_DEPTH_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+ADDED = ("enorm", "hnorm", "eh_proj")
+"""Norm of the embeddings, norm of the hidden states, and what makes one of both."""
+
+
+def depths_in_config(hf_config: PretrainedConfig) -> int:
+    """How many depths a library config speaks of; 0 where it says nothing."""
+    text = hf_config.get_text_config()
+    return next((int(n) for field in _DEPTH_FIELDS if (n := getattr(text, field, None))), 0)
+
+
+class Depth(nn.Module):
+    """One depth; `model` is the family's causal LM of one layer, without embedding and head."""
+
+    def __init__(self, model: PreTrainedModel, *, hidden_first: bool = False):
+        super().__init__()
+        self.model = model
+        self.hidden_first = hidden_first
+
+    def forward(self, embedded_BTD: Tensor, hidden_BTD: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Hidden states `[B, T, D]`, normed; `inputs` is what the model's own layers got, without the tokens."""
+        model: Any = self.model
+        both = [model.enorm(embedded_BTD), model.hnorm(hidden_BTD)]
+        x_BTD = model.eh_proj(torch.cat(both[::-1] if self.hidden_first else both, -1))
+        output_BTD: Tensor = model.base_model(inputs_embeds=x_BTD, **inputs, use_cache=False)[0]
+        return output_BTD
+
+
+class MultiToken(nn.ModuleList):
+    """All depths of a model, in order."""
+
+    def hidden(
+        self,
+        embed: Callable[[Tensor], Tensor],
+        hidden_BTD: Tensor,
+        ids: Iterator[Tensor],
+        inputs: Mapping[str, Any],
+    ) -> Iterator[Tensor]:
+        """Hidden states of each depth. `ids`: this rank's `[B, T]` tokens 1, 2, ... places further on; `inputs` as the
+        model's own base model takes them."""
+        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+        for depth, ids_BT in zip(self, ids, strict=False):
+            with recurrent_layers.documents_of(depth.model, {**inputs, "input_ids": ids_BT}):  # type: ignore[arg-type]
+                hidden_BTD = depth(embed(ids_BT), hidden_BTD, rest)
+            yield hidden_BTD
+
+
+def tokens_further(input_ids_BT: Tensor, cu_seqlens: Tensor) -> Iterator[Tensor]:
+    """The tokens 1, 2, ... places further on in their documents. Where a document has ended stands token 0: attention
+    is causal, so nothing with a label sees it."""
+    by = 0
+    while True:
+        by += 1
+        yield further(input_ids_BT, by, cu_seqlens, 0)
+
+
+def cut_to_depth(model: PreTrainedModel) -> None:
+    """Cut a model of all layers (best on meta) to what a depth has of it, in place, and add `ADDED`.
+
+    Raises ConfigError for a model whose modules besides the layers are not embedding, norm and head.
+    """
+    path, layers = decoder_list(model)
+    norm = _last_norm(model, path)
+    _drop_tables(model)
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, nn.ModuleList([layers[-1]]))
+    _keep_last_layer_in(model.config.get_text_config(), len(layers))
+    model.all_tied_weights_keys = {}
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    width = len(weight)
+    for name in ADDED[:2]:
+        model.add_module(name, copy.deepcopy(norm))
+    projection = nn.Linear(2 * width, width, bias=False, device=weight.device, dtype=model.dtype)
+    model.add_module(ADDED[2], projection)
+
+
+def decoder_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Name and entries of the outermost list with one entry per layer of the config."""
+    config: Any = model.config
+    count = config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise _cannot(model, f"it has no module list with the config's {count} layers")
+
+
+def last_norm_name(model: nn.Module) -> str:
+    """Name of the norm between the layers and the head."""
+    norm = _last_norm(model, decoder_list(model)[0])
+    return next(name for name, module in model.named_modules() if module is norm)
+
+
+def _drop_tables(model: PreTrainedModel) -> None:
+    tables = {model.get_input_embeddings(), model.get_output_embeddings()}
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child in tables:
+                setattr(module, name, None)
+
+
+def _last_norm(model: nn.Module, layers: str) -> nn.Module:
+    whole: Any = model
+    width = whole.config.get_text_config().hidden_size
+    tables = (whole.get_input_embeddings(), whole.get_output_embeddings())
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+        and not f"{name}.".startswith(f"{layers}.")
+        and module not in tables
+    ]
+    if len(found) != 1 or [tuple(p.shape) for p in found[0][1].parameters()] != [(width,)]:
+        names = ", ".join(name for name, _ in found) or "nothing"
+        raise _cannot(model, f"besides embedding, layers and head it should have one norm, and has {names}")
+    return found[0][1]
+
+
+def _keep_last_layer_in(text: Any, num_layers: int) -> None:
+    """A config with one layer, whose lists by layer have the last one's entry."""
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == num_layers and not name.startswith("_"):
+            setattr(text, name, value[-1:])
+    text.num_hidden_layers = 1
+
+
+def _cannot(model: nn.Module, reason: str) -> ConfigError:
+    return ConfigError(
+        f"layers for multi-token prediction cannot be built from {type(model).__name__}: {reason}",
+        keys=("mtp",),
+        fix="model.mtp=null",
+    )

@@ -1,0 +1,337 @@
+"""Can this model train on packed rows, and on rows that ranks share? Measured on a shrunken random copy of the user's
+own config, before anything is built.
+
+Cheap structural rules give a good message for known reasons; the measurement decides for everything else: two
+documents in one row must give what each gives alone under the library's own eager attention, and a row whose tokens lie
+in the order of context-parallel ranks must give what it gives in its own order. Nothing is cached: each takes about
+0.1 s.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import IGNORE_INDEX, NO_RUN, Batch, SeenKeys, dual_chunks
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.attention import packed as packed
+from automodel_cli.models.builder import part_of
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.context_parallel_layout import Context, OneProcess
+from automodel_cli.models.document_masking import dynamic_rope, recurrent_layers
+from automodel_cli.models.model_inputs import accepted_by, model_inputs_for
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.probes import isolation, token_mixing
+from automodel_cli.models.probes.tiny_model import build_small, shrink
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Longer than every shrunken window, chunk and index size, or a leak would hide; one is longer than `shrink.SWITCH`
+_DOCUMENTS = (13, 9)
+Rows = Literal["packed", "padded", "whole"]
+"""What rows hold: several documents; one and padding after it; one without padding."""
+# (documents of a row, how many tokens count): of a padded row, the document before the padding
+_ROWS: dict[Rows, tuple[tuple[tuple[int, ...], int], ...]] = {
+    "packed": ((_DOCUMENTS, sum(_DOCUMENTS)),),
+    "padded": (((13, 9), 13), ((9, 13), 9)),
+    "whole": (((sum(_DOCUMENTS),), sum(_DOCUMENTS)),),
+}
+# What rows can be had instead, and how
+_SIMPLER: dict[Rows, tuple[tuple[Rows, str], ...]] = {
+    "packed": (("padded", "data.packing=none"), ("whole", "data.packing=none train.microbatch_size=1")),
+    "padded": (("whole", "train.microbatch_size=1"),),
+    "whole": (),
+}
+_NO_SWITCH = 512  # tokens: no document of a probe is as long
+_UNMEASURED = "a small copy of it cannot be measured"
+_TOLERANCE = 1e-4  # of the largest hidden value; a leak is 1e-2 and more
+
+
+def probe_packing(
+    hf_config: PretrainedConfig,
+    *,
+    attention: str = packed.PACKED,
+    rows: Rows = "packed",
+    trust_remote_code: bool = False,
+) -> None:
+    """Raise ConfigError, naming the layer, when this attention does not compute each document as the library does
+    alone.
+
+    What padding gives does not matter. The config is not changed. A config that cannot be built small is refused as
+    unknown.
+    """
+    _refuse_dropped_layers(hf_config)
+    with transformers_compat.quiet():
+        reason = _objection(hf_config, attention, rows, trust_remote_code)
+        if reason is None:
+            return
+        fix = _fix(hf_config, attention, rows, trust_remote_code)
+    raise ConfigError(
+        f"{hf_config.model_type} with attention={attention!r} cannot train on {rows} rows: {reason}",
+        keys=("data.packing", "model.attention"),
+        fix=fix,
+    )
+
+
+def _fix(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_code: bool) -> str | None:
+    """The nearest attention and rows that this model trains on, as overrides."""
+    for simpler, how in ((rows, ""), *_SIMPLER[rows]):
+        for name in dict.fromkeys((attention, "sdpa", "eager")):
+            if (simpler, name) != (rows, attention) and not _objection(hf_config, name, simpler, trust_remote_code):
+                return f"{how} model.attention={name}".strip() if name != attention else how
+    return None
+
+
+def probe_context(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError, naming the layer, when anything but packed attention and state layers mixes the tokens of a
+    row.
+
+    Context parallelism shows every layer some tokens of a row, in an order that is not theirs, and only these know how
+    to reach the others. One process stands in for its two ranks: their tokens one after another.
+    """
+    packed.register()
+    if isolation.way_of(hf_config, trust_remote_code=trust_remote_code).by_document:
+        raise ConfigError(
+            f"{hf_config.model_type} cannot share its rows between ranks: its attention is the library's own, run "
+            "document by document on whole rows",
+            keys=("mesh.cp_size",),
+            fix="mesh.cp_size=1",
+        )
+    with transformers_compat.quiet():
+        try:
+            small = shrink(hf_config)
+            model = _small(small, trust_remote_code)
+            recurrent_layers.install(
+                model, token_mixing.state_layer_classes(small, trust_remote_code=trust_remote_code)
+            )
+            difference, where = _shared_against_whole(model)
+        except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            difference, where = float("inf"), f"a small copy of it cannot be measured ({reason}): it"
+    if difference > _TOLERANCE:
+        raise ConfigError(
+            f"{hf_config.model_type} cannot share its rows between ranks: {where} does not give shared rows what it "
+            f"gives whole ones (off by {difference:.1e})",
+            keys=("mesh.cp_size",),
+            fix="mesh.cp_size=1",
+        )
+
+
+def why_not_shared(hf_config: PretrainedConfig, *, trust_remote_code: bool = False) -> str:
+    """What keeps documents of a row from sharing a prefix (`Batch.seen`), for a sentence; empty where a small copy
+    gives each of them what it gives it whole.
+
+    Rotary tables that depend on the length of a text are taken for one table: who asks must know that no text is longer
+    than the first of them (`length_rope.longest_unswitched`).
+    """
+    way = isolation.way_of(hf_config, trust_remote_code=trust_remote_code)
+    if way.by_document:
+        return f"the attention of {hf_config.model_type} is the library's own, run document by document"
+    if way.classes:
+        names = ", ".join(sorted(name.rpartition(".")[2] for name in way.classes))
+        return f"{hf_config.model_type} has layers that are run document by document ({names})"
+    with transformers_compat.quiet():
+        try:
+            small = shrink(hf_config, switch=_NO_SWITCH)
+            model = _small(small, trust_remote_code)
+            choice = ModelConfig(pretrained="-", trust_remote_code=trust_remote_code)
+            part = part_of(copy.deepcopy(small), choice, device="cpu")
+            part.model.load_state_dict(model.state_dict())
+            difference, where = _prefix_against_copies(part)
+        except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+            return f"{_UNMEASURED} ({type(error).__name__}: {error})".splitlines()[0][:200]
+    if difference <= _TOLERANCE:
+        return ""
+    return f"{where} of {hf_config.model_type} gives them something else (off by {difference:.1e})"
+
+
+@torch.no_grad()
+def _prefix_against_copies(part: ModelPart) -> tuple[float, str]:
+    """Two documents behind a prefix, and the same with a copy of the prefix each: largest difference, and where."""
+    (long, short), prefix = _DOCUMENTS, 5
+    ids_T = _probe_row(part.model)[0]
+    ids_T[long : long + prefix] = ids_T[:prefix]
+    bounds, runs = (0, prefix, long, long + short - prefix), (NO_RUN, (0, prefix), (0, prefix))
+    positions_T = torch.cat([torch.arange(long), torch.arange(prefix, short)])
+    batch = Batch(
+        input_ids_BT=torch.cat([ids_T[:long], ids_T[long + prefix :]])[None],
+        labels_BT=torch.full((1, bounds[-1]), IGNORE_INDEX),
+        position_ids_BT=positions_T[None],
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        max_seqlen=long - prefix,
+        row_ids_B=torch.zeros(1, dtype=torch.int64),
+        seen=SeenKeys.of(bounds, runs),
+    )
+    part.eval()
+    whole, names = _layer_outputs(part.model, model_inputs_for(ids_T[None], _DOCUMENTS))
+    shared, _ = _layer_outputs(part.model, batch.model_inputs())
+    want = [torch.cat([of_layer[:, :long], of_layer[:, long + prefix :]], 1) for of_layer in whole]
+    return _first_difference(shared, want, names)
+
+
+class _BothRanks(OneProcess):
+    """Two context-parallel ranks in one process. Remembers what each layer asked for."""
+
+    owners: tuple[tuple[int, ...], ...] = (tuple(chunk for chunks in dual_chunks(2) for chunk in chunks),)
+
+    def __init__(self) -> None:
+        self.gathered: list[Tensor] = []
+
+    def gather(self, x: Tensor) -> Tensor:
+        self.gathered.append(x)
+        return x
+
+
+class _OneRank(_BothRanks):
+    """One of the two, alone in the process: the other one's tokens are as they were when both were there."""
+
+    size, owners = 2, dual_chunks(2)
+
+    def __init__(self, rank: int, both: _BothRanks):
+        self.rank, self.gathered = rank, list(both.gathered)
+
+    def gather(self, x: Tensor) -> Tensor:
+        everything = self.gathered.pop(0).clone()
+        everything[self.rank * len(x) :][: len(x)] = x
+        return everything
+
+
+@torch.no_grad()
+def _shared_against_whole(model: Any) -> tuple[float, str]:
+    """Largest difference relative to the largest hidden value, and the first layer that differs."""
+    model.eval()
+    model.set_attn_implementation(packed.PACKED)
+    dynamic_rope.install(model)
+    ids_BT = _probe_row(model)
+    inputs = model_inputs_for(ids_BT, _DOCUMENTS)
+
+    def outputs(group: _BothRanks) -> tuple[list[Tensor], Context]:
+        context = Context(group, (1, ids_BT.shape[1]), inputs.get("cu_seq_lens_q"), ids_BT.device, group.owners)
+        fresh = copy.deepcopy(model)  # some rotary tables remember what they saw
+        return _layer_outputs(fresh, context.local_inputs(ids_BT, inputs["position_ids"]))[0], context
+
+    whole, names = _layer_outputs(copy.deepcopy(model), inputs)
+    both = _BothRanks()
+    shared, context = outputs(both)
+    worst = _first_difference([context.whole(of_layer) for of_layer in shared], whole, names)
+    if worst[0] > _TOLERANCE:
+        return worst
+    halves = [of_layer.chunk(2, 1) for of_layer in shared]
+    of_ranks = [
+        _first_difference(outputs(_OneRank(rank, both))[0], [half[rank] for half in halves], names) for rank in (0, 1)
+    ]
+    return max([worst, *of_ranks])
+
+
+def _refuse_dropped_layers(hf_config: PretrainedConfig) -> None:
+    share = getattr(hf_config.get_text_config(), "layerdrop", None) or 0
+    if share > 0:
+        raise ConfigError(
+            f"layerdrop={share} skips layers at random, and ranks that skip different ones would wait for each other "
+            "for ever",
+            keys=("model",),
+            fix="model.config.layerdrop=0, or layerdrop: 0.0 in the model's config.json",
+        )
+
+
+def _objection(hf_config: PretrainedConfig, attention: str, rows: Rows, trust_remote_code: bool) -> str | None:
+    """Why a part, built and run as in training, does not give on a small copy what the library gives, if so."""
+    choice = ModelConfig(pretrained="-", attention=attention, trust_remote_code=trust_remote_code)
+    try:
+        small = shrink(hf_config)
+        model = _small(small, trust_remote_code)
+        part = part_of(copy.deepcopy(small), choice, device="cpu")
+        part.model.load_state_dict(model.state_dict())
+        measured = [_row_against_documents(model, part, *row) for row in _ROWS[rows]]
+        _train_once(part, _ROWS[rows][0][0])
+        if dropout := token_mixing.dropout_of(hf_config):
+            noisy = copy.deepcopy(small)
+            noisy.get_text_config().update(dropout)
+            _train_once(part_of(noisy, choice, device="cpu"), _ROWS[rows][0][0])
+    except ConfigError as error:
+        return error.message
+    except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return f"{_UNMEASURED} ({reason})"
+    difference, where = max(measured)
+    if difference <= _TOLERANCE:
+        return None
+    if rows == "packed":
+        return f"{where} does not give packed documents what they get apart (off by {difference:.1e})"
+    return f"{where} does not give what the library's own attention gives (off by {difference:.1e})"
+
+
+def _train_once(part: ModelPart, documents: tuple[int, ...]) -> None:
+    """What forward and backward of a step may refuse, they refuse here."""
+    ids_BT = _probe_row(part.model)
+    output = part(labels=ids_BT.roll(-1, 1), **model_inputs_for(ids_BT, documents))
+    output.logprobs_BT.sum().backward()
+
+
+def _small(small: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    def build(config: PretrainedConfig) -> PreTrainedModel:
+        return transformers_compat.causal_lm(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+    return build_small(small, build)
+
+
+def _probe_row(model: Any) -> Tensor:
+    vocab = model.config.get_text_config().vocab_size
+    ids_T = torch.randint(3, vocab, (sum(_DOCUMENTS),), generator=torch.Generator().manual_seed(0))
+    return ids_T[None]
+
+
+@torch.no_grad()
+def _row_against_documents(model: Any, part: ModelPart, documents: tuple[int, ...], compared: int) -> tuple[float, str]:
+    """Largest difference of the first `compared` tokens relative to the largest hidden value, and the first layer that
+    differs. `model` is the library's own, `part` has its weights."""
+    ids_BT = _probe_row(model)
+    apart = []
+    for document in ids_BT.split(documents, 1):
+        alone: Any = copy.deepcopy(model).eval()  # of its own: some rotary tables remember what they saw
+        apart.append(_layer_outputs(alone, {"input_ids": document})[0])
+    part.eval()
+    together, names = _layer_outputs(part.model, model_inputs_for(ids_BT, documents))
+    part.train()
+    want = [torch.cat(outputs, 1)[:, :compared] for outputs in zip(*apart, strict=True)]
+    return _first_difference([outputs[:, :compared] for outputs in together], want, names)
+
+
+def _first_difference(got: list[Tensor], want: list[Tensor], names: list[str]) -> tuple[float, str]:
+    where, worst = "the model", 0.0
+    for index, name in enumerate(names):
+        gap = ((got[index] - want[index]).abs().max() / want[index].abs().max()).item()
+        worst = max(worst, gap if gap == gap else float("inf"))
+        if worst > _TOLERANCE:
+            where = name
+            break
+    return worst, where
+
+
+def _layer_outputs(model: Any, inputs: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
+    """Hidden states after every decoder layer and of the whole, with a name for each."""
+    outputs: list[Tensor] = []
+    names: list[str] = []
+    layers = max(
+        (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList)), key=len, default=nn.ModuleList()
+    )
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, (tuple, list)) else output)
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        with recurrent_layers.documents_of(model, inputs):
+            hidden = model.base_model(**accepted_by(model, inputs), use_cache=False)[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = [f"layer {i} ({type(layer).__name__})" for i, layer in enumerate(layers)]
+    if [tuple(o.shape) for o in outputs] != [tuple(hidden.shape)] * len(layers):
+        outputs, names = [], []  # layers with outputs of their own kind: only the end can be compared
+    return [*outputs, hidden], [*names, f"a layer of {type(model.base_model).__name__}"]

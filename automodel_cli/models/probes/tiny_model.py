@@ -1,0 +1,307 @@
+"""A tiny random copy of a model config: the same family with the same peculiarities, at hidden size 64.
+
+What is measured on such a copy (can it be cut into stages? are packed documents isolated?) holds for the model itself
+as far as its structure goes; sizes do not enter. Fields are set by meaning: a rule applies wherever a family's config
+has the field.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import transformers_compat
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+HIDDEN, HEADS, HEAD_DIM, VOCAB, LAYERS, EXPERTS = 64, 4, 16, 160, 4, 8
+NOISE = 0.05
+MAX_PARAMETERS = 10_000_000
+SWITCH = 9
+"""Where a copy changes its behaviour by length (rotary tables, temperatures): what measures it must have documents on
+both sides of it, and one that is short next to one that is long."""
+
+_SIZES: dict[str, int] = {
+    "hidden_size": HIDDEN,
+    "embedding_size": HIDDEN,
+    "embedding_dim": HIDDEN,
+    "word_embed_proj_dim": HIDDEN,
+    "d_model": HIDDEN,
+    "n_embd": HIDDEN,
+    "lru_width": HIDDEN,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "n_inner": 96,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "shared_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "expert_ffn_hidden_size": 48,
+    "shared_experts_intermediate_size": 48,
+    "dense_intermediate_size": 96,
+    "feed_forward_size": 96,
+    "intermediate_size_mlp": 96,
+    "num_attention_heads": HEADS,
+    "n_head": HEADS,
+    "n_heads": HEADS,
+    "head_dim": HEAD_DIM,
+    "swa_head_dim": HEAD_DIM,
+    "global_head_dim": HEAD_DIM,
+    "kv_channels": HEAD_DIM,
+    "attention_head_dim": HEAD_DIM,
+    "rotary_dim": 8,
+    "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 16,
+    "ple_embed_dim": HIDDEN,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "attention_hidden_size": 2 * HIDDEN,
+    "n_mamba_heads": 8,
+    "mamba_headdim": 16,
+    "mamba_num_heads": 8,
+    "mamba_n_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_d_head": 16,
+    "ssm_state_size": 8,
+    "mamba_d_state": 8,
+    "state_size": 8,
+    "mamba_d_ssm": 128,
+    "time_step_rank": 8,
+    "mamba_dt_rank": 8,
+    "mamba_chunk_size": 8,
+    "chunk_size": 8,
+    "hc_lowrank": 8,
+    "n_groups": 1,
+    "mamba_n_groups": 1,
+}
+_LIMITS: dict[str, int] = {
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "n_ctx": 512,
+    "max_seq_len": 512,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "experts_per_token": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "n_group": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "num_dense_layers": 1,
+    "sliding_window": 6,
+    "attention_window_size": 6,
+    "attention_chunk_size": 8,
+    "index_topk": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 16,  # fewer would often score several tokens 0, and which of them are taken is chance
+    "window_size": 6,
+    # Other limits that a forward compares with a length or a position: each must lie below the lengths of the probes.
+    "floor_scale": 4,
+    "log_scaling_n_floor": 4,
+    "rel_extent": 6,
+    "keep_window_size": 6,
+    "local_attention": 8,
+    "local_attention_window_len": 6,
+    "position_bias_max_distance": 6,
+    "position_bias_num_buckets": 8,
+    "block_size": 8,
+    "index_block_size": 4,
+    "index_topk_blocks": 1,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+    "indexer_head_dim": 16,
+    "indexer_n_heads": 16,
+    # Tables that are looked up by something else than the token
+    "ngram_vocab_size_base": 64,
+    "split_ngram_parts": 2,
+    "pronunciation_vocab_size": VOCAB,
+    "pronunciation_embed_dim": 16,
+    "shape_vocab_size": VOCAB,
+    "shape_embed_dim": 16,
+    "encoder_hash_byte_group_vocab": 64,
+}
+_SHARING = "num_kv_shared_layers"  # as many of the last layers use keys and values of earlier ones
+_SWITCH = "original_max_position_embeddings"
+_LAYER_INDICES = ("hybrid_layer_ids", "full_attn_idxs", "mlp_only_layers")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+
+
+def shrink(config: PretrainedConfig, *, switch: int = SWITCH, num_layers: int = LAYERS) -> PretrainedConfig:
+    """A small copy of `config` with up to `num_layers` layers; the original is left alone. Rotary tables switch by
+    length after `switch` tokens."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    fields = {name: value for name, value in vars(text).items() if not name.startswith("_")}
+    layers = next((fields[name] for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
+    keep = _representative(fields, layers, num_layers) if layers and layers > num_layers else None
+    overrides = text.to_dict().get("per_layer_config")
+    if layers and fields.get(_SHARING) == layers:
+        raise ConfigError(
+            "it is a drafter: all of its layers use the keys and values of another model", keys=("model",)
+        )
+    if overrides:
+        text.per_layer_config = None  # while it stands, the fields that differ by layer cannot be set
+    canonical = {real: common for common, real in text.attribute_map.items()}
+    for name, value in fields.items():
+        new = _small_value(canonical.get(name, name), value, fields, keep)
+        if new is not value:
+            setattr(text, name, new)
+    if fields.get(_SHARING) and keep and layers:
+        setattr(text, _SHARING, sum(i >= layers - fields[_SHARING] for i in keep))
+    if overrides:
+        text.per_layer_config = _small_overrides(overrides, fields, keep)
+    for holder in ("rope_parameters", "rope_scaling"):
+        if isinstance(fields.get(holder), dict):
+            setattr(text, holder, _small_rope(fields[holder], switch))
+            if _is_dynamic(fields[holder]):
+                text.max_position_embeddings = switch
+    if getattr(text, _SWITCH, None):
+        setattr(text, _SWITCH, min(fields[_SWITCH], switch))
+    for name, value in fields.items():  # parts that a text does not meet, of which some classes build all
+        if hasattr(value, "get_text_config"):
+            setattr(text, name, shrink(value, switch=switch, num_layers=2))
+    return small
+
+
+def _small_overrides(
+    overrides: dict[str, dict[str, Any]], fields: dict[str, Any], keep: list[int] | None
+) -> dict[int | str, dict[str, Any]]:
+    """What some layers have otherwise than the config says, of the layers that are kept."""
+    return {
+        i if keep is None else keep.index(i): {
+            name: _small_value(name, value, {**fields, **of_layer}, None) for name, value in of_layer.items()
+        }
+        for i, of_layer in ((int(index), of_layer) for index, of_layer in overrides.items())
+        if keep is None or i in keep
+    }
+
+
+def _small_value(name: str, value: Any, fields: dict[str, Any], keep: list[int] | None) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if name in LAYER_COUNTS:
+        return value if keep is None else min(value, len(keep))
+    if isinstance(value, list) and name in (*_LIMITS, *_SIZES):  # one per layer
+        value = [_small_value(name, entry, fields, None) if isinstance(entry, int) else entry for entry in value]
+    if name == "compress_rates":
+        return {kind: min(rate, 8) for kind, rate in value.items()}
+    if isinstance(value, list) and keep and any(fields.get(count) == len(value) for count in LAYER_COUNTS):
+        return [value[i] for i in keep]
+    if ("drop" in name or name.endswith("jitter_noise")) and isinstance(value, float):
+        return 0.0
+    if isinstance(value, list) and keep and name in _LAYER_INDICES:
+        return [keep.index(i) for i in value if i in keep]
+    if name.endswith("_token_id"):
+        return _small_token(name, value)
+    if not isinstance(value, int):
+        return value
+    if name in ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads"):
+        heads = fields.get("num_attention_heads", fields.get("n_head", value))
+        return HEADS if value == heads else min(value, 2)
+    if name == "num_heads" and "state_size" in fields:  # Mamba-2 calls its state's heads so
+        return fields.get("expand", 2) * HIDDEN // HEAD_DIM
+    if name == "head_dim" and value == fields.get("qk_rope_head_dim"):
+        return _SIZES["qk_rope_head_dim"]
+    if name == "head_dim" and any(value * part == fields.get("qk_rope_head_dim") for part in _rotary_parts(fields)):
+        return _SIZES["qk_rope_head_dim"] * value // fields["qk_rope_head_dim"]
+    if name == "index_n_heads" and value == fields.get("num_key_value_heads"):  # a choice for each group of heads
+        return _small_value("num_key_value_heads", value, fields, keep)
+    if name in _SIZES:
+        return _SIZES[name] if value > 0 else value
+    return min(value, _LIMITS[name]) if name in _LIMITS else value
+
+
+def _representative(fields: dict[str, Any], layers: int, room: int) -> list[int]:
+    """`room` layer indices in which every kind of layer occurs, as far as there is room, and twice where there is
+    more: some kinds share weights between their layers."""
+    lists = [v for v in fields.values() if isinstance(v, list) and len(v) == layers]
+    if sharing := fields.get(_SHARING):  # every kind that is shared must also be there with keys of its own
+        lists = [fields["layer_types"], [i >= layers - sharing for i in range(layers)]]
+    kinds = [repr([entries[i] for entries in lists]) for i in range(layers)]
+    nth = [kinds[:i].count(kinds[i]) for i in range(layers)]
+    return sorted(sorted(range(layers), key=lambda i: (min(nth[i], 2), i))[:room])
+
+
+def _rotary_parts(fields: dict[str, Any]) -> list[float]:
+    """The parts of a head that are rotated, as the rotary tables have them for each kind of layer."""
+    rope = fields.get("rope_parameters") or {}
+    tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
+    return [table["partial_rotary_factor"] for table in tables if "partial_rotary_factor" in table]
+
+
+def _small_token(name: str, value: Any) -> Any:
+    index = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(name, 3)
+    if isinstance(value, list):
+        return [index]
+    return index if isinstance(value, int) and value >= VOCAB else value
+
+
+def _small_rope(rope: dict[str, Any], switch: int) -> dict[str, Any]:
+    """Per-dimension factor lists (longrope) cut to the small rotary width; nested per layer type or not."""
+    half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+    small: dict[str, Any] = {}
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            small[key] = _small_rope(value, switch)
+        elif key in ("short_factor", "long_factor"):
+            small[key] = value[:half]
+        elif key == _SWITCH:
+            small[key] = min(value, switch)
+        elif key == "mrope_section":
+            small[key] = [half - 2 * (half // 3), half // 3, half // 3]
+        else:
+            small[key] = value
+    return small
+
+
+def _is_dynamic(rope: dict[str, Any]) -> bool:
+    """Whether a table grows with texts longer than `max_position_embeddings`; rules nested per layer type or not."""
+    if any(isinstance(value, dict) and _is_dynamic(value) for value in rope.values()):
+        return True
+    return "dynamic" in str(rope.get("rope_type", rope.get("type", "")))
+
+
+def build_small(
+    config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel], seed: int = 0
+) -> PreTrainedModel:
+    """`build(small config)` in fp32 with noise on every parameter and router bias, so that a lost one shows. Draws from
+    its own RNG."""
+    with torch.random.fork_rng(devices=[]), transformers_compat.quiet():
+        with torch.device("meta"):
+            size = sum(param.numel() for param in build(copy.deepcopy(config)).parameters())
+        if size > MAX_PARAMETERS:
+            raise ValueError(f"its small copy still has {size / 1e6:.0f}M parameters, from sizes that no rule knows")
+        torch.manual_seed(seed)
+        model = build(config).float().train()
+        with torch.no_grad():
+            tensors = [*model.parameters(), *(b for name, b in model.named_buffers() if "correction_bias" in name)]
+            for tensor in tensors:
+                tensor.add_(torch.randn_like(tensor) * NOISE)
+    return model

@@ -1,0 +1,306 @@
+"""The one place that touches names of `transformers` which are not its public API. Works for 5.17 to 5.23.
+
+Relied on: the conversion mapping between hub keys and in-memory (fused) parameters, the converter that reads lazily
+into DTensors, `_init_weights` module by module, `_get_dtype_plan`, `_non_persistent_buffers_set` of torch. Each is
+covered by tests/unit/models/checkpoint_io/test_load.py and tests/dist/test_models_sharded.py; when one moves, only
+this file changes.
+The grouped product of experts is covered by tests/unit/distributed/expert_parallel/test_empty_groups.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.distributed.expert_parallel.empty_groups import guarded
+from automodel_cli.models import uneven_dtensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def meta_model(
+    hf_config: PretrainedConfig, *, attention: str = "eager", dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The library's own causal LM class on the meta device: no memory, nothing initialised."""
+    with torch.device("meta"):
+        return causal_lm(hf_config, attention=attention, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def causal_lm(
+    hf_config: PretrainedConfig, *, attention: str = "eager", dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The library's own causal LM class on the default device. Parameters that the family keeps in fp32 stay fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    settle_names(model)
+    plan = fp32_names(model, dtype)
+    for module_name, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if plan(f"{module_name}.{name}"):
+                setattr(module, name, nn.Parameter(param.detach().float(), requires_grad=param.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            if plan(f"{module_name}.{name}"):
+                setattr(module, name, buffer.float())
+    return model
+
+
+def settle_names(model: PreTrainedModel) -> None:
+    """Make the base model the first child and `base_model_prefix` its name.
+
+    The text model of some composites is built alone under another name than its class says (Llama 4), and the library
+    then takes the whole model, head and all, for its base. Where the head comes first (XLM-RoBERTa), a tied table would
+    be called by its name there, and by the embedding's on a pipeline stage without a head.
+    """
+    if model.base_model_prefix not in model._modules:
+        table = model.get_input_embeddings()
+        holders = [name for name, child in model.named_children() if table in child.modules() and child is not table]
+        model.base_model_prefix = holders[0] if holders else model.base_model_prefix
+    base = model._modules.pop(model.base_model_prefix, None)
+    if base is not None:
+        model._modules = {model.base_model_prefix: base, **model._modules}
+
+
+class _Names:
+    """Matches parameter names against the glob-like patterns of a dtype plan."""
+
+    def __init__(self, patterns: list[str]):
+        parts = ["(^|\\.)" + re.escape(p).replace("\\*", ".*") + "(\\.|$)" for p in patterns]
+        self._regex = re.compile("|".join(parts)) if parts else None
+
+    def __call__(self, name: str) -> bool:
+        return self._regex is not None and self._regex.search(name) is not None
+
+
+def fp32_names(model: PreTrainedModel, dtype: torch.dtype) -> _Names:
+    """Which parameters and buffers the family keeps in fp32 when the rest is stored as `dtype`."""
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
+    return _Names([name for name, kept in plan.items() if kept == torch.float32])
+
+
+def non_persistent_buffers(module: nn.Module) -> Iterator[str]:
+    """Names of the module's own buffers that no checkpoint holds (rotary tables)."""
+    yield from (name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None)
+
+
+def init_weights(model: PreTrainedModel, name: str, *, recurse: bool) -> None:
+    """Run the family's own initialisation on the module of this name (and what is below, children first).
+
+    As in the library, the model that is nearest above a module initialises it. Draws from the global RNG.
+    """
+    with torch.no_grad():
+        _init_below(_models_above(model, name)[-1][1], model.get_submodule(name), recurse)
+
+
+def init_from_above(model: PreTrainedModel, name: str) -> None:
+    """Run the initialisation of the models that contain the module of this name, nearest first: some set tensors of
+    modules below them."""
+    with torch.no_grad():
+        for path, owner in reversed(_models_above(model, name)):
+            if path != name:
+                owner._init_weights(owner)
+
+
+def _init_below(owner: PreTrainedModel, root: nn.Module, recurse: bool) -> None:
+    from transformers import PreTrainedModel
+
+    owner = root if isinstance(root, PreTrainedModel) else owner
+    for child in root.children() if recurse else ():
+        _init_below(owner, child, True)
+    owner._init_weights(root)
+
+
+def _models_above(model: PreTrainedModel, name: str) -> list[tuple[str, PreTrainedModel]]:
+    """(name, model) of every library model on the way to this module, itself included, outermost first."""
+    from transformers import PreTrainedModel
+
+    parts = name.split(".") if name else []
+    paths = [".".join(parts[:count]) for count in range(len(parts) + 1)]
+    found = ((path, model.get_submodule(path)) for path in paths)
+    return [(path, module) for path, module in found if isinstance(module, PreTrainedModel)]
+
+
+def uncut_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The class of a model that may be cut, with all its layers, on the meta device."""
+    with torch.device("meta"):
+        whole: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    settle_names(whole)
+    return whole
+
+
+def conversion_mapping(model: PreTrainedModel) -> list[Any]:
+    """How hub keys become this model's parameters. Take it from the whole model, before anything is cut."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    return mapping
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a call of `convert_into` did, by parameter name."""
+
+    loaded: frozenset[str]
+    mismatched: tuple[str, ...]
+
+
+def convert_into(
+    model: PreTrainedModel, tensors: Mapping[str, Any], mapping: list[Any], dtype: torch.dtype
+) -> Converted:
+    """Read `tensors` (hub key -> lazy safetensors slice or tensor) into `model`, replacing its parameters.
+
+    A parameter that is a DTensor on the meta device receives only this rank's part, and only those bytes are read. Each
+    parameter keeps its own dtype.
+    """
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    names = set(model.state_dict())
+    config = LoadStateDictConfig(
+        device_map={"": "cpu"}, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype), weight_mapping=mapping
+    )
+    with quiet():
+        info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+    if info.conversion_errors:
+        raise RuntimeError(f"the library could not convert {info.conversion_errors}")
+    mismatched = tuple(f"{name}: file {tuple(got)}, model {tuple(want)}" for name, got, want in info.mismatched_keys)
+    missing = set(info.missing_keys) | {name for name, _, _ in info.mismatched_keys}
+    return Converted(frozenset(names - missing), mismatched)
+
+
+def unclaimed_keys(model: PreTrainedModel, mapping: list[Any], keys: Iterable[str]) -> list[str]:
+    """Those checkpoint keys for which the whole `model` has no place, as the library's loader decides it."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = copy.deepcopy(mapping)  # they remember what they met
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix, names = model.base_model_prefix, model.state_dict()
+
+    def is_claimed(key: str) -> bool:
+        renamed, _ = rename_source_key(key, renamings, converters, prefix, names)
+        plain, _ = rename_source_key(key, [], [], prefix, names) if key in names else (renamed, None)
+        return renamed in names or plain in names
+
+    return [key for key in keys if not is_claimed(key)]
+
+
+def joined_names(mapping: list[Any], names: Iterable[str]) -> set[str]:
+    """Parameters that are several tensors of the checkpoint one after another along dim 0 (the convolutions of KDA).
+    The library's reader takes a shard of each of them, which is not a shard of the whole."""
+    ends = tuple(
+        pattern.lstrip(".")
+        for entry in mapping
+        if any(type(step).__name__ == "Concatenate" and step.dim == 0 for step in getattr(entry, "operations", ()))
+        for pattern in entry.target_patterns
+    )
+    return {name for name in names if name.endswith(ends)}
+
+
+def current_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each checkpoint key with the one that today's library would store it under: renamed, nothing fused."""
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [entry for entry in copy.deepcopy(conversion_mapping(model)) if isinstance(entry, WeightRenaming)]
+    names = model.state_dict()
+    for key in keys:
+        yield key, rename_source_key(key, renamings, [], model.base_model_prefix, names)[0]
+
+
+def revert_conversion(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In-memory names and layouts -> the hub's. `state` must hold whole conversion groups (a decoder layer)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
+    return reverted
+
+
+def peft_renames_experts(model: Any) -> bool:
+    """Whether `peft` reads the names that linear experts once had as the fused experts of this family."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(str(model.config.model_type))
+    return pattern in conversion._MOE_TARGET_MODULE_MAPPING
+
+
+def local_part(param: Tensor, whole: Tensor) -> Tensor:
+    """The part of `whole` that this rank holds of `param`: all of it for a plain tensor. No communication."""
+    if not is_dtensor(param):
+        return whole
+    if uneven_dtensor.is_uneven(param):
+        return whole[uneven_dtensor.chunk(param)]
+    if local(param).numel() == 0:  # the library has no interval for it
+        return local(param)
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+
+    operation: Any = DtensorShardOperation(param)  # type: ignore[arg-type]  # is_dtensor cannot narrow the type
+    part: Tensor = operation.shard_tensor(whole)
+    return part
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """By its method, so that DTensor (0.7 s of imports) is not imported for models that are not sharded."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's own storage of a DTensor or plain tensor: writing to it writes to the tensor."""
+    storage: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return storage.detach()
+
+
+def gathered(tensor: Any) -> Tensor:
+    """The whole tensor, detached. Collective for a DTensor."""
+    if uneven_dtensor.is_uneven(tensor):
+        return uneven_dtensor.gathered(tensor)
+    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole.detach()
+
+
+def assume_unpacked() -> None:
+    """Answer the library's question whether rows are packed, in this process, without looking at them."""
+    from transformers import masking_utils, modeling_flash_attention_utils
+
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    modeling_flash_attention_utils._is_packed_sequence = lambda position_ids, batch_size: False
+
+
+def clear_empty_experts() -> None:
+    """Let the library's grouped products give weights of experts without tokens a gradient of zeros."""
+    from transformers.integrations import moe
+
+    if not hasattr(moe._grouped_mm, "__wrapped__"):
+        moe._grouped_mm = guarded(moe._grouped_mm)
+
+
+def look_at_positions() -> None:
+    """Let the library ask whether rows are packed also of fake tensors, which it takes to have no values."""
+    from transformers import masking_utils
+
+    masking_utils.is_tracing = lambda tensor=None: False
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the library's progress bars, and its warnings about tiny copies of a config (odd rope factors)."""
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()

@@ -1,0 +1,96 @@
+"""Reward models: a number for a whole conversation, learnt from pairs of which one is better. Torch-free to import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.head_output import HeadRequest
+from automodel_cli.objectives.base import Metric
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from automodel_cli.data.batch import Batch
+    from automodel_cli.data.head_output import HeadOutput
+
+
+@dataclass(frozen=True)
+class BradleyTerry:
+    """Loss = mean over pairs of -log sigmoid(c - r - m) + `center` x (c + r)^2; c and r are the values of the chosen
+    and the rejected conversation's last token (arXiv:2203.02155, eq. 1; the centre arXiv:2312.09244).
+
+    m is the pair's `margin` in the data, where `margin` says so (arXiv:2307.09288, eq. 2): how much better the chosen
+    response is, in units of the score. `center` keeps scores near 0, which pairs alone leave open.
+
+    Metrics are means over pairs of all ranks: `accuracy` (chosen above rejected; a tie is a miss), `score_chosen`,
+    `score_rejected`, `score_margin` their difference.
+    """
+
+    margin: bool = False
+    """Subtract each pair's `margin` column from the score difference (arXiv:2307.09288, eq. 2)."""
+    center: float = 0.0
+    """Weight of (chosen + rejected score)^2, which keeps scores near 0 (arXiv:2312.09244)."""
+
+    def __post_init__(self) -> None:
+        if not self.center >= 0:
+            raise ConfigError(f"center={self.center} must be at least 0", keys=("center",), fix="objective.center=0.01")
+
+    @property
+    def needs(self) -> HeadRequest:
+        """See `RequestingObjective`."""
+        return HeadRequest(values=True, logprobs=False)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """See `PreferenceObjective`."""
+        return frozenset({"pairs_P2", "margins_P"} if self.margin else {"pairs_P2"})
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """See `MeasuredObjective`."""
+        return {
+            "accuracy": Metric("num_pairs", shown=True),
+            "score_chosen": Metric("num_pairs"),
+            "score_rejected": Metric("num_pairs"),
+            "score_margin": Metric("num_pairs", shown=True),
+            "num_pairs": Metric(),
+        }
+
+    def weight(self, batch: Batch) -> Tensor:
+        """Pairs of which both responses have label tokens."""
+        from automodel_cli.objectives.preference_losses import valid_pairs
+
+        return valid_pairs(batch).sum()
+
+    def __call__(self, output: HeadOutput, batch: Batch) -> Tensor:
+        from torch.nn.functional import logsigmoid
+
+        c_P, r_P, valid_P = self._scores(output, batch)
+        above_P = c_P - r_P
+        if self.margin:
+            above_P = above_P - batch.extra["margins_P"]
+        losses_P = -logsigmoid(above_P) + self.center * (c_P + r_P).square()
+        return (losses_P * valid_P).sum()
+
+    def measure(self, output: HeadOutput, batch: Batch) -> dict[str, Tensor]:
+        """See `MeasuredObjective`."""
+        c_P, r_P, valid_P = self._scores(output, batch)
+        values = {
+            "accuracy": (c_P > r_P).float(),
+            "score_chosen": c_P,
+            "score_rejected": r_P,
+            "score_margin": c_P - r_P,
+        }
+        return {**{name: (value_P * valid_P).sum() for name, value_P in values.items()}, "num_pairs": valid_P.sum()}
+
+    def _scores(self, output: HeadOutput, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """By pair: the two scores, and 1.0 where the pair counts."""
+        from automodel_cli.objectives.preference_losses import valid_pairs
+        from automodel_cli.objectives.segment_reduce import at_last_token
+
+        assert output.values_BT is not None, "a reward model needs values"
+        scores_P2 = at_last_token(output.values_BT, batch)[batch.extra["pairs_P2"]]
+        return scores_P2[:, 0], scores_P2[:, 1], valid_pairs(batch).float()

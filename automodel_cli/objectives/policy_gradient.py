@@ -1,0 +1,275 @@
+"""The arithmetic of `GRPO`: ratios, weights, KL and their sums over the label tokens of a batch.
+
+Metrics are means over label tokens unless said otherwise. `token_mult_prob_error` e^|sampler - old| (1 when the sampler
+and the trainer agree), `logprob_gap_max` the largest |sampler - old|; `gen_kl_error`, `policy_kl_error` (k3 both ways)
+and `js_divergence_error` between the two;
+`sampling_importance_ratio` the correction's weight (one weight for a response: mean over responses); `entropy`
+exact, and `approx_entropy` its estimate from the drawn tokens alone;
+`probs_ratio`, `probs_ratio_clamped` with `_min` and `_max`; `clip_fraction` tokens whose ratio the clamp changes, and
+of them, since there the gradient ends, `clip_low_fraction` below with A < 0 and `clip_high_fraction` above with A > 0;
+`clip_dual_fraction` tokens that dual clip bounds;
+`kl_penalty` the KL, in the loss or in the reward, as the loss aggregates it, without its coefficient; `is_oob_ratio`
+what the correction's bounds touch (tokens; sequence_mask: responses); `uncertain_fraction` tokens that `top_entropy`
+trains; `positive_nll_loss` the NLL of responses with a reward above 0, a mean over their label tokens
+(`num_positive_tokens`); `num_valid_samples` responses with a label token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.objectives.base import Metric
+from automodel_cli.objectives.kl import kl_penalty
+from automodel_cli.objectives.policy_settings import PolicySettings
+from automodel_cli.objectives.segment_reduce import label_mask, labels_by_document, sum_by_document, to_tokens
+
+_TOKENS, _SEQUENCES, _POSITIVE = "num_response_tokens", "num_valid_samples", "num_positive_tokens"
+POSITIVE_SCALE = "positive_scale_1"
+"""The column that gives the NLL of positive responses a mean of its own (`objectives/denominators.py`)."""
+
+
+def num_sequences(batch: Batch) -> Tensor:
+    """Documents with a label token: int64 scalar."""
+    return (labels_by_document(batch) > 0).sum()
+
+
+def num_positive_tokens(batch: Batch) -> Tensor:
+    """Label tokens of responses with a reward above 0: int64 scalar."""
+    return (label_mask(batch) & (batch.extra["rewards_BT"] > 0)).sum()
+
+
+def metrics_of(objective: PolicySettings) -> Mapping[str, Metric]:
+    """What `PolicyTerms.metrics` returns under these settings."""
+    by_tokens = (
+        "token_mult_prob_error",
+        "gen_kl_error",
+        "policy_kl_error",
+        "js_divergence_error",
+        "entropy",
+        "approx_entropy",
+        "probs_ratio",
+        "probs_ratio_clamped",
+        "clip_fraction",
+        "clip_low_fraction",
+        "clip_high_fraction",
+    )
+    shown = ("entropy", "token_mult_prob_error", "clip_fraction")
+    found = {name: Metric(_TOKENS, shown=name in shown) for name in by_tokens}
+    for name in ("probs_ratio", "probs_ratio_clamped"):
+        found |= {f"{name}_min": Metric(combine="min"), f"{name}_max": Metric(combine="max")}
+    found["logprob_gap_max"] = Metric(combine="max")
+    found["sampling_importance_ratio"] = Metric(_SEQUENCES if objective.corrects_by_sequence else _TOKENS)
+    if objective.dual_clip is not None:
+        found["clip_dual_fraction"] = Metric(_TOKENS)
+    if objective.kl_coef:
+        found["kl_penalty"] = Metric(_TOKENS if objective.aggregation == "token" else _SEQUENCES, shown=True)
+    if objective.correction_max is not None:
+        found["is_oob_ratio"] = Metric(_SEQUENCES if objective.correction == "sequence_mask" else _TOKENS)
+    if objective.top_entropy is not None:
+        found["uncertain_fraction"] = Metric(_TOKENS)
+    if objective.positive_nll:
+        found |= {"positive_nll_loss": Metric(_POSITIVE), _POSITIVE: Metric()}
+    return {**found, _TOKENS: Metric(), _SEQUENCES: Metric()}
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """One microbatch under one objective. Columns hold 0 where the label is ignored."""
+
+    objective: PolicySettings
+    batch: Batch
+    mask_BT: Tensor
+    now_BT: Tensor
+    entropy_BT: Tensor
+    old_BT: Tensor
+    sampler_BT: Tensor
+    advantages_BT: Tensor
+
+    @classmethod
+    def of(cls, objective: PolicySettings, output: HeadOutput, batch: Batch) -> PolicyTerms:
+        """Columns out of `batch.extra`; a KeyError names one that the recipe has not filled. Without `old_logprobs_BT`
+        the update is the only one of its rollout, and its log-probs are the old ones themselves."""
+        mask_BT = label_mask(batch)
+
+        def column(name: str) -> Tensor:
+            return batch.extra[name].masked_fill(~mask_BT, 0.0)
+
+        now_BT = output.logprobs_BT.masked_fill(~mask_BT, 0.0)
+        given = objective.uses_old_logprobs and "old_logprobs_BT" in batch.extra
+        old_BT = column("old_logprobs_BT") if given else now_BT.detach()
+        assert output.entropy_BT is not None, "GRPO needs entropies"
+        entropy_BT = output.entropy_BT.masked_fill(~mask_BT, 0.0)
+        return cls(
+            objective,
+            batch,
+            mask_BT,
+            now_BT,
+            entropy_BT,
+            old_BT,
+            column("sampler_logprobs_BT"),
+            column("advantages_BT"),
+        )
+
+    def loss(self) -> Tensor:
+        """The SUM that `GRPO.weight` divides."""
+        objective = self.objective
+        losses_BT = self._policy_losses()
+        if objective.correction != "none":
+            losses_BT = losses_BT * self._correction[0]
+        if objective.top_entropy is not None:
+            losses_BT = losses_BT * self.batch.extra["uncertain_BT"]
+        if objective.loss_kl_coef:
+            losses_BT = losses_BT + objective.loss_kl_coef * self._kl()
+        if objective.entropy_coef:
+            losses_BT = losses_BT - objective.entropy_coef * self.entropy_BT
+        total = self.aggregate(losses_BT)
+        if objective.positive_nll:
+            total = total + objective.positive_nll * self._sum(self._positive_nll()) * self._positive_scale()
+        return total
+
+    def metrics(self) -> dict[str, Tensor]:
+        """See the module's docstring; sums and extrema."""
+        objective, mask_BT = self.objective, self.mask_BT
+        gap_BT = self.old_BT - self.sampler_BT
+        q_BT, clamped_BT = self._ratio, self._clamped()
+        middle_BT = torch.logaddexp(self.old_BT, self.sampler_BT) - torch.log(torch.tensor(2.0))
+        by_token = {
+            "token_mult_prob_error": gap_BT.abs().exp(),
+            "gen_kl_error": _k3(gap_BT),
+            "policy_kl_error": _k3(-gap_BT),
+            "js_divergence_error": (_k3(self.old_BT - middle_BT) + _k3(self.sampler_BT - middle_BT)) / 2,
+            "entropy": self.entropy_BT,
+            "approx_entropy": -(self.now_BT - self.sampler_BT).exp() * self.now_BT,
+            "probs_ratio": q_BT,
+            "probs_ratio_clamped": clamped_BT,
+            "clip_fraction": (q_BT != clamped_BT).float(),
+            "clip_low_fraction": ((q_BT < clamped_BT) & (self.advantages_BT < 0)).float(),
+            "clip_high_fraction": ((q_BT > clamped_BT) & (self.advantages_BT > 0)).float(),
+        }
+        found = {name: self._sum(value_BT) for name, value_BT in by_token.items()}
+        for name, value_BT in (("probs_ratio", q_BT), ("probs_ratio_clamped", clamped_BT)):
+            found[f"{name}_min"] = value_BT.masked_fill(~mask_BT, float("inf")).min()
+            found[f"{name}_max"] = value_BT.masked_fill(~mask_BT, float("-inf")).max()
+        found["logprob_gap_max"] = gap_BT.abs().max()
+        weight_BT, outside = self._correction
+        by_sequence = objective.corrects_by_sequence
+        found["sampling_importance_ratio"] = self._by_sequence(weight_BT) if by_sequence else self._sum(weight_BT)
+        if objective.dual_clip is not None:
+            bounded_BT = (q_BT > objective.dual_clip) & (self.advantages_BT < 0)
+            found["clip_dual_fraction"] = self._sum(bounded_BT.float())
+        if objective.kl_coef:
+            found["kl_penalty"] = self.aggregate(self._kl())
+        if outside is not None:
+            found["is_oob_ratio"] = outside
+        if objective.top_entropy is not None:
+            found["uncertain_fraction"] = self._sum(self.batch.extra["uncertain_BT"])
+        if objective.positive_nll:
+            found["positive_nll_loss"] = self._sum(self._positive_nll())
+            found[_POSITIVE] = num_positive_tokens(self.batch).float()
+        return {**found, _TOKENS: mask_BT.sum().float(), _SEQUENCES: num_sequences(self.batch).float()}
+
+    @cached_property
+    def _ratio(self) -> Tensor:
+        """q at every token."""
+        change_BT = self.now_BT - self.old_BT
+        if not self.objective.by_sequence:
+            return change_BT.exp()
+        mean_BT = self._mean_by_sequence(change_BT)
+        if self.objective.ratio == "sequence_token":
+            mean_BT = mean_BT.detach() + (self.now_BT - self.now_BT.detach())
+        return mean_BT.exp()
+
+    def _clamped(self) -> Tensor:
+        return self._ratio.clamp(1 - self.objective.clip_low, 1 + self.objective.clip_high)
+
+    def _policy_losses(self) -> Tensor:
+        objective, a_BT = self.objective, self.advantages_BT
+        if objective.surrogate == "reinforce":
+            return -a_BT * self.now_BT
+        if objective.surrogate == "cispo":
+            return -a_BT * self._clamped().detach() * self.now_BT
+        if objective.surrogate == "sapo":
+            t_BT = torch.where(a_BT > 0, objective.sapo_positive, objective.sapo_negative)
+            return -a_BT * (t_BT * (self._ratio - 1)).sigmoid() * 4 / t_BT
+        losses_BT = torch.maximum(-a_BT * self._ratio, -a_BT * self._clamped())
+        if objective.dual_clip is None:
+            return losses_BT
+        return torch.where(a_BT < 0, torch.minimum(losses_BT, -a_BT * objective.dual_clip), losses_BT)
+
+    @cached_property
+    def _correction(self) -> tuple[Tensor, Tensor | None]:
+        """The weight at every token (0 where it is not finite), and the sum of what its bounds touch."""
+        objective = self.objective
+        gap_BT = self.old_BT - self.sampler_BT
+        by_sequence = objective.corrects_by_sequence
+        log_BT = to_tokens(sum_by_document(gap_BT, self.batch), self.batch) if by_sequence else gap_BT
+        weight_BT = log_BT.exp()
+        low, high = objective.correction_min or 0.0, objective.correction_max
+        if high is None:
+            return _finite(weight_BT), None
+        if objective.correction == "sequence_mask":
+            mean_BT = self._mean_by_sequence(gap_BT).exp()
+            out_BT = ~((mean_BT >= low) & (mean_BT <= high))
+            return _finite(weight_BT.masked_fill(out_BT, 0.0)), self._by_sequence(out_BT.float())
+        out_BT = ~((weight_BT >= low) & (weight_BT <= high))
+        outside = self._sum(out_BT.float())
+        if objective.correction == "icepop":
+            return _finite(weight_BT.masked_fill(out_BT, 0.0)), outside
+        # a product of many ratios may overflow and is clamped like the rest; an impossible token counts for nothing
+        return torch.where(log_BT.isfinite(), weight_BT.clamp(low, high), 0.0).detach(), outside
+
+    def _kl(self) -> Tensor:
+        objective = self.objective
+        ref_BT = self.batch.extra["ref_logprobs_BT"].masked_fill(~self.mask_BT, 0.0)
+        return kl_penalty(
+            self.now_BT,
+            ref_BT,
+            objective.kl_type,
+            input_clamp=objective.kl_input_clamp,
+            output_clamp=objective.kl_output_clamp,
+            importance=(self.now_BT - self.sampler_BT).exp() if objective.kl_importance else None,
+            score_term=objective.kl_score_term,
+        )
+
+    def _positive_scale(self) -> Tensor:
+        """What turns a sum over positive tokens into a mean, times the loss's own denominator."""
+        return self.batch.extra[POSITIVE_SCALE].squeeze(0)
+
+    def _positive_nll(self) -> Tensor:
+        return -self.now_BT * (self.batch.extra["rewards_BT"] > 0)
+
+    def _sum(self, values_BT: Tensor) -> Tensor:
+        return values_BT.masked_fill(~self.mask_BT, 0.0).sum()
+
+    def aggregate(self, values_BT: Tensor) -> Tensor:
+        """Values of tokens as the sum that `GRPO.weight` divides."""
+        if self.objective.aggregation == "sequence":
+            return self._by_sequence(values_BT)
+        total = self._sum(values_BT)
+        return total if self.objective.max_tokens is None else total / self.objective.max_tokens
+
+    def _by_sequence(self, values_BT: Tensor) -> Tensor:
+        """Sum over responses of the mean over their label tokens."""
+        sums_S = sum_by_document(values_BT.masked_fill(~self.mask_BT, 0.0), self.batch)
+        return (sums_S / labels_by_document(self.batch).clamp(min=1)).sum()
+
+    def _mean_by_sequence(self, values_BT: Tensor) -> Tensor:
+        """The mean over a response's label tokens, at each of its tokens."""
+        means_S = sum_by_document(values_BT, self.batch) / labels_by_document(self.batch).clamp(min=1)
+        return to_tokens(means_S, self.batch)
+
+
+def _k3(x: Tensor) -> Tensor:
+    return x.exp() - 1 - x
+
+
+def _finite(weight_BT: Tensor) -> Tensor:
+    """Without gradient, and 0 where it is not finite: one impossible token must not end the run."""
+    return torch.where(weight_BT.isfinite(), weight_BT, 0.0).detach()

@@ -1,0 +1,96 @@
+"""Which rows a recipe is verified with: everything its sections use, alone and together, at two ranks an axis.
+
+Torch-free, so that the rows can be listed and filtered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.parity.cases import Row
+from automodel_cli.pipelining.config import PipelineConfig
+
+MAX_RANKS = 8
+_ATTENTIONS = ("packed", "sdpa", "eager")
+
+
+def choose_rows(
+    wanted: MeshConfig, parallelizer: Strategy, pipeline: PipelineConfig | None, objective: Any
+) -> list[Row]:
+    """One rank, each axis alone, then as many together as 8 ranks hold; each on packed and on padded rows.
+
+    `dp_size: null` counts as data parallelism: a run takes the ranks there are. Experts are split over ranks that other
+    axes bring, so `ep` alone comes with data parallelism.
+    """
+    used = _used(wanted)
+    stages = small_pipeline(pipeline)
+    sets = [(), *((axis,) for axis in used), *_largest_together(used)]
+    rows = []
+    for mesh, axes in {_mesh(axes): axes for axes in sets}.items():  # ep alone may be what dp and ep together are
+        row = Row(mesh, parallelizer.exact(axes), stages if "pp" in axes else None, objective=objective)
+        rows += [row, replace(row, packed=False)]
+    return rows
+
+
+def _used(mesh: MeshConfig) -> list[str]:
+    sizes = {"pp": mesh.pp_size, "tp": mesh.tp_size, "cp": mesh.cp_size, "hsdp": mesh.dp_replicate_size}
+    used = [axis for axis, size in sizes.items() if (size or 1) > 1]
+    if "hsdp" not in used and mesh.dp_size != 1:
+        used.append("dp")
+    return [*used, "ep"] if (mesh.ep_size or 1) > 1 else used
+
+
+def _largest_together(used: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The sets of axes that fit and to which no other can be added."""
+    fitting = [
+        axes for count in range(len(used), 0, -1) for axes in combinations(used, count) if _num_ranks(axes) <= MAX_RANKS
+    ]
+    for axes in fitting:
+        if not any(set(axes) < set(larger) for larger in fitting):
+            yield axes
+
+
+def _num_ranks(axes: Sequence[str]) -> int:
+    return (_mesh(axes).dp_size or 1) * _mesh(axes).ranks_per_replica
+
+
+def _mesh(axes: Sequence[str]) -> MeshConfig:
+    """Two ranks an axis; replicas of shards need four data-parallel ranks, experts at least two ranks in a stage."""
+    others = {"dp", "hsdp", "cp", "tp"} & set(axes)
+    dp_size = 4 if "hsdp" in axes else 2 if "dp" in axes or ("ep" in axes and not others) else 1
+    sizes = {f"{axis}_size": 2 for axis in ("pp", "tp", "cp", "ep") if axis in axes}
+    return MeshConfig(dp_size=dp_size, dp_replicate_size=2 if "hsdp" in axes else 1, **sizes)
+
+
+def small_pipeline(config: PipelineConfig | None) -> PipelineConfig | None:
+    """The same schedule; how the stages are cut is about layers that the small copy does not have."""
+    if config is None:
+        return None
+    return PipelineConfig(schedule=config.schedule or "1f1b", balance=config.balance)
+
+
+def small_attention(attention: str) -> str:
+    """Kernels that only a CUDA device has are stood in for by packed attention."""
+    return attention if attention in _ATTENTIONS else "packed"
+
+
+def pick(rows: Sequence[Row], wanted: Sequence[str]) -> list[Row]:
+    """Rows whose description has all words of one of `wanted` ("pp2 packed"). Raises ConfigError for one that none
+    has."""
+    chosen: list[Row] = []
+    for words in wanted:
+        found = [row for row in rows if set(words.replace(",", " ").split()) <= _words(row)]
+        if not found:
+            raise ConfigError(f"--rows {words!r} is no row of this recipe", fix="one of: " + "; ".join(map(str, rows)))
+        chosen += [row for row in found if row not in chosen]
+    return [row for row in rows if row in chosen] if wanted else list(rows)
+
+
+def _words(row: Row) -> set[str]:
+    return set(str(row).replace(",", " ").split())

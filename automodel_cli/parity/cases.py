@@ -1,0 +1,108 @@
+"""One row of a comparison: a layout and what runs on it. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from automodel_cli.distributed.compile_modes import GLUE
+from automodel_cli.distributed.config import FSDP2Config, MixedPrecision
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.models.config import Fp8Config, LoRAConfig
+from automodel_cli.objectives.sft import SFT
+from automodel_cli.pipelining.config import PipelineConfig
+
+NUM_MICROBATCHES = 8  # of one step over all data-parallel ranks, so that one reference serves every layout
+FP32 = MixedPrecision(param_dtype=None, reduce_dtype=None)
+ULPS_OF_SUMS, ULPS_OF_GRADIENTS = 2, 32
+"""What a row in a lower precision may be off by, in units in the last place (at 1) of what it computes in. Roundings
+average out in the loss and the norm; single gradients of a router's losers change by 17 (GPT-OSS, measured), of dense
+models by 3."""
+FP8_OF_SUMS, FP8_OF_GRADIENTS = 2.0**-5, 0.5
+"""What a row with products of 8-bit floats may be off by. Measured: loss and norm 1e-2, single gradients 0.14 of the
+largest in dense models, 0.4 where a router rounds to another expert (GPT-OSS)."""
+_ULP = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+_AXES = (("pp_size", "pp"), ("dp_size", "dp"), ("cp_size", "cp"), ("tp_size", "tp"), ("ep_size", "ep"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """`mesh` says every size. `num_microbatches` is of the whole step, over all data-parallel ranks.
+
+    With `lora` adapters are trained and nothing else. `compute_dtype`: what the parallelizer computes in, where that is
+    not float32. `fp8`: linear layers and experts multiply so. `own_layers`: on a copy with as many layers as the model
+    has, for the cut that the recipe describes.
+    """
+
+    mesh: MeshConfig = field(default_factory=lambda: MeshConfig(dp_size=1))
+    parallelizer: Strategy = field(default_factory=lambda: FSDP2Config(mp_policy=FP32))
+    pipeline: PipelineConfig | None = None
+    packed: bool = True
+    objective: Any = field(default_factory=SFT)
+    num_microbatches: int = NUM_MICROBATCHES
+    lora: LoRAConfig | None = None
+    compute_dtype: str | None = None
+    fp8: Fp8Config | None = None
+    own_layers: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return (self.mesh.dp_size or 1) * self.mesh.ranks_per_replica
+
+    @property
+    def layout(self) -> str:
+        """Sizes above 1 with what belongs to them: `pp2 1f1b, dp4 (2 replicas), tp2 sp, ep2`."""
+        words = []
+        for key, name in _AXES:
+            size = getattr(self.mesh, key) or 1
+            if size > 1:
+                words.append(f"{name}{size}{self._detail(name)}")
+        words = words or ["one rank"]
+        settings = {
+            "recompute": self.parallelizer.activation_checkpointing,
+            f"compiled:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile is True,
+            f"glue:{self.parallelizer.compile_backend}": self.parallelizer.enable_compile == GLUE,
+            "lora": self.lora is not None,
+            f"own-stages:{self.mesh.pp_size}": self.own_layers,
+            str(self.compute_dtype): self.compute_dtype is not None,
+            f"fp8:{self.fp8.recipe if self.fp8 else ''}": self.fp8 is not None,
+        }
+        return " ".join(words + [word for word, used in settings.items() if used])
+
+    def bounds(self, tolerance: float) -> tuple[float, float]:
+        """How far (loss and norm, gradients) may be off, relatively: `tolerance`, or units in the last place of a lower
+        precision, or what casts to 8 bits may do."""
+        if self.fp8 is not None:
+            return max(tolerance, FP8_OF_SUMS), max(tolerance, FP8_OF_GRADIENTS)
+        if self.compute_dtype is None:
+            return tolerance, tolerance
+        return max(tolerance, ULPS_OF_SUMS * self.ulp), max(tolerance, ULPS_OF_GRADIENTS * self.ulp)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether only the order of float32 sums may differ."""
+        return self.compute_dtype is None and self.fp8 is None
+
+    @property
+    def ulp(self) -> float:
+        """Unit in the last place, at 1, of what the row computes in."""
+        return _ULP[self.compute_dtype or "float32"]
+
+    def _detail(self, axis: str) -> str:
+        if axis == "pp" and self.pipeline is not None:
+            return f" {self.pipeline.schedule}"
+        if axis == "dp" and (self.mesh.dp_replicate_size or 1) > 1:
+            return f" hsdp{self.mesh.dp_replicate_size}"
+        if axis == "dp" and self.parallelizer.name != "fsdp2":
+            return f" {self.parallelizer.name}"
+        if axis == "tp" and self.parallelizer.axis_options().sequence_parallel:
+            return " sp"
+        return ""
+
+    @property
+    def rows(self) -> str:
+        return "packed" if self.packed else "padded"
+
+    def __str__(self) -> str:
+        return f"{self.layout}, {self.rows}"

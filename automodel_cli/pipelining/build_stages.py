@@ -1,0 +1,48 @@
+"""From the sections of a recipe to its stages, still without weights: the one place that asks whether there are any."""
+
+from __future__ import annotations
+
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.parallelizer import parallelize
+from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.distributed.strategies.ddp.config import DDPConfig
+from automodel_cli.distributed.strategies.ddp.wrap import prepare_ddp_stage
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.training.stages import SingleStage, Stages
+
+
+def build_stages(
+    part: ModelPart,
+    mesh: Mesh,
+    config: PipelineConfig | None,
+    parallelizer: Strategy,
+    *,
+    num_microbatches: int,
+) -> Stages:
+    """The stages of this rank, parallelised and, like `part` (best on the meta device), still without weights.
+
+    `config` None: the whole model. `num_microbatches` per optimizer step and data-parallel rank. Collective. Raises
+    ConfigError.
+    """
+    if config is None:
+        return SingleStage(parallelize(part, mesh, parallelizer))
+    from automodel_cli.pipelining.mesh_axes import Axes  # 0.2 s that other runs need not spend
+    from automodel_cli.pipelining.stages import PipelineStages
+
+    pipeline = PipelineStages(
+        config,
+        Axes.of(mesh),
+        num_microbatches=num_microbatches,
+        device=mesh.device,
+        defer_sync=not parallelizer.reduces_every_microbatch,
+    )
+    return pipeline.build(part, parallelize_fn=lambda stage, **axes: prepare_stage(stage, mesh, parallelizer))
+
+
+def prepare_stage(part: ModelPart, mesh: Mesh, parallelizer: Strategy) -> None:
+    """Parallelize one stage of a pipeline in place. The pipeline sums the gradients of whole parameters."""
+    if isinstance(parallelizer, DDPConfig):
+        prepare_ddp_stage(part, mesh, parallelizer)
+    else:
+        parallelize(part, mesh, parallelizer)

@@ -1,0 +1,157 @@
+"""What a causal LM is made of, as a pipeline sees it: observed by running a small copy once, never guessed from names.
+
+A model can be cut when its decoder is one list of layers, each executed exactly once and in order, and everything else
+with parameters runs either before the first or after the last of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.probes.tiny_model import LAYER_COUNTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_FIX = "mesh.pp_size=1"
+_IDS_BT = torch.arange(3, 9)[None]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Module names as in the hub's `ForCausalLM` class.
+
+    `layers` is the decoder list; `arity` the length of the tuple that a layer returns (None: a tensor); `before` and
+    `after` are the modules with parameters that run before the first layer and after the last. `streams`: the layers
+    hand on hidden states `[B, T, *streams, D]` (hyper-connections have several residual streams).
+    """
+
+    layers: str
+    arity: int | None
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    streams: tuple[int, ...] = ()
+
+
+class SplitError(ConfigError):
+    """A model that cannot be cut into pipeline stages, and why."""
+
+    code = "not_supported_by_model"
+
+    def __init__(self, model: nn.Module | str, reason: str):
+        name = model if isinstance(model, str) else type(model).__name__
+        super().__init__(f"{name} cannot be split into pipeline stages: {reason}", keys=("pp_size",), fix=_FIX)
+        self.reason = reason
+
+
+class NotMeasuredError(SplitError):
+    """No split could be measured: the small copy of the model cannot be built or run. It is unknown, not bad."""
+
+    code = "not_measured"
+
+
+def find_layers(model: PreTrainedModel) -> str:
+    """Name of the decoder list: the outermost ModuleList or ModuleDict with one entry per layer of the config.
+
+    Some families count their layers in a field of their own.
+    """
+    if model.config.is_encoder_decoder:
+        raise SplitError(model, "it is an encoder-decoder, whose stages would need two streams")
+    text = model.config.get_text_config()
+    counts = {value for name in LAYER_COUNTS if (value := getattr(text, name, None))}
+    lists = [
+        name for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) in counts
+    ]
+    outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    if len(outermost) != 1:
+        found = ", ".join(outermost) or "none"
+        expected = " or ".join(str(count) for count in sorted(counts)) or "unknown number of"
+        raise SplitError(model, f"expected one module list with the config's {expected} layers, found {found}")
+    return outermost[0]
+
+
+@torch.no_grad()
+def observe(small: PreTrainedModel) -> Anatomy:
+    """Run `small` (a real, tiny copy with at least two layers) on a few tokens and watch the order of its modules.
+
+    Raises SplitError when the model runs its layers in another way than once each, in order.
+    """
+    path = find_layers(small)
+    layers = list(small.get_submodule(path).children())
+    watch = _Watch(len(layers))
+    handles = [layer.register_forward_pre_hook(watch.layer_hook(i)) for i, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(watch.output) for layer in layers]
+    outside = {
+        name: module
+        for name, module in small.named_modules()
+        if any(True for _ in module.parameters(recurse=False)) and not name.startswith(path + ".")
+    }
+    handles += [module.register_forward_pre_hook(watch.module_hook(name)) for name, module in outside.items()]
+    try:
+        small(input_ids=_IDS_BT, use_cache=False)
+    except Exception as error:
+        raise NotMeasuredError(small, f"a small copy of it does not run: {error!r}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _conclude(small, path, outside, watch)
+
+
+class _Watch:
+    """Which module ran after how many layers had started."""
+
+    def __init__(self, count: int):
+        self.count, self.order, self.arities = count, list[int](), set[int | None]()
+        self.shapes = set[tuple[int, ...]]()
+        self.started_at: dict[str, set[int]] = {}
+
+    def layer_hook(self, index: int) -> Any:
+        return lambda module, args: self.order.append(index)
+
+    def module_hook(self, name: str) -> Any:
+        return lambda module, args: self.started_at.setdefault(name, set()).add(len(self.order))
+
+    def output(self, module: nn.Module, args: Any, output: Any) -> None:
+        several = isinstance(output, (tuple, list))
+        self.arities.add(len(output) if several else None)
+        self.shapes.add(tuple((output[0] if several else output).shape))
+
+
+def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], watch: _Watch) -> Anatomy:
+    if watch.order != list(range(watch.count)):
+        raise SplitError(model, f"{path} runs its layers as {watch.order}, not once each and in order")
+    if len(watch.arities) != 1:
+        raise SplitError(model, f"its layers return tuples of different lengths {watch.arities}")
+    shape = next(iter(watch.shapes))
+    if len(watch.shapes) != 1 or shape[:2] != _IDS_BT.shape:
+        raise SplitError(model, f"its layers hand on hidden states {sorted(watch.shapes)}, not [rows, tokens, ...]")
+    before, after = [], []
+    for name in outside:
+        times = watch.started_at.get(name, {0})  # one that never runs stays with the embedding
+        if times == {0}:
+            before.append(name)
+        elif times == {watch.count}:
+            after.append(name)
+        else:
+            raise SplitError(
+                model, f"{name} runs between or around the layers (after {sorted(times)} of {watch.count})"
+            )
+    return Anatomy(path, watch.arities.pop(), _outermost(before), _outermost(after), shape[2:-1])
+
+
+def _outermost(names: list[str]) -> tuple[str, ...]:
+    """Without modules inside another of the list: they go with it."""
+    return tuple(name for name in names if not any(name.startswith(other + ".") for other in names))
+
+
+def tied_embedding(model: PreTrainedModel) -> str | None:
+    """Name of the input embedding where its table is the head's weight too."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not table.weight:
+        return None
+    return next(name for name, module in model.named_modules() if module is table)

@@ -1,0 +1,163 @@
+"""Whether a model can be cut into stages, measured: a tiny random copy of the user's config, split and whole.
+
+"Supported" is not a list of names. The copy is run once as it is and once as three uneven stages; outputs and every
+gradient must agree. What differs is refused with the first layer at which it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.lm_head.head import HeadKind
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.probes.tiny_model import build_small, shrink
+from automodel_cli.pipelining.cut.model_structure import Anatomy, NotMeasuredError, SplitError, observe
+from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StandIn, cut_stage
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+TOLERANCE = 1e-5  # relative to the largest value; a wrong split is off by 1e-2 and more
+_TOKENS = 24
+_checked: dict[tuple[type, str, Ready], Anatomy] = {}
+
+
+def check_split(model: PreTrainedModel, ready: Ready = PATCHED) -> Anatomy:
+    """The anatomy of `model`'s family, once its split has been found exact on a small copy. Raises SplitError.
+
+    A second on a CPU, once per small copy and process. `model` itself is not run and may be on the meta device.
+    """
+    small = _small(type(model), model.config)
+    key = (type(model), small.to_json_string(), ready)
+    if key not in _checked:
+        _checked[key] = _probe(type(model), small, ready)
+    return _checked[key]
+
+
+def probe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Anatomy:
+    """`check_split` for a class and its config, uncached."""
+    return _probe(model_class, _small(model_class, config))
+
+
+def _small(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
+    with _unknown_unless_refused(model_class):
+        return shrink(config)
+
+
+def _probe(model_class: type[PreTrainedModel], small: PretrainedConfig, ready: Ready = PATCHED) -> Anatomy:
+    def build(config: PretrainedConfig) -> PreTrainedModel:
+        model: PreTrainedModel = model_class._from_config(
+            config, attn_implementation="eager"
+        )  # what every Auto class calls
+        transformers_compat.settle_names(model)
+        return model
+
+    with _unknown_unless_refused(model_class):
+        model = build_small(small, build).eval()  # no dropout, no noise in routers
+    anatomy = observe(model)
+    compare(ModelPart(model, HeadKind("generic")), anatomy, ready)
+    return anatomy
+
+
+@contextmanager
+def _unknown_unless_refused(model_class: type[PreTrainedModel]) -> Iterator[None]:
+    """What a small copy is refused for is said of the model; one that cannot be built has shown nothing."""
+    try:
+        yield
+    except ConfigError as error:
+        raise SplitError(model_class.__name__, error.message) from error
+    except Exception as error:
+        raise NotMeasuredError(
+            model_class.__name__, f"no small copy of it can be built to measure a split on: {error!r}"
+        ) from error
+
+
+def compare(part: ModelPart, anatomy: Anatomy, ready: Ready = PATCHED) -> None:
+    """Run `part` whole and as three uneven stages; raise SplitError where outputs or gradients differ."""
+    count = len(list(part.model.get_submodule(anatomy.layers).children()))
+    cuts = (0, max(count // 2, 1), max(count - 1, 1), count)
+    try:
+        stages = [  # before anything runs: some layers keep what they computed
+            cut_stage(part, anatomy, layers=range(a, b), is_first=s == 0, is_last=s == 2, ready=ready)
+            for s, (a, b) in enumerate(pairwise(cuts))
+        ]
+    except Exception as error:
+        raise SplitError(part.model, f"its stages cannot be built: {error!r}") from error
+    try:
+        whole = _run([part], anatomy)
+    except Exception as error:
+        raise NotMeasuredError(part.model, f"a small copy of it does not train: {error!r}") from error
+    try:
+        split = _run(stages, anatomy)
+    except Exception as error:
+        raise SplitError(part.model, f"its stages do not run: {_why(error)}") from error
+    for name, want in whole.items():
+        if not _agree(split.get(name), want):
+            raise SplitError(part.model, f"{name} differs between its stages and the whole model")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, AttributeError) and isinstance(error.obj, StandIn):
+        return f"outside of its layers it reads their {error.name!r}, and another stage has them"
+    return repr(error)
+
+
+def _agree(got: Tensor | None, want: Tensor) -> bool:
+    if got is None:
+        return bool(want.abs().max() == 0)
+    return got.shape == want.shape and bool((got - want).abs().max() <= TOLERANCE * want.abs().max())
+
+
+def _run(parts: Sequence[ModelPart], anatomy: Anatomy) -> dict[str, Tensor]:
+    """One forward and backward through consecutive parts. The results by name, in the order in which a difference is
+    reported: the output of each layer, the log-probs, the gradients (tied copies added up)."""
+    results: dict[str, Tensor] = {}
+    handles = [
+        layer.register_forward_hook(_keeper(results, f"the output of {anatomy.layers}.{i}"))
+        for part in parts
+        for i, layer in part.model.get_submodule(anatomy.layers).named_children()
+        if not isinstance(layer, StandIn)
+    ]
+    try:
+        results["the log-prob"] = _forward_backward(parts)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for part in parts:
+        for name, param in part.named_parameters():
+            if param.grad is not None:
+                key = f"the gradient of {part.hub_name(name)}"
+                results[key] = results[key] + param.grad if key in results else param.grad
+                param.grad = None
+    return results
+
+
+def _keeper(results: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        results[name] = (output[0] if isinstance(output, (tuple, list)) else output).detach()
+
+    return keep
+
+
+def _forward_backward(parts: Sequence[ModelPart]) -> Tensor:
+    """Log-probs of a fixed random row; gradients of their sum are left on the parts."""
+    ids_BT = torch.randint(3, 100, (1, _TOKENS), generator=torch.Generator().manual_seed(7))
+    inputs = {"labels": ids_BT.roll(-1, 1), "input_ids": ids_BT, "position_ids": torch.arange(_TOKENS)[None]}
+    boundaries: list[tuple[Tensor, Tensor]] = []
+    output = parts[0](None, **inputs)
+    for part in parts[1:]:
+        received = output.detach().requires_grad_()
+        boundaries.append((output, received))
+        output = part(received, **inputs)
+    output.logprobs_BT.sum().backward()
+    for sent, received in reversed(boundaries):
+        sent.backward(received.grad)
+    return output.logprobs_BT.detach()

@@ -1,0 +1,350 @@
+"""A pipeline stage cut out of an unmodified Hugging Face causal LM.
+
+Every slot of the decoder list stays. Slots that a stage does not own hold parameter-free stand-ins, so the model's own
+loop over its layers, its `config.layer_types[i]` lookups, its rotary and its mask code keep working, and parameter
+names stay those of the hub. The stand-in just before the first owned layer returns the hidden states received from the
+previous stage, whatever the model computed from its (zero) embeddings; the one just after the last owned layer captures
+the result. Every stage receives the same batch keywords.
+
+What runs before the decoder (embedding, position table, its norm) belongs to the first stage and what runs after it
+(final norm, head) to the last one; which modules those are is observed on a small copy (`anatomy.py`), not guessed from
+names.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.pipelining.cut.model_structure import Anatomy, SplitError, tied_embedding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Which forwards of a model take and return hidden states by themselves, so that they need no stand-ins.
+
+    `inner` is the base model's forward, `outer` that of the causal LM around it. A ready forward gets the hidden states
+    `[B, T, D]` in place of `input_ids` where its embedding is None, and returns hidden states where its head is None.
+    The decoder list of a ready `inner` is a ModuleDict of the stage's layers by their index in the whole model.
+    """
+
+    inner: bool = False
+    outer: bool = False
+
+    def reaches(self, name: str, base: str) -> bool:
+        """Return whether the module `name` is called by a ready forward. `base` is the name of the base model."""
+        return self.inner if name.startswith(base + ".") else self.outer
+
+
+PATCHED = Ready()
+"""A model of the library: neither forward knows of stages."""
+
+
+class Boundary:
+    """The hidden states in flight through one stage's forward: what it received, then what it will send."""
+
+    def __init__(self) -> None:
+        self.hidden_BTD: Tensor | None = None
+
+    def take(self) -> Tensor:
+        hidden_BTD, self.hidden_BTD = self.hidden_BTD, None
+        assert hidden_BTD is not None, "the decoder loop did not reach this stage's boundary"
+        return hidden_BTD
+
+
+class StandIn(nn.Module):
+    """In a decoder slot that the stage does not own. Keeps the plain attributes and properties that a model's loop may
+    read.
+
+    `role`: "enter" returns the received hidden states, "leave" captures the result, None passes on what it is given.
+    """
+
+    def __init__(self, original: nn.Module, boundary: Boundary, role: str | None, arity: int | None):
+        super().__init__()
+        self.original_class, self.boundary, self.role, self.arity = type(original), boundary, role, arity
+        for name, value in vars(original).items():
+            if not name.startswith("_") and name not in vars(self):
+                self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        # Class attributes and properties of the layer (`attention_type`, `block_type`) are read by some loops.
+        found = getattr(vars(self).get("original_class"), name, None)
+        if isinstance(found, property) and found.fget:
+            return found.fget(self)
+        return super().__getattr__(name) if found is None or callable(found) else found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_BTD = args[0] if args else kwargs["hidden_states"]
+        if self.role == "enter":
+            hidden_BTD = self.boundary.hidden_BTD
+        elif self.role == "leave":
+            self.boundary.hidden_BTD = hidden_BTD
+        return hidden_BTD if self.arity is None else (hidden_BTD,) + (None,) * (self.arity - 1)
+
+
+class ZeroOutput(nn.Module):
+    """In place of an embedding or projection whose result this stage throws away: zeros of the right shape."""
+
+    def __init__(self, width: int, boundary: Boundary, dtype: torch.dtype):
+        super().__init__()
+        self.width, self.boundary, self.dtype = width, boundary, dtype
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shape = inputs.shape[:-1] if inputs.is_floating_point() else inputs.shape
+        return self.weight.new_zeros(*shape, self.width, device=inputs.device)
+
+    @property
+    def weight(self) -> Tensor:
+        """Empty: for models that ask their embedding where and in which dtype it is."""
+        # The received tensor has the dtype of the computation (mixed precision casts it), which masks and rotary tables
+        # follow.
+        hidden_BTD = self.boundary.hidden_BTD
+        return torch.empty(0, dtype=self.dtype) if hidden_BTD is None else hidden_BTD.new_empty(0)
+
+
+class PassThrough(nn.Module):
+    """In place of a norm, a head, or anything else whose result this stage throws away."""
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return inputs
+
+
+class StagePart(ModelPart):
+    """Some consecutive decoder layers of a `ModelPart`, with the embedding on the first stage and the head on the last
+    one.
+
+    `forward(hidden_BTD, labels=..., **model_inputs)`: `hidden_BTD` comes from the previous stage (None on the first).
+    Returns hidden states, or the `HeadOutput` on the last stage. Made by `cut_stage` only.
+    """
+
+    boundary: Boundary
+    layers: range
+    is_first: bool
+    is_last: bool
+    streams: tuple[int, ...] = ()
+    """See `Anatomy`. Between stages they lie side by side, `[B, T, streams * D]`."""
+    holds_depths: bool = False
+    """Whether it has the layers for multi-token prediction, and then the last norm before them."""
+    follows_depths: bool = False
+    """Whether an earlier stage has them, and sends their hidden states beside the model's."""
+    shared: frozenset[str] = frozenset()
+    """Name of the table that the first stage (which embeds with it) holds, and others: the last one (whose head it is),
+    and one with layers for multi-token prediction (which embed with it)."""
+    held_elsewhere: frozenset[str] = frozenset()
+    """The same on all but the first stage: the gradient norm counts a shared table there."""
+    ready: Ready = PATCHED
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_BTD: Tensor | None = None,
+        *,
+        labels: Tensor,
+        label_positions: Tensor | None = None,
+        request: HeadRequest = LOGPROBS,
+        token_ids: Tensor | None = None,
+        **model_inputs: Any,
+    ) -> HeadOutput | Tensor:
+        if not (self.is_first or self.is_last or self.layers or self.holds_depths):
+            assert hidden_BTD is not None, "a stage without layers passes on what it receives"
+            return hidden_BTD.clone()  # the backward needs an output that is neither the input leaf nor a view of it
+        if hidden_BTD is not None and self.streams:
+            hidden_BTD = hidden_BTD.unflatten(-1, (*self.streams, -1))
+        self.boundary.hidden_BTD = hidden_BTD
+        if self.is_last:
+            result = super().forward(
+                None,
+                labels=labels,
+                label_positions=label_positions,
+                request=request,
+                token_ids=token_ids,
+                **model_inputs,
+            )
+            self.boundary.hidden_BTD = None
+            return result
+        inputs = self.local_inputs(model_inputs)
+        if self.holds_depths:
+            every = self.with_depths(model_inputs, inputs, request)
+            self.boundary.hidden_BTD = None
+            return torch.cat(every, -1)
+        self.hidden(inputs)
+        return self.boundary.take().flatten(2)
+
+    def hidden(self, local_inputs: dict[str, Any]) -> Tensor:
+        """See `ModelPart.hidden`; a ready forward gets what the previous stage sent in place of `input_ids`."""
+        if self.ready == PATCHED:
+            return super().hidden(local_inputs)
+        if self.ready.inner and not self.is_first:
+            local_inputs = {**local_inputs, "input_ids": self.boundary.hidden_BTD}
+        calls_outer = self.ready.outer and not self.is_last
+        hidden_BTD = self.run(self.model if calls_outer else self.model.base_model, local_inputs)
+        self.boundary.hidden_BTD = hidden_BTD
+        return hidden_BTD
+
+    def with_depths(
+        self, model_inputs: dict[str, Any], local_inputs: dict[str, Any], request: HeadRequest
+    ) -> list[Tensor]:
+        if not self.follows_depths:
+            return super().with_depths(model_inputs, local_inputs, request)
+        return list(self.hidden(local_inputs).chunk(num_streams(self, request.further), -1))
+
+
+def num_streams(part: ModelPart, further: bool) -> int:
+    """How many hidden states side by side leave a stage with layers for multi-token prediction."""
+    return 1 + (len(part.depth_names.depths) if further and part.depth_names is not None else 0)
+
+
+def cut_stage(
+    part: ModelPart,
+    anatomy: Anatomy,
+    *,
+    layers: range,
+    is_first: bool,
+    is_last: bool,
+    holds_depths: bool = False,
+    follows_depths: bool = False,
+    ready: Ready = PATCHED,
+) -> StagePart:
+    """Stage `layers` of `part`, which is left as it is: the stage shares the tensors that it keeps, meta or not."""
+    slots = part.model.get_submodule(anatomy.layers).children()
+    others = (slot for i, slot in enumerate(slots) if i not in layers)  # stand-ins will take their places
+    stage = copy.deepcopy(part, {id(kept): kept for kept in (*part.parameters(), *part.buffers(), *others)})
+    stage.__class__ = StagePart
+    assert isinstance(stage, StagePart)
+    stage.boundary, stage.layers, stage.is_first, stage.is_last = Boundary(), layers, is_first, is_last
+    stage.streams = anatomy.streams
+    stage.holds_depths, stage.follows_depths = holds_depths, follows_depths
+    stage.ready = ready
+    if not holds_depths:
+        stage.multi_token = None
+    if ready.inner:
+        _keep_own_layers(stage, anatomy.layers)
+    else:
+        _fill_slots(stage, anatomy)
+    model = stage.model
+    base = model.base_model_prefix
+    dtype = next(part.parameters()).dtype
+    table, is_tied = _table(model)
+    keeps_table = is_first or holds_depths or (is_last and is_tied)
+    if keeps_table and not is_first:
+        _copy_table(model, table)
+    if not is_first:
+        for name in anatomy.before:
+            if not (keeps_table and name == table):  # the head's weight, or what depths embed with
+                absent = _discard_output(model.get_submodule(name), stage.boundary, dtype)
+                _replace(model, name, None if ready.reaches(name, base) else absent)
+    if not is_last:
+        stage.value_head = None
+        model.all_tied_weights_keys = {}  # else the library's tie step would tie the head to a stand-in
+    head = model.get_output_embeddings()
+    for name in anatomy.after:
+        kept = is_last if not (holds_depths or follows_depths) or model.get_submodule(name) is head else holds_depths
+        if not kept:
+            _replace(model, name, None if ready.reaches(name, base) else PassThrough())
+    if keeps_table and _is_shared(part, is_first=is_first, is_last=is_last, holds_depths=holds_depths):
+        stage.shared = frozenset({f"model.{table}.weight"})
+        stage.held_elsewhere = frozenset() if is_first else stage.shared
+    return stage
+
+
+def _is_shared(part: ModelPart, *, is_first: bool, is_last: bool, holds_depths: bool) -> bool:
+    """Whether another stage has the table too, of a stage that has it."""
+    if not is_first:
+        return True
+    tied_elsewhere = tied_embedding(part.model) is not None and not is_last
+    return tied_elsewhere or (part.multi_token is not None and not holds_depths)
+
+
+def _table(model: PreTrainedModel) -> tuple[str, bool]:
+    """Name of the input embedding ("" where the library names none), and whether its table is the head's too."""
+    tied = tied_embedding(model)
+    if tied is not None:
+        return tied, True
+    embedding = model.get_input_embeddings()
+    return next((name for name, module in model.named_modules() if module is embedding), ""), False
+
+
+def _copy_table(model: PreTrainedModel, embedding: str) -> None:
+    """Give the stage a table of its own: under a V placement the first stage, on the same rank, has the other."""
+    table, head = model.get_submodule(embedding), model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)  # an adapter around it only shows its weight
+    weight = table.weight
+    assert isinstance(weight, nn.Parameter)
+    table.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    if head is not None and head.weight is weight:
+        head.weight = table.weight
+
+
+def _keep_own_layers(stage: StagePart, name: str) -> None:
+    layers = list(stage.model.get_submodule(name).children())
+    _replace(stage.model, name, nn.ModuleDict({str(i): layers[i] for i in stage.layers}))
+
+
+def _fill_slots(stage: StagePart, anatomy: Anatomy) -> None:
+    slots = stage.model.get_submodule(anatomy.layers)
+    if not isinstance(slots, nn.ModuleList):
+        raise SplitError(
+            stage.model,
+            f"{anatomy.layers} is a {type(slots).__name__}, in which stand-ins have no place; a base model whose "
+            "forward takes and returns hidden states needs patch_inner_model=False",
+        )
+    first, end = stage.layers.start, stage.layers.stop
+    for i, layer in enumerate(list(slots)):
+        if i not in stage.layers:
+            role = (
+                "enter"
+                if i == first - 1 and not stage.is_first
+                else "leave"
+                if i == end and not _ends_decoder(stage)
+                else None
+            )
+            slots[i] = StandIn(layer, stage.boundary, role, anatomy.arity)
+    # At the ends of the list no stand-in precedes or follows the stage's layers.
+    enters, leaves = first == 0 and not stage.is_first, end == len(slots) and not _ends_decoder(stage)
+    for i in stage.layers:
+        if (enters and i == first) or (leaves and i == end - 1):
+            _attach(slots[i], stage.boundary, enters and i == first, leaves and i == end - 1)
+
+
+def _ends_decoder(stage: StagePart) -> bool:
+    """Whether what follows the layers is run here."""
+    return stage.is_last or stage.holds_depths
+
+
+def _attach(layer: nn.Module, boundary: Boundary, enters: bool, leaves: bool) -> None:
+    """Make a real layer read the received hidden states, or hand over its own.
+
+    Its class gets a subclass of the same name with its own `__call__`, outside of any recomputation (a hook on the
+    layer would run inside it on some versions of transformers).
+    """
+    original = type(layer)
+
+    def call(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = original.__call__(self, boundary.hidden_BTD if enters else hidden_states, *args, **kwargs)
+        if leaves:
+            boundary.hidden_BTD = output[0] if isinstance(output, tuple) else output
+        return output
+
+    layer.__class__ = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})
+
+
+def _discard_output(module: nn.Module, boundary: Boundary, dtype: torch.dtype) -> nn.Module:
+    module = getattr(module, "base_layer", module)  # an adapter around it has the same shape
+    if isinstance(module, nn.Embedding):
+        return ZeroOutput(module.embedding_dim, boundary, dtype)
+    if isinstance(module, nn.Linear):
+        return ZeroOutput(module.out_features, boundary, dtype)
+    return PassThrough()
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module | None) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)

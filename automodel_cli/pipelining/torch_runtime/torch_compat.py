@@ -1,0 +1,399 @@
+"""The stage and the runtime that execute a `Program`: every private name of `torch.distributed.pipelining` that
+execution needs.
+
+One runtime runs all schedules. What differs from torch's own classes, and why:
+
+* Shapes are static and known on every rank per microbatch, so microbatches of one step may differ in length. No
+  metadata is inferred (torch would run an extra microbatch at every switch between training and evaluation), and
+  nothing is cleaned up after inferring it (torch 2.13 would set the gradients of FSDP parameters to None).
+* Receive buffers live from the receive to the end of the microbatch, not for the whole run.
+* Forward-only programs work for every placement and under no_grad; torch's `eval()` asserts on V placements.
+* Losses are kept by microbatch, so a program may run forwards in any order.
+
+Supported: torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining import stage as torch_stage
+
+from automodel_cli.data.head_output import HeadOutput
+from automodel_cli.distributed.strategies.fsdp2.sharding import alone, reduce_in_backward
+from automodel_cli.distributed.wgrad_fusion.linear import whole_backward
+from automodel_cli.pipelining.schedule.actions import to_torch
+from automodel_cli.pipelining.schedule.program import Program
+
+HAS_STAGE_META = hasattr(
+    PipelineStage, "_setup_forward_recv_info"
+)  # torch 2.13; before it, recv infos carry no metadata
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """When FSDP sums gradients over ranks. `in_backward`: by its own hooks, in the stage's last backward or, with
+    `every_microbatch`, in each; else after the step's last one."""
+
+    in_backward: bool = False
+    every_microbatch: bool = False
+
+
+class Stage(PipelineStage):
+    """One stage of the running pipeline around a `StagePart`. Call `begin` before every step."""
+
+    def __init__(
+        self,
+        part: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        hidden_size: int,
+        boundary_dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        defer_nested_sync: bool,
+        num_further: int = 0,
+        further_arrives: bool = False,
+        further_leaves: bool = False,
+    ):
+        """`boundary_dtype` travels between ranks, `compute_dtype` is what the part computes its residual stream in.
+
+        `num_further` hidden states of multi-token prediction arrive or leave beside the model's, in the runs that
+        `further` is set for.
+
+        `defer_nested_sync`: where FSDP wraps modules inside the part but not the part itself, reduce their gradients
+        once per step.
+        """
+        self.shapes: list[tuple[int, int]] = [(1, 1)]
+        self.hidden_size, self.boundary_dtype, self.compute_dtype = hidden_size, boundary_dtype, compute_dtype
+        self.further = False
+        self._more_in, self._more_out = num_further * further_arrives, num_further * further_leaves
+        self.fsdp_roots = fsdp_roots(part) if defer_nested_sync or isinstance(part, FSDPModule) else []
+        self._alone = alone(part)
+        self.reduction = Reduction()
+        is_first, is_last = stage_index == 0, stage_index == num_stages - 1
+        hidden = torch.empty(1, 1, hidden_size, dtype=boundary_dtype, device="meta", requires_grad=True)
+        logprobs = torch.empty(1, 1, device="meta", requires_grad=True)
+        super().__init__(
+            part,
+            stage_index,
+            num_stages,
+            device,
+            input_args=() if is_first else (hidden,),
+            output_args=(logprobs if is_last else hidden,),
+            group=group,
+        )
+
+    def begin(self, shapes: Sequence[tuple[int, int]], train: bool) -> None:
+        """Prepare a step of microbatches with these `(rows, tokens)`; the same list on every rank of the pipeline."""
+        self.shapes, self.has_backward = list(shapes), train
+        self.args_recv_info.clear()
+        self.grad_recv_info.clear()
+        for state in (self.fwd_cache, self.bwd_cache, self.backward_state, self.dw_runner, self.output_chunks):
+            state.clear()
+        self.grad_send_info = None
+        if HAS_STAGE_META:
+            self._inference_mode = torch_stage.InferenceMode.STATIC
+        self._prepare_forward_infra(len(shapes), (), {})
+        if train:
+            self._prepare_backward_infra(len(shapes))
+
+    def meta(self, microbatch: int, *, leaving: bool) -> Tensor:
+        """The hidden states of one microbatch as they travel, on the meta device."""
+        shape = self._shape(microbatch, leaving=leaving)
+        return torch.empty(*shape, dtype=self.boundary_dtype, device="meta", requires_grad=True)
+
+    def _shape(self, microbatch: int, *, leaving: bool) -> tuple[int, int, int]:
+        """Of what arrives at this stage, or leaves it."""
+        more = self._more_out if leaving else self._more_in
+        return *self.shapes[microbatch], self.hidden_size * (1 + (more if self.further else 0))
+
+    # Receive buffers: described when a step begins, allocated when the receive is posted, dropped after use.
+
+    def _infos(self, name: str, source: int, microbatch: int, gradient: bool) -> tuple[Any, ...]:
+        if not HAS_STAGE_META:
+            return (torch_stage._RecvInfo(name, source, None),)  # type: ignore[call-arg]
+        meta: Any = torch_stage.extract_tensor_metas((self.meta(microbatch, leaving=gradient),))
+        if gradient:
+            meta = torch_stage._derive_grad_metas(meta)
+        return (torch_stage._RecvInfo(name, source, None, tensor_meta=meta[0]),)
+
+    def _describe_inputs(self, count: int) -> None:
+        source = self.stage_index - 1
+        for i in range(count):
+            self.args_recv_info[i] = (
+                () if self.is_first else self._infos(f"hidden {i} from stage {source}", source, i, False)
+            )
+
+    def _describe_gradients(self, count: int) -> None:
+        self.chunks = count
+        source = self.stage_index + 1
+        for i in range(count):
+            self.grad_recv_info[i] = (
+                () if self.is_last else self._infos(f"gradient {i} from stage {source}", source, i, True)
+            )
+
+    def _allocate(self, infos: tuple[Any, ...], microbatch: int, requires_grad: bool, *, leaving: bool) -> None:
+        for info in infos:
+            shape = self._shape(microbatch, leaving=leaving)
+            info.buffer = torch.empty(shape, dtype=self.boundary_dtype, device=self.device)
+            info.buffer.requires_grad_(
+                requires_grad and not HAS_STAGE_META
+            )  # 2.13 sets it on the received tensor itself
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id, self.has_backward, leaving=False)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward:
+            self._allocate(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id, False, leaving=True)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        grads = tuple(self._zeros(mb_index, leaving=True) if grad is None else grad for grad in next_stage_bwd_outputs)
+        super().set_local_bwd_input(grads, mb_index)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_first:
+            # torch fills in a missing gradient with zeros shaped like microbatch 0
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                self._zeros(bwd_chunk_id, leaving=False) if g is None else g for g in self.bwd_cache[bwd_chunk_id]
+            )
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def _zeros(self, microbatch: int, *, leaving: bool) -> Tensor:
+        return torch.zeros(self._shape(microbatch, leaving=leaving), dtype=self.boundary_dtype, device=self.device)
+
+    # Compute.
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> HeadOutput | Tensor:
+        hidden_BTD = args[0].to(self.compute_dtype) if args else None
+        with whole_backward(self.reduction.in_backward):
+            output = self.submod(hidden_BTD, **kwargs)
+        return output if self.is_last else output.to(self.boundary_dtype)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        for info in self.args_recv_info[fwd_chunk_id]:
+            info.buffer = None  # the forward cache holds it until the backward
+        if self.is_last:
+            # The loss holds the graph of what it reads. torch would detach every tensor of the output, and keep them.
+            self.output_chunks.clear()
+            _, inputs = self.fwd_cache.pop(fwd_chunk_id)
+            if self.has_backward:
+                self.fwd_cache[fwd_chunk_id] = ((), inputs)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for info in self.grad_recv_info[bwd_chunk_id]:
+            info.buffer = None
+
+    # Gradient reduction: in the stage's last backward, layer by layer, or in each. FSDP's hooks come before the
+    # gradients of weights where a program makes them apart: there it is made to reduce after the last of them.
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        in_backward = backward_type == "full" and self.reduction.in_backward
+        for root in self.fsdp_roots:
+            is_last, every = in_backward and last_backward, in_backward and self.reduction.every_microbatch
+            root.set_reshard_after_backward(is_last)
+            reduce_in_backward(root, self._alone, is_last=is_last, every_microbatch=every)
+        if backward_type == "full":  # torch's version would switch reduction off
+            stage_backward: Callable[..., Any] = torch_stage.stage_backward
+            names = ("stage_output", "output_grads", "input_values")
+            with whole_backward(self.reduction.in_backward):  # layers that are recomputed run again
+                return stage_backward(*(bwd_kwargs[name] for name in names)), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        assert grad_scale_factor == 1, "losses are divided by the global weight already; nothing here rescales"
+        for root in self.fsdp_roots:
+            set_sync(root, True)
+            state = fully_shard.state(root)  # type: ignore[attr-defined]
+            for nested in state._state_ctx.all_states:
+                for param_group in _param_groups(nested):
+                    param_group.post_backward()
+            state._root_post_backward_final_callback()
+
+    # Hooks of torch's set-up. 2.13 calls the first three, 2.11 the two after them.
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        self._describe_inputs(num_microbatches)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        self._describe_gradients(num_microbatches)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing to clean: no inference ran. torch's version drops the gradients of FSDP parameters."""
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        if not HAS_STAGE_META:
+            self._describe_inputs(num_microbatches)
+        return result
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
+        if not HAS_STAGE_META:
+            self._describe_gradients(num_microbatches)
+        return result
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # 2.11's handshake sends to its own rank at the bend of a V, which aborts gloo.
+        ops = super()._get_init_p2p_neighbors_ops()
+        return ops if HAS_STAGE_META else [op for op in ops if op.group_peer != dist.get_rank(self.group)]
+
+    def _validate_fwd_outputs(self, *args: Any, **kwargs: Any) -> None:
+        """2.11 compares every microbatch with one static shape; ours differ."""
+
+
+def fsdp_roots(part: nn.Module) -> list[FSDPModule]:
+    """The outermost FSDP modules of a part; the part itself where FSDP wraps it."""
+    if isinstance(part, FSDPModule):
+        return [part]
+    return [root for child in part.children() for root in fsdp_roots(child)]
+
+
+def fsdp_dtype(part: nn.Module) -> torch.dtype | None:
+    """What a part's outputs have under FSDP's mixed precision; None where no policy says."""
+    if not isinstance(part, FSDPModule):
+        return None
+    policy = fully_shard.state(part)._mp_policy  # type: ignore[attr-defined]
+    return policy.output_dtype or policy.param_dtype
+
+
+def reshards_after_forward(module: FSDPModule) -> bool:
+    """Whether this FSDP module frees its gathered parameters between forward and backward."""
+    groups = _param_groups(fully_shard.state(module))  # type: ignore[attr-defined]
+    return any(group.post_forward_mesh_info is not None for group in groups)
+
+
+@contextmanager
+def forwards_of_gathered(roots: Sequence[FSDPModule]) -> Iterator[None]:
+    """Inside, a forward of what has all of its parameters gathered launches nothing but the model: the root does not
+    make the streams of gathers wait, as if it ran inside of another one's forward."""
+    contexts = [fully_shard.state(root)._state_ctx for root in roots]  # type: ignore[attr-defined]
+    before = [context.iter_forward_root for context in contexts]
+    for context in contexts:
+        context.iter_forward_root = context
+    try:
+        yield
+    finally:
+        for context, root in zip(contexts, before, strict=True):
+            context.iter_forward_root = root
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """2.13 has several groups per state, 2.11 at most one."""
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def set_sync(root: FSDPModule, enabled: bool) -> None:
+    """Whether the following backwards reduce gradients and free gathered parameters."""
+    root.set_is_last_backward(enabled)
+    root.set_reshard_after_backward(enabled)
+    root.set_requires_gradient_sync(enabled)
+
+
+class Runtime(torch_schedules._PipelineScheduleRuntime):
+    """Executes one `Program` on this rank's stages, for any number of steps with its number of microbatches."""
+
+    def __init__(self, stages: list[Stage], program: Program, *, train: bool, reduce_every_microbatch: bool = False):
+        super().__init__(
+            stages,
+            program.num_microbatches,
+            loss_fn=lambda output, index: self.on_result(output, index),
+            scale_grads=False,
+        )
+        self.program = program
+        self.on_result: Callable[[HeadOutput, int], Tensor] = _no_step
+        self._reduction = Reduction(not program.splits_backward, reduce_every_microbatch)
+        self._has_backward = train
+        self.results: dict[int, Tensor] = {}
+        self.stage_index_to_group_rank = dict(enumerate(program.owner))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        self.pipeline_order_with_comms = _lower(program, train)
+
+    def run(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        keywords: list[dict[str, Any]],
+        on_result: Callable[[HeadOutput, int], Tensor],
+    ) -> dict[int, Tensor]:
+        """One step. `on_result(output, microbatch)` is the loss, or what a forward pass keeps, on the rank of the
+        last stage.
+
+        Returns its values by microbatch (detached), empty on the other ranks.
+        """
+        stages: list[Stage] = self._stages  # type: ignore[assignment]
+        for stage in stages:
+            stage.begin(shapes, self._has_backward)
+            stage.reduction = self._reduction
+        self._stages_forward_initialized, self._stages_backward_initialized = True, self._has_backward
+        self.on_result = on_result
+        self.results = {}
+        count = len(shapes)
+        try:
+            self._step_microbatches([()] * count, keywords, list(range(count)), None, False)
+            return self.results
+        finally:
+            self.on_result, self.results = _no_step, {}
+
+    def warm_up(self) -> None:
+        """Open the connections between neighbours, in an order that cannot deadlock. Once per process group."""
+        for stage in self._stages:
+            stage.begin([(1, 1)], False)  # type: ignore[attr-defined]
+        if HAS_STAGE_META:
+            self._warmup_p2p(self._stages, False, False)
+        else:
+            ops = list(itertools.chain.from_iterable(stage._get_init_p2p_neighbors_ops() for stage in self._stages))
+            for work in torch_schedules._batch_p2p(ops):
+                work.wait()
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Tensor, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+    ) -> None:
+        if stage.is_last:
+            self.results[mb_index] = self._compute_loss(output, target_mbs[mb_index])
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
+        if not stage.is_last:
+            return None
+        loss = self.results[mb_index]
+        self.results[mb_index] = loss.detach()
+        return loss
+
+    def _update_losses(self, stages: Any, losses: Any) -> None:
+        """Results stay where `run` returns them from."""
+
+
+def _no_step(output: HeadOutput, microbatch: int) -> Tensor:
+    raise AssertionError("no step is running")
+
+
+def _lower(program: Program, train: bool) -> dict[int, list[Any]]:
+    """The program with communication, FSDP gathers (each stage once per step) and, where backwards do not do it
+    themselves, gradient reductions."""
+    owner, count = program.owner, program.num_microbatches
+    ranks: dict[int, list[Any]] = {}
+    for rank, steps in enumerate(program.ranks):
+        actions: list[Any] = torch_schedules._add_unshard_reshard(to_torch(steps), max_active_stages=program.num_chunks)
+        if train and program.splits_backward:
+            actions = torch_schedules._add_reduce_grad(actions, count)
+        ranks[rank] = actions
+    return torch_schedules._add_send_recv(ranks, stage_to_rank=lambda s: owner[s], num_stages=len(owner))

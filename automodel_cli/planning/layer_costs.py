@@ -1,0 +1,108 @@
+"""The pieces of a model that a plan moves around: its layers and what is before and after them, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from automodel_cli.distributed.layer_wrapping import transformer_layers
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.nf4 import num_packed
+from automodel_cli.pipelining.cut.model_structure import Anatomy
+from automodel_cli.pipelining.cut.stage_plan import used_weights
+from automodel_cli.training.optimizers.param_groups import TrainableParam
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One decoder layer, or everything before or after the layers. `cost` is the weights a token is multiplied with."""
+
+    params: tuple[TrainableParam, ...]
+    cost: float
+    num_packed: int = 0
+    """Weights in 4 bits, which are no parameters."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(item.param.numel() for item in self.params) + self.num_packed
+
+
+@dataclass(frozen=True)
+class Units:
+    """A whole model in pieces. A table that is embedding and head is in `before` and in `after`."""
+
+    before: Unit
+    layers: tuple[Unit, ...]
+    after: Unit
+    norm: Unit
+    further: Unit
+    num_depths: int = 0
+
+    def of_stage(self, layers: range, *, is_first: bool, is_last: bool, depths: int = 0) -> list[Unit]:
+        """What a stage holds. A tied table is on both ends, unless one stage is both.
+
+        `depths` is 1 for the stage with the layers for multi-token prediction, which embed, and 2 for one that follows
+        it: the last norm is before those layers.
+        """
+        held = [self.layers[i] for i in layers]
+        if depths == 1 and self.further.params:
+            held += [self.further, self.norm]
+        if is_last and self.after.params:
+            held.append(self.after)
+        if is_first or (depths == 1 and self.further.params):
+            held.insert(0, self.before)
+        seen = {id(item.param) for item in self.norm.params} if depths == 2 else set[int]()
+        return [_without(unit, seen) for unit in held]
+
+    def cost_of_stage(self, layers: range, *, is_first: bool, is_last: bool, depths: int = 0) -> float:
+        """Weights that a token meets on a stage; the head once more for every depth."""
+        ends = (self.before.cost if is_first else 0.0) + (self.after.cost * (1 + self.num_depths) if is_last else 0.0)
+        return ends + sum(self.layers[i].cost for i in layers) + (self.further.cost if depths == 1 else 0.0)
+
+
+def _without(unit: Unit, seen: set[int]) -> Unit:
+    """A unit without the parameters that were seen before; its own are from now on."""
+    params = tuple(item for item in unit.params if id(item.param) not in seen)
+    seen |= {id(item.param) for item in params}
+    return Unit(params, unit.cost, unit.num_packed)
+
+
+_NOTHING = Unit((), 0.0)
+
+
+def read_units(part: ModelPart, anatomy: Anatomy | None) -> Units:
+    """`anatomy` is None for a model that is not cut: then all but the layers is in `before`."""
+    if anatomy is None:
+        layers = transformer_layers(part.model)
+        inside = {id(param) for layer in layers for param in layer.parameters()}
+        rest = [item for item in _params([part]) if id(item.param) not in inside]
+        head = part.model.get_output_embeddings()
+        before, after = Unit(tuple(rest), used_weights(head) if head is not None else 0.0), Unit((), 0.0)
+    else:
+        layers = list(part.model.get_submodule(anatomy.layers).children())
+        before, after = (_unit([part.model.get_submodule(n) for n in ns]) for ns in (anatomy.before, anatomy.after))
+    if anatomy is None or part.multi_token is None:
+        num_depths = len(part.multi_token or ())
+        return Units(before, tuple(_unit([layer]) for layer in layers), after, _NOTHING, _NOTHING, num_depths)
+    head = part.model.get_output_embeddings()
+    norms = [module for name in anatomy.after if (module := part.model.get_submodule(name)) is not head]
+    further = _unit([part.multi_token])
+    return Units(before, tuple(_unit([layer]) for layer in layers), after, _unit(norms), further, len(part.multi_token))
+
+
+def _unit(modules: Sequence[nn.Module]) -> Unit:
+    cost = sum(used_weights(module) for module in modules)
+    return Unit(tuple(_params(modules)), cost, sum(num_packed(module) for module in modules))
+
+
+def _params(modules: Iterable[nn.Module]) -> Iterator[TrainableParam]:
+    """Every parameter once, frozen ones too."""
+    seen: set[int] = set()
+    for root in modules:
+        for module_name, module in root.named_modules():
+            for leaf, param in module.named_parameters(recurse=False):
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    yield TrainableParam(f"{module_name}.{leaf}".lstrip("."), param, module)

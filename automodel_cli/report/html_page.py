@@ -1,0 +1,330 @@
+"""One offline HTML file for one run or several: curves, samples, data, layout, command, config. No script, nothing is
+loaded; light and dark; readable from 390 pixels on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from automodel_cli.report.chart_axes import series
+from automodel_cli.report.charts import histogram_svg, layout_svg, layout_text
+from automodel_cli.report.sparkline import NUM_COLOURS, panel_svg, style_of
+from automodel_cli.report.svg_sanitizer import plain_svg
+
+_LIGHT = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
+_DARK = ("#60a5fa", "#fb923c", "#34d399", "#c084fc", "#f87171", "#22d3ee", "#facc15", "#94a3b8")
+assert len(_LIGHT) == len(_DARK) == NUM_COLOURS
+
+
+def _colours(colours: Sequence[str]) -> str:
+    return "".join(f"--c{index}:{colour};" for index, colour in enumerate(colours))
+
+
+_STYLE = (
+    f"""
+:root{{color-scheme:light dark;--ink:#1f2933;--dim:#616e7c;--line:#e4e7eb;--page:#fff;--soft:#f5f7fa;
+{_colours(_LIGHT)}}}
+@media (prefers-color-scheme:dark){{:root{{--ink:#e6edf3;--dim:#9fb0c0;--line:#26313c;--page:#12181f;--soft:#1a222b;
+{_colours(_DARK)}}}}}
+"""
+    """
+*{box-sizing:border-box}
+body{font:15px/1.5 system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif;color:var(--ink);background:var(--page);
+max-width:1120px;margin:0 auto;padding:1.5rem 1rem 3rem}
+h1{font-size:1.5rem;margin:0 0 .75rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:2.25rem 0 .6rem}
+h3{font-size:.95rem;margin:1.2rem 0 .4rem;overflow-wrap:anywhere}
+.grid2{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:1.25rem}
+figure{margin:0;min-width:0}figcaption{font-size:.85rem;display:flex;justify-content:space-between;gap:1rem}
+figcaption b{font-weight:600}figcaption>*{min-width:0;overflow-wrap:anywhere}figcaption span{color:var(--dim)}
+.grid2 svg,.wide svg{display:block;width:100%;height:auto}
+figure svg text{font-size:12px;fill:var(--dim)}figure svg text.in{fill:#fff;font-size:11px}
+.grid{stroke:var(--line);fill:none}.axis{stroke:var(--dim);fill:none;opacity:.6}.bar{fill:var(--c0)}
+.line{fill:none;stroke-width:2;stroke-linejoin:round}.raw{fill:none;stroke-width:1;opacity:.28}
+.val{fill:none;stroke-width:1.5;stroke-dasharray:2 4}.again{stroke-dasharray:7 3}
+"""
+    + "".join(
+        f"path.c{i}{{stroke:var(--c{i})}}circle.c{i},rect.c{i},i.c{i}{{fill:var(--c{i});background:var(--c{i})}}"
+        for i in range(NUM_COLOURS)
+    )
+    + """
+.names{display:flex;flex-wrap:wrap;gap:.4rem 1.1rem;margin:0 0 1rem;padding:0;list-style:none}
+.names i{display:inline-block;width:.8rem;height:.8rem;border-radius:3px;margin-right:.4rem;vertical-align:-1px}
+.names li{overflow-wrap:anywhere}
+dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.6rem;margin:0}
+dl div{background:var(--soft);border-radius:6px;padding:.5rem .75rem}
+dt{color:var(--dim);font-size:.8rem;line-height:1.25;overflow-wrap:anywhere}
+dd{margin:0;font-weight:600;overflow-wrap:anywhere}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid var(--line);padding:.35rem .8rem .35rem 0;
+text-align:left;vertical-align:top}th{color:var(--dim);font-weight:500}
+td{overflow-wrap:anywhere;min-width:4.5rem}
+pre{background:var(--soft);border-radius:6px;padding:.75rem;overflow-x:auto;font-size:.82rem;margin:0;max-width:100%}
+td pre{background:none;padding:0;white-space:pre-wrap;font-size:.85rem;overflow-wrap:anywhere}
+.picture{overflow-x:auto;background:#fff;border-radius:6px}
+details{margin:.6rem 0}summary{cursor:pointer;color:var(--dim);overflow-wrap:anywhere}
+.failed{color:var(--c4)}small{color:var(--dim)}
+"""
+)
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A prompt with what the model said before and after training, and what was expected; None where not known."""
+
+    prompt: str
+    after: str
+    before: str | None = None
+    expected: str | None = None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What the page draws of one dataset: lengths of its documents in tokens, and shares in 0..1 (None: not known)."""
+
+    name: str
+    text: str
+    edges: Sequence[float] = ()
+    counts: Sequence[int] = ()
+    trained: float | None = None
+    fill: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One score of one task: what was measured on which model, with its interval where there is one."""
+
+    task: str
+    model: str
+    score: str
+    interval: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ShownRun:
+    """What the page says of one run. `rows` are those of metrics.jsonl, `numbers` the final figures as they are to be
+    read, `layout` the sizes of the mesh, `schedule` the timeline of a step as SVG."""
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    state: str = ""
+    why: str = ""
+    command: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    config_yaml: str = ""
+    samples: Sequence[ShownSample] = ()
+    data: Sequence[Dataset] = ()
+    layout: Mapping[str, int] = field(default_factory=dict)
+    schedule: str = ""
+    evaluations: Sequence[Evaluation] = ()
+
+
+def page_html(runs: Sequence[ShownRun], differences: Sequence[Sequence[str]] = ()) -> str:
+    """The page of one run or of several. `differences`: lines of (what, its value in each run)."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        _names(runs) if len(runs) > 1 else "",
+        _figures(runs),
+        _section("Evaluations", _evaluations(runs)),
+        _section("Curves", _curves(runs)),
+        _section("What differs", _differences(runs, differences)),
+        _section("Samples", _samples(runs)),
+        _section("Data", _each(runs, _data)),
+        _section("Layout", _each(runs, _layout)),
+        _section("To repeat it", _each(runs, lambda run: f"<pre>{escape(run.command)}</pre>" if run.command else "")),
+        _section("Environment", _each(runs, lambda run: _table(run.environment))),
+        _section("Config", _each(runs, _config)),
+    ]
+    body = "\n".join(section for section in sections if section)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+_CURVES = {
+    "loss": "Loss",
+    "grad_norm": "Gradient norm",
+    "lr": "Learning rate",
+    "tokens_per_second": "Tokens per second",
+    "memory_gib": "Memory, GiB",
+    "accuracy": "Accuracy",
+}
+_EXACT = ("lr", "tokens_per_second", "memory_gib")
+"""What is drawn as recorded: an average would hide its steps."""
+_OF_REWARDS = {
+    "reward": "Reward",
+    "response_length": "Response length",
+    "entropy": "Entropy",
+    "token_mult_prob_error": "Mismatch of sampler and trainer",
+    "kl_penalty": "KL to the reference",
+    "idle_share": "Share of the step without training",
+    "engine_idle_share": "Share of the time without requests to a server",
+}
+"""Curves of reinforcement learning, in the order in which they are read; the loss says little about it."""
+
+_OF_TASK = re.compile(r"val_((\w+)_(accuracy|pass_at_\d+|reward))")
+"""What a validation's tasks measure (`evaluation/validation.py`), with the name of the task."""
+
+
+def _learns_from_rewards(runs: Sequence[ShownRun]) -> bool:
+    return any("reward" in row for run in runs for row in run.rows)
+
+
+def _curves(runs: Sequence[ShownRun]) -> str:
+    """All that any of the runs has recorded, each under its name; of one run with its last value."""
+    order = {**_OF_REWARDS, **_CURVES} if _learns_from_rewards(runs) else {**_CURVES, **_OF_REWARDS}
+    of_tasks = {m[1]: m for run in runs for row in run.rows for key in row if (m := _OF_TASK.fullmatch(key))}
+    order = {**order, **{key: f"{m[2]}: {m[3].replace('_at_', '@')}" for key, m in of_tasks.items()}}
+    figures = []
+    for key, heading in order.items():
+        if svg := panel_svg([run.rows for run in runs], key, label=heading, smooth=key not in _EXACT):
+            last = f"<span>{_last(runs[0].rows, key)}</span>" if len(runs) == 1 else ""
+            figures.append(f"<figure><figcaption><b>{heading}</b>{last}</figcaption>{svg}</figure>")
+    return f'<div class="grid2">{"".join(figures)}</div>' if figures else "<p>no step was recorded</p>"
+
+
+def _last(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    train, val = series(rows, key), series(rows, f"val_{key}")
+    words = [f"{train[-1][1]:.4g}"] if train else []
+    words += [f"validation (dots) {val[-1][1]:.4g}"] if val else []
+    return ", ".join(words)
+
+
+def _names(runs: Sequence[ShownRun]) -> str:
+    items = (f'<li><i class="{style_of(i)}"></i>{escape(run.name)}</li>' for i, run in enumerate(runs))
+    return f'<ul class="names">{"".join(items)}</ul>'
+
+
+_TILES = ("loss", "val_loss", "reward", "val_reward", "accuracy after", "val_accuracy", "tokens_per_second")
+
+
+def _figures(runs: Sequence[ShownRun]) -> str:
+    """Final figures: tiles of one run, a line for each of several."""
+    if len(runs) > 1:
+        names = [name for name in _TILES if any(name in run.numbers for run in runs)]
+        head = ["run", "state", "step", *(name.replace("_", " ") for name in names)]
+        lines = [
+            [run.name, run.state, run.numbers.get("step", ""), *(run.numbers.get(name, "") for name in names)]
+            for run in runs
+        ]
+        return _grid(head, lines)
+    run = runs[0]
+    ended = f'<p class="failed">{escape(run.state)}: {escape(run.why)}</p>' if run.why else ""
+    numbers = _led(run.numbers) if _learns_from_rewards(runs) else run.numbers
+    cells = (
+        f"<div><dt>{escape(label.replace('_', ' '))}</dt><dd>{escape(text)}</dd></div>"
+        for label, text in numbers.items()
+    )
+    return ended + (f"<dl>{''.join(cells)}</dl>" if numbers else "")
+
+
+def _led(numbers: Mapping[str, str]) -> dict[str, str]:
+    """Final figures with those of the curves in front, each before its value on the validation rows."""
+    first = [name for key in _OF_REWARDS for name in (key, f"val_{key}") if name in numbers]
+    return {name: numbers[name] for name in [*first, *numbers]}
+
+
+def _evaluations(runs: Sequence[ShownRun]) -> str:
+    lines = [
+        [*([run.name] if len(runs) > 1 else []), e.task, e.model, e.score, e.interval, e.note]
+        for run in runs
+        for e in run.evaluations
+    ]
+    head = [*(["run"] if len(runs) > 1 else []), "task", "model", "score", "interval", ""]
+    return _grid(head, lines) if lines else ""
+
+
+def _differences(runs: Sequence[ShownRun], differences: Sequence[Sequence[str]]) -> str:
+    return _grid(["", *(run.name for run in runs)], differences) if differences else ""
+
+
+def _samples(runs: Sequence[ShownRun]) -> str:
+    """Of one run its own; of several one line for each prompt, with what each of them says after training."""
+    if len(runs) == 1:
+        return _own_samples(runs[0].samples)
+    prompts = list(dict.fromkeys(sample.prompt for run in runs for sample in run.samples))
+    answers = [{sample.prompt: sample for sample in run.samples} for run in runs]
+    shown = [index for index, answer in enumerate(answers) if answer]
+    lines = []
+    for prompt in prompts:
+        known = next(answer[prompt] for answer in answers if prompt in answer)
+        said = (answers[index][prompt].after if prompt in answers[index] else "" for index in shown)
+        lines.append([prompt, *said, known.expected or ""])
+    head = ["prompt", *(runs[index].name for index in shown), "expected"]
+    return _grid(head, lines, verbatim=True) if lines else ""
+
+
+def _own_samples(samples: Sequence[ShownSample]) -> str:
+    if not samples:
+        return ""
+    columns = ["prompt"]
+    columns += ["before"] if any(sample.before is not None for sample in samples) else []
+    columns += ["after"]
+    columns += ["expected"] if any(sample.expected is not None for sample in samples) else []
+    lines = [[getattr(sample, column) or "" for column in columns] for sample in samples]
+    return _grid(columns, lines, verbatim=True)
+
+
+def _data(run: ShownRun) -> str:
+    text = f"<pre>{escape(run.about['data'])}</pre>" if "data" in run.about else ""
+    figures = []
+    for dataset in run.data:
+        shares = [f"{100 * dataset.trained:.1f}% trained"] if dataset.trained is not None else []
+        shares += [f"rows {100 * dataset.fill:.1f}% full"] if dataset.fill is not None else []
+        picture = histogram_svg(dataset.edges, dataset.counts, label=dataset.text) if dataset.counts else ""
+        caption = f"<b>{escape(dataset.text)}</b><span>{', '.join(shares)}</span>"
+        figures.append(f"<figure><figcaption>{caption}</figcaption>{picture}</figure>")
+    return text + (f'<div class="grid2" style="margin-top:1rem">{"".join(figures)}</div>' if figures else "")
+
+
+def _layout(run: ShownRun) -> str:
+    if not run.layout:
+        return ""
+    found = f"<p>{escape(layout_text(run.layout))}</p>"
+    if max(run.layout.values()) > 1:
+        found += f'<div class="grid2"><figure>{layout_svg(run.layout)}</figure></div>'
+    schedule = plain_svg(run.schedule)
+    return found + (f'<div class="picture">{schedule}</div>' if schedule else "")
+
+
+def _config(run: ShownRun) -> str:
+    if not run.config_yaml:
+        return ""
+    return f"<details><summary>every value with its origin</summary><pre>{escape(run.config_yaml)}</pre></details>"
+
+
+def _each(runs: Sequence[ShownRun], draw: Any) -> str:
+    """The drawing of each run, under its name where there are several; those that look the same once."""
+    drawn: dict[str, list[str]] = {}
+    for run in runs:
+        if text := draw(run):
+            drawn.setdefault(text, []).append(run.name)
+    if len(runs) == 1:
+        return next(iter(drawn), "")
+    return "\n".join(f"<h3>{escape(', '.join(names))}</h3>\n{text}" for text, names in drawn.items())
+
+
+def _section(heading: str, body: str) -> str:
+    return f"<h2>{heading}</h2>\n{body}" if body else ""
+
+
+def _table(entries: Mapping[str, str]) -> str:
+    cells = (f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in entries.items())
+    return f'<div class="scroll"><table>{"".join(cells)}</table></div>' if entries else ""
+
+
+def _grid(head: Sequence[str], lines: Iterable[Sequence[str]], *, verbatim: bool = False) -> str:
+    def cell(text: str) -> str:
+        return f"<td><pre>{escape(text)}</pre></td>" if verbatim else f"<td>{escape(text)}</td>"
+
+    body = "".join(f"<tr>{''.join(map(cell, line))}</tr>" for line in lines)
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f'<div class="scroll"><table><tr>{names}</tr>{body}</table></div>'

@@ -1,0 +1,214 @@
+"""From what an engine drew to samples with rewards: single responses, and episodes with an environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from automodel_cli.data.chat.chat_template import resolve_chat_template
+from automodel_cli.rollout.collection.async_queue import Draw, SampleRequest
+from automodel_cli.rollout.config_checks import ENVIRONMENT
+from automodel_cli.rollout.engines.base import Engine
+from automodel_cli.rollout.engines.policy_engine import RankZeroEngine, Start, at_once
+from automodel_cli.rollout.environments.base import EnvironmentNode
+from automodel_cli.rollout.environments.episode import Episode, Player, Reply, sample_name
+from automodel_cli.rollout.environments.pool import EnvironmentPool
+from automodel_cli.rollout.environments.token_consistency import check_read
+from automodel_cli.rollout.rewards.aggregate import RewardSum
+from automodel_cli.rollout.rewards.base import Judged
+from automodel_cli.rollout.types import Completion, Sample, SamplingParams, Score
+
+if TYPE_CHECKING:
+    from automodel_cli.data.config import DataConfig
+    from automodel_cli.distributed.mesh import Mesh
+    from automodel_cli.rollout.config import RolloutConfig
+    from automodel_cli.rollout.run_context import Built
+    from automodel_cli.run.trainer import Session
+
+
+def is_group_leader(mesh: Mesh) -> bool:
+    """Whether this rank is the first of its pipeline, context- and tensor-parallel group. The ranks of such a group
+    share prompts, and all of them use what their leader found."""
+    return all(axis.get_local_rank() == 0 for axis in (mesh.pp, mesh.cp, mesh.tp))
+
+
+def play_episodes(
+    session: Built,
+    pool: EnvironmentPool,
+    engine: Engine,
+    requests: Sequence[SampleRequest],
+    params: SamplingParams,
+    seeds: Sequence[int] | None,
+) -> list[Episode]:
+    """Episodes on the prompts of this rank. Collective over all ranks, which take every turn together; an engine that
+    answers several calls at once is not waited for, so that each episode goes on at its own pace."""
+    player, episodes = _player(session, pool, engine, params), _new(requests, seeds)
+    if isinstance(engine, RankZeroEngine) and engine.at_once() > 1:
+        mine = episodes if is_group_leader(session.mesh) else []
+        return _begun_on_first_rank(player, engine, mine, at_once)()
+    player.together(episodes, lambda ask: exchange_replies(session.mesh, ask))
+    return episodes
+
+
+def episodes_beside(session: Session, pool: EnvironmentPool, engine: Engine) -> Draw:
+    """Draws episodes while the main thread trains. What is drawn in a thread may not wait for other ranks, so of ranks
+    that share prompts one plays, as it would alone, and the others get none."""
+
+    def begin(
+        requests: list[SampleRequest], params: SamplingParams, seeds: Sequence[int], start: Start
+    ) -> Callable[[], list[Episode]]:
+        player = _player(session, pool, engine, params)
+        mine = _new(requests, seeds) if is_group_leader(session.mesh) else []
+        if isinstance(engine, RankZeroEngine):
+            return _begun_on_first_rank(player, engine, mine, start)
+
+        def play() -> list[Episode]:
+            player.together(mine)
+            return mine
+
+        return start(play)
+
+    return begin
+
+
+def what_plays(data: DataConfig, config: RolloutConfig) -> dict[str, str]:
+    """What decides an episode besides the sampling, as a checkpoint keeps it: nodes are dataclasses, which say all of
+    themselves, and a digest keeps it to itself."""
+    decides = (config.played, config.environment_column, data.seq_len, data.chat_template)
+    return {"episodes": hashlib.sha256(repr(decides).encode()).hexdigest()}
+
+
+def _player(session: Built, pool: EnvironmentPool, engine: Engine, params: SamplingParams) -> Player:
+    data, tokenizer = session.recipe.data, session.tokenizer
+    template = resolve_chat_template(data.chat_template, tokenizer)
+    return Player(engine, tokenizer, pool, params, data.seq_len, template)
+
+
+def _new(requests: Sequence[SampleRequest], seeds: Sequence[int] | None) -> list[Episode]:
+    of_sample = [None] * len(requests) if seeds is None else seeds
+    pairs = zip(requests, of_sample, strict=True)
+    return [Episode(seed=seed).about(index, prompt) for (_, index, prompt), seed in pairs]
+
+
+def _begun_on_first_rank(
+    player: Player, engine: RankZeroEngine, mine: list[Episode], start: Start
+) -> Callable[[], list[Episode]]:
+    """Episodes of all ranks, each at its own pace where the engine can, by the process that speaks to the engine; the
+    environments run there too."""
+
+    def play(inner: Engine, episodes: list[Episode]) -> None:
+        player_here, version = dataclasses.replace(player, engine=inner), engine.weight_version
+        if engine.at_once() > 1:
+            player_here.freely(episodes, engine.at_once())
+        else:
+            player_here.together(episodes)
+        for episode in episodes:
+            episode.state = None
+            if not engine.capabilities.in_flight_updates:
+                episode.weight_versions = [version] * episode.num_turns
+                episode.versions = [version] * len(episode.tokens)
+
+    def counted(episodes: list[Episode], behind: int) -> None:
+        for episode in episodes if engine.capabilities.in_flight_updates else ():
+            episode.weight_versions = [version + behind for version in episode.weight_versions]
+            episode.versions = [version + behind for version in episode.versions]
+
+    return engine.begin_for_all(mine, play, start, counted)
+
+
+def exchange_replies(mesh: Mesh, ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
+    """One of the ranks that share prompts asks the environment, and the others take its word: a tool is called once,
+    and answers that differ cannot tear them apart. Collective over all ranks."""
+    mine = (mesh.dp_rank, ask()) if is_group_leader(mesh) else None
+    everywhere: list[tuple[int, list[Reply]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    found = dict(pair for pair in everywhere if pair is not None)
+    anyone = any(reply.end is None for replies in found.values() for reply in replies)
+    return found[mesh.dp_rank], anyone
+
+
+def scored_samples(
+    requests: Sequence[SampleRequest],
+    answers: Sequence[Completion | Episode],
+    tokenizer: Any,
+    rewards: RewardSum,
+    pool: EnvironmentPool | None,
+) -> list[Sample]:
+    """The answers as samples, judged by the rewards and, if there are some, by their environments. The rewards read the
+    model's last message, with all before it as the conversation."""
+    unscored = unscored_samples(requests, answers, tokenizer)
+    judged = [
+        Judged(
+            name=sample_name(sample.index, sample.prompt),
+            completion=sample.text,
+            row=sample.prompt.row,
+            messages=[*sample.prompt.messages, *sample.said[:-1]],
+            num_tokens=sample.num_generated,
+            finished=sample.finish_reason == "stop",
+            group=sample.place,
+        )
+        for sample in unscored
+    ]
+    samples = [dataclasses.replace(s, score=score) for s, score in zip(unscored, rewards(judged), strict=True)]
+    if pool is None:
+        return samples
+    failing = {name for name, reward in rewards.rewards.items() if reward.on_error == "fail"}
+    played = [answer for answer in answers if isinstance(answer, Episode)]
+    return [_played(sample, episode, pool, failing) for sample, episode in zip(samples, played, strict=True)]
+
+
+def _played(sample: Sample, episode: Episode, pool: EnvironmentPool, failing: AbstractSet[str]) -> Sample:
+    score = with_environment(sample.score, pool.of(episode.row), episode, failing)
+    return dataclasses.replace(sample, score=score, environment=pool.name_of(episode.row), account=episode.account)
+
+
+def unscored_samples(
+    requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode], tokenizer: Any
+) -> list[Sample]:
+    """The answers as samples that are worth 0."""
+    return [_unscored(request, answer, tokenizer) for request, answer in zip(requests, answers, strict=True)]
+
+
+def with_environment(
+    score: Score, environment: EnvironmentNode, episode: Episode, failing: AbstractSet[str] = frozenset()
+) -> Score:
+    """Add what the episode's environment gave to the score of the rewards. A sample is worth 0 after an error of one of
+    the `failing` rewards, and the environment adds nothing to it."""
+    if episode.error is None:
+        added = 0.0 if failing & set(score.errors) else environment.weight * episode.reward
+        total = score.total + added
+        return dataclasses.replace(score, total=total, parts={**score.parts, ENVIRONMENT: episode.reward})
+    return dataclasses.replace(
+        score,
+        total=0.0 if environment.on_error == "fail" else score.total,
+        errors={**score.errors, ENVIRONMENT: episode.error},
+        valid=score.valid and environment.on_error != "skip",
+    )
+
+
+def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: Any) -> Sample:
+    place, index, prompt = request
+    nothing = Score(0.0, {}, {})
+    if isinstance(answer, Completion):
+        if answer.prompt_tokens is not None:
+            check_read(prompt.tokens, answer.prompt_tokens, sample_name(index, prompt))
+        text = str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        drawn = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version)
+        return Sample(
+            place,
+            index,
+            prompt,
+            *drawn,
+            nothing,
+            token_versions=answer.token_versions,
+            routed_experts=answer.routed_experts,
+        )
+    text = str(answer.said[-1]["content"])
+    sample = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version, nothing)
+    known: dict[str, Any] = {"token_versions": answer.versions, "routed_experts": answer.routed_experts}
+    return Sample(place, index, prompt, *sample, answer.generated, answer.said, **known)

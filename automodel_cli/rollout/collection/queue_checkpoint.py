@@ -1,0 +1,104 @@
+"""What a checkpoint keeps of rollouts that were drawn ahead: completions and episodes as JSON values, to the bit."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from automodel_cli.rollout.environments.episode import Episode
+from automodel_cli.rollout.routed_experts import from_text, to_text
+from automodel_cli.rollout.types import Account, Completion
+
+Answer = Completion | Episode
+Place = tuple[int, int]
+"""Place of the prompt, index of the sample in its group."""
+
+
+def packed(found: Mapping[Place, Answer]) -> dict[str, Any]:
+    """Answers as JSON values: what is as long as an answer as the bytes of one array, exact and compact."""
+    answers = list(found.values())
+    columns = {
+        "places": [[*key] for key in found],
+        "lengths": [len(answer.tokens) for answer in answers],
+        "tokens": _text(np.array([token for answer in answers for token in answer.tokens], "<i8")),
+        "logprobs": _text(np.array([logprob for answer in answers for logprob in answer.logprobs], "<f8")),
+        "versions": _text(np.array([version for answer in answers for version in answer.versions], "<i8")),
+        "finish_reasons": [answer.finish_reason for answer in answers],
+        "weight_versions": [answer.weight_version for answer in answers],
+    }
+    if any(answer.routed_experts is not None for answer in answers):
+        experts = [answer.routed_experts for answer in answers]
+        columns["routed_experts"] = [None if chosen is None else to_text(chosen) for chosen in experts]
+    episodes = [answer for answer in answers if isinstance(answer, Episode)]
+    if not episodes:
+        return columns
+    generated = np.array([drawn for episode in episodes for drawn in episode.generated], "u1")
+    return columns | {"generated": _text(generated), "turns": [_turns(episode) for episode in episodes]}
+
+
+def unpacked(state: Mapping[str, Any]) -> dict[Place, Answer]:
+    """What `packed` was given; episodes lack their prompts (`of_prompt`)."""
+    found: dict[Place, Answer] = (
+        _episodes(state) if "turns" in state else {key: _completion(*row) for key, *row in _rows(state)}
+    )
+    for (key, answer), text in zip(list(found.items()), state.get("routed_experts", ()), strict=False):
+        if text is not None:
+            found[key] = dataclasses.replace(answer, routed_experts=from_text(text))
+    return found
+
+
+def _episodes(state: Mapping[str, Any]) -> dict[Place, Answer]:
+    generated = [bool(drawn) for drawn in _numbers(state["generated"], "u1")]
+    found: dict[Place, Answer] = {}
+    begin = 0
+    for (key, tokens, logprobs, versions, reason, _), turns in zip(_rows(state), state["turns"], strict=True):
+        drawn, begin = generated[begin : begin + len(tokens)], begin + len(tokens)
+        found[key] = Episode(
+            **{**turns, "account": Account(**turns["account"])},
+            tokens=tokens,
+            logprobs=logprobs,
+            versions=versions,
+            generated=drawn,
+            finish_reason=reason,
+        )
+    return found
+
+
+def _turns(episode: Episode) -> dict[str, Any]:
+    """What stands in rollouts.jsonl of a message that is no JSON stands here too."""
+    return {
+        "said": json.loads(json.dumps(episode.said, default=str)),
+        "rewards": [float(reward) for reward in episode.rewards],
+        "weight_versions": episode.weight_versions,
+        "error": episode.error,
+        "account": dataclasses.asdict(episode.account),
+    }
+
+
+def _rows(state: Mapping[str, Any]) -> Iterator[tuple[Place, list[int], list[float], list[int], Any, int]]:
+    tokens, logprobs = _numbers(state["tokens"], "<i8"), _numbers(state["logprobs"], "<f8")
+    versions, ends = _numbers(state["versions"], "<i8"), np.cumsum(state["lengths"]).tolist()
+    rows = zip(state["places"], state["lengths"], ends, state["finish_reasons"], state["weight_versions"], strict=True)
+    for (place, index), length, end, reason, version in rows:
+        span = slice(end - length, end)
+        yield (place, index), tokens[span], logprobs[span], versions[span], reason, version
+
+
+def _completion(
+    tokens: list[int], logprobs: list[float], versions: Sequence[int], reason: Any, version: int
+) -> Completion:
+    of_tokens = None if set(versions) <= {version} else list(versions)
+    return Completion(tokens, logprobs, reason, version, token_versions=of_tokens)
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+def _numbers(text: str, dtype: str) -> list[Any]:
+    return cast(list[Any], np.frombuffer(base64.b64decode(text), dtype).tolist())

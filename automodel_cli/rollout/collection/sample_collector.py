@@ -1,0 +1,259 @@
+"""Where a run's samples come from: its engine, environments and rewards, and the queue of what is drawn while steps
+train.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.models.moe.router_hooks import Selectors
+from automodel_cli.rollout.collection.async_queue import Generated, SampleQueue, SampleRequest
+from automodel_cli.rollout.collection.multi_turn import (
+    episodes_beside,
+    is_group_leader,
+    play_episodes,
+    scored_samples,
+    unscored_samples,
+    what_plays,
+)
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.config_checks import check_routing_engine
+from automodel_cli.rollout.engines.base import Engine, sample_seed
+from automodel_cli.rollout.engines.context import EngineHost
+from automodel_cli.rollout.engines.policy_engine import RankZeroEngine
+from automodel_cli.rollout.environments.episode import Episode
+from automodel_cli.rollout.environments.pool import EnvironmentPool, check_rows
+from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
+from automodel_cli.rollout.rewards.aggregate import RewardSum
+from automodel_cli.rollout.rewards.aggregate import check_rows as check_reward_rows
+from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.types import Completion, Sample, SamplingParams, WeightStream
+
+if TYPE_CHECKING:
+    from automodel_cli.run.trainer import Session
+
+
+@dataclass
+class Seconds:
+    """Of a rollout: in which rewards judged; in which training waited for samples that were drawn ahead; that drawing
+    those took."""
+
+    reward: float = 0.0
+    wait: float = 0.0
+    ahead: float = 0.0
+
+
+class SampleSource:
+    """Samples of all ranks with their rewards. `all_judged`: each row needs a reward, since nothing else tells what its
+    samples are worth. Collective to build, and so is every method that draws.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: RolloutConfig,
+        rewards: Mapping[str, RewardNode],
+        *,
+        all_judged: bool,
+        selectors: Selectors | None,
+        replay: RoutingReplay | None,
+    ):
+        self.session, self.config, self.mesh = session, config, session.mesh
+        check_reward_rows(rewards, self._rows(), all_judged=all_judged)
+        self._rewards = RewardSum(rewards, num_helpers=config.reward_helpers, required=all_judged)
+        self._pool = self._build_pool()
+        self._replay = replay
+        self.engine: Engine = config.engine.build(
+            EngineHost(session, shares_gpus=config.shares_gpus, selectors=selectors)
+        )
+        self._check_engine()
+        self._queue = self._build_queue()
+        self.seconds = Seconds()
+        """Since somebody set them to 0."""
+
+    # -- samples
+
+    def sample(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> list[Sample]:
+        """Everything that all ranks draw for the prompts that the loader gave last, in their order: drawn ahead, in
+        this process or in the one whose checkpoint it goes on from, or else now."""
+        requests, seeds = self.requests(step, prompts, self.session.loader.position - self.config.prompts_per_step)
+        drawn = self._drawn_ahead(step, requests)
+        if drawn is None:
+            return self.judged(requests, self.config.params(), seeds)
+        self.seconds.ahead += drawn.seconds
+        return self._judged(drawn.requests, drawn.answers)
+
+    def judged(
+        self, requests: Sequence[SampleRequest], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Sample]:
+        """Answers to these requests, drawn now, of all ranks with their rewards."""
+        if self._queue is not None:
+            self._queue.settle()
+        answers: Sequence[Completion | Episode]
+        if self._pool is None:
+            answers = self.engine.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
+        else:
+            answers = play_episodes(self.session, self._pool, self.engine, requests, params, seeds)
+        return self._judged(requests, answers)
+
+    def responses(
+        self, requests: Sequence[SampleRequest], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Sample]:
+        """Single responses, of all ranks, worth nothing: what the engine makes of the weights that it has."""
+        answers = self.engine.generate([prompt.tokens for _, _, prompt in requests], params, seeds)
+        return self._of_all_ranks(self._routed(unscored_samples(requests, answers, self.session.tokenizer)))
+
+    def requests(
+        self, step: int, prompts: Sequence[Sequence[Prompt]], first_place: int
+    ) -> tuple[list[SampleRequest], list[int]]:
+        """The samples that this rank draws of `prompts`, whose first one over all ranks is at `first_place`; and their
+        seeds."""
+        mine = [prompt for of_batch in prompts for prompt in of_batch]
+        size, dp_size = self.config.group_size, self.mesh.dp_size
+        places = [first_place + i * dp_size + self.mesh.dp_rank for i in range(len(mine))]
+        requests = [(place, index, prompt) for place, prompt in zip(places, mine, strict=True) for index in range(size)]
+        return requests, [sample_seed(self.session.recipe.seed, step, place, index) for place, index, _ in requests]
+
+    def _judged(self, requests: Sequence[SampleRequest], answers: Sequence[Completion | Episode]) -> list[Sample]:
+        """Responses with their rewards, of all ranks, by place and index."""
+        found, began = None, time.perf_counter()
+        if is_group_leader(self.mesh):
+            tokenizer = self.session.tokenizer
+            found = self._routed(scored_samples(requests, answers, tokenizer, self._rewards, self._pool))
+        samples = self._of_all_ranks(found)
+        self.seconds.reward += time.perf_counter() - began
+        return samples
+
+    def _of_all_ranks(self, mine: list[Sample] | None) -> list[Sample]:
+        """The samples of all ranks, by place and index; of ranks that share prompts one counts. Collective."""
+        everywhere: list[list[Sample] | None] = [mine]
+        if dist.get_world_size() > 1:  # else samples would be written and read again
+            everywhere = everywhere * dist.get_world_size()
+            dist.all_gather_object(everywhere, mine if is_group_leader(self.mesh) else None)
+        samples = [sample for of_rank in everywhere for sample in of_rank or ()]
+        return sorted(samples, key=lambda sample: (sample.place, sample.index))
+
+    def _routed(self, samples: list[Sample]) -> list[Sample]:
+        return samples if self._replay is None else self._replay.of_layers(samples)
+
+    # -- ahead of the steps that train on them
+
+    def draw_ahead(self, step: int) -> None:
+        """Begin what is missing of the next `max_staleness` rollouts, on the prompts that the loader gives next."""
+        if self._queue is None:
+            return
+        loader, lag = self.session.loader, self.config.max_staleness
+        for ahead in range(len(self._queue), min(lag, self.session.num_steps - step)):
+            place = loader.position + ahead * self.config.prompts_per_step
+            requests, seeds = self.requests(step + 1 + ahead, loader.peek_step(ahead), place)
+            self._queue.begin(requests, self.config.params(), seeds, oldest=step + ahead - lag)
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """None where drawing and training take turns."""
+        return None if self._queue is None else self.seconds.wait
+
+    def state(self) -> Any:
+        """What is drawn and not yet trained on; None for nothing."""
+        return None if self._queue is None else self._queue.state()
+
+    def restore(self, state: Any) -> None:
+        """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""
+        if self._queue is not None and state is not None:
+            self._queue.restore(state)
+
+    def _drawn_ahead(self, step: int, requests: list[SampleRequest]) -> Generated | None:
+        """The samples of `requests`, which are the oldest that were begun."""
+        if self._queue is None:
+            return None
+        began, oldest = time.perf_counter(), step - 1 - self.config.max_staleness
+        drawn = self._queue.take()
+        self.seconds.wait += time.perf_counter() - began
+        if drawn is None:
+            return self._queue.kept(requests, self.config.params(), oldest)
+        assert [sample[:2] for sample in drawn.requests] == [sample[:2] for sample in requests]
+        assert min((a.weight_version for a in drawn.answers), default=oldest) >= oldest, "older than allowed"
+        return drawn
+
+    # -- the engine
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other devices draw than those that train."""
+        return isinstance(self.engine, RankZeroEngine) and not self.config.shares_gpus
+
+    def update(self, stream: WeightStream, version: int) -> None:
+        """Give the engine the weights of step `version`."""
+        if self._queue is not None:
+            self._queue.update(stream, version)
+            return
+        self.engine.update_weights(stream)
+        self.engine.weight_version = version
+
+    def rest(self, *, weights_follow: bool) -> None:
+        """Nothing is generated until the next weights, or the next rollout: the GPUs are the trainer's."""
+        if isinstance(self.engine, RankZeroEngine):
+            self.engine.rest(weights_follow=weights_follow)
+
+    def idle_share(self) -> float | None:
+        """Of the time since the last call, in which servers had nothing to do; None without servers."""
+        return self.engine.idle_share() if isinstance(self.engine, RankZeroEngine) else None
+
+    def close(self) -> None:
+        """End what generates and judges in other threads and processes."""
+        if self._pool is not None:
+            self._pool.stop()
+        if self._queue is not None:
+            self._queue.close()
+        self._rewards.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every row that rewards will see, with where it comes from."""
+        for dataset in (self.session.data.train, self.session.data.validation):
+            for prompt in () if dataset is None else dataset.prompts:
+                yield prompt.origin, prompt.row
+
+    def _build_pool(self) -> EnvironmentPool | None:
+        environments = self.config.played
+        for environment in environments.values():
+            environment.check()
+        if self.config.environments:
+            check_rows(environments, self.config.environment_column, self._rows())
+            return EnvironmentPool(environments, self.config.environment_column)
+        return EnvironmentPool(environments) if environments else None
+
+    def _build_queue(self) -> SampleQueue | None:
+        if not self.config.max_staleness:
+            return None
+        options: dict[str, Any] = {}
+        if self._pool is not None:
+            options["draw"] = episodes_beside(self.session, self._pool, self.engine)
+            options["about"] = what_plays(self.session.recipe.data, self.config)
+        return SampleQueue(self.engine, self.mesh.device, self.config.max_staleness, **options)
+
+    def _check_engine(self) -> None:
+        capabilities = self.engine.capabilities
+        if not (capabilities.logprobs and capabilities.token_ids and capabilities.weight_updates):
+            raise ConfigError(
+                f"{type(self.config.engine).__name__}: training needs token ids, log-probs of the distribution sampled "
+                f"from, and weight updates; this engine has {capabilities}",
+                keys=("rollout.engine",),
+                fix="rollout=sampler",
+            )
+        if capabilities.hub_names and self.session.model.parts[0].unties_head:
+            raise ConfigError(
+                f"{type(self.config.engine).__name__}: the server has the base model, whose head is tied to the "
+                "embedding; the adapter of lora.target_modules makes it another matrix",
+                keys=("model.lora.target_modules", "rollout.engine"),
+                fix="model.lora.target_modules=all-linear",
+            )
+        check_routing_engine(self.config, capabilities)

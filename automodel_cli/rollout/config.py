@@ -1,0 +1,400 @@
+"""The `rollout` section of a recipe that trains on its own samples. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch.generation_servers import GenerationServers
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.rollout.engines.base import EngineConfig
+from automodel_cli.rollout.engines.config import LiveServerConfig, SamplerConfig
+from automodel_cli.rollout.engines.servers.managed_servers import Wanted
+from automodel_cli.rollout.environments.base import EnvironmentNode
+from automodel_cli.rollout.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Sample further prompts until `prompts_per_step` groups have different rewards (DAPO, arXiv:2503.14476).
+
+    Groups are kept or dropped whole. After `max_batches` batches of prompts the step trains on such groups as it has
+    found (none: no update), and the run goes on; it warns once. A model that has become good meets this late in a run.
+    """
+
+    max_batches: int = 10
+    """Most batches of prompts per step. After them the step trains on the groups that it has."""
+
+    def __post_init__(self) -> None:
+        if self.max_batches < 1:
+            raise ConfigError(
+                f"max_batches={self.max_batches} must be at least 1", keys=("max_batches",), fix="max_batches=10"
+            )
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """What a response that was cut off at `max_new_tokens` means.
+
+    `filter`: it is left out of training and of its group's baseline. `buffer` and `penalty`: responses that come within
+    `buffer` tokens of the limit lose up to `penalty` of their reward, linearly (arXiv:2503.14476, eq. 13). `factor`
+    multiplies the reward of a cut response (0..1). Groups are told apart by rewards before this.
+    """
+
+    filter: bool = False
+    """Leave cut responses out of training and of their group's baseline."""
+    buffer: int | None = None
+    """Tokens before the limit over which the reward falls linearly (arXiv:2503.14476, eq. 13). null: none."""
+    penalty: float = 1.0
+    """Largest deduction of `buffer`."""
+    factor: float | None = None
+    """Factor, 0 to 1, of a cut response's reward. null: 1."""
+
+    def __post_init__(self) -> None:
+        if self.buffer is not None and self.buffer < 1:
+            raise ConfigError(f"buffer={self.buffer} must be at least 1", keys=("buffer",), fix="buffer=128")
+        if self.buffer is None and self.penalty != 1.0:
+            raise ConfigError("penalty needs a buffer", keys=("penalty", "buffer"), fix="buffer=128")
+        if not self.penalty > 0:
+            raise ConfigError(f"penalty={self.penalty} must be above 0", keys=("penalty",), fix="penalty=1.0")
+        if self.factor is not None and not 0 <= self.factor <= 1:
+            raise ConfigError(f"factor={self.factor} must be from 0 to 1", keys=("factor",), fix="factor=0.5")
+
+    def shaped(self, reward: float, num_tokens: int, truncated: bool, max_new_tokens: int) -> float:
+        """The reward as training sees it."""
+        if self.factor is not None and truncated:
+            reward *= self.factor
+        if self.buffer is not None:
+            reward += min(-(num_tokens - (max_new_tokens - self.buffer)) / self.buffer * self.penalty, 0.0)
+        return reward
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How samples are drawn, and what becomes of them. A step is one rollout and the updates on it.
+
+    `passes`: how often each sample is trained on; each pass has `prompts_per_step x group_size /
+    train.global_batch_size` updates. Advantages are rewards minus the group's mean, divided where `normalise` by the
+    deviation of the whole group (GRPO, arXiv:2402.03300; without `normalise` Dr. GRPO, arXiv:2503.20783); with
+    `leave_one_out` minus the mean of the group's n - 1 other samples, which multiplies both by n / (n - 1) (RLOO,
+    arXiv:2402.14740). Groups whose rewards are all equal (a deviation of at most 1e-6 of the largest) teach nothing:
+    they are skipped and counted, or with `dynamic_sampling` replaced. `scale`: what `normalise` divides by: the
+    deviation of the `group`; of all rewards of the step (`batch`, arXiv:2508.08221); or the group's `mean` reward
+    (MaxRL, arXiv:2602.02710).
+
+    `baseline`: what a reward is compared with. `group` as above. `batch`: nothing but all tokens of the step, whose
+    discounted rewards to come are whitened where `normalise` (REINFORCE++, arXiv:2501.03262). `critic`: the values of
+    objective=ppo, by generalised advantages (arXiv:1506.02438), whitened where `normalise`. Both judge each token, take
+    a KL in the reward off token by token, and may have a `group_size` of 1. `gamma` discounts rewards to come,
+    `gae_lambda` is the critic's.
+
+    An episode of an environment has several messages of up to `max_new_tokens` each, all together with the prompt of
+    up to `data.seq_len`. With `max_staleness` k, up to k rollouts are drawn while steps before them train
+    (docs/grpo.md). `share_prompts` changes no numbers; the header shows where it is off (docs/rollout.md).
+    `max_logprob_gap` is measured before the first step, on tokens that an engine with weights of its own draws.
+    """
+
+    engine: EngineConfig = field(default_factory=SamplerConfig)
+    """What generates: `rollout=sampler`, `hf`, `vllm` or `sglang`, or a node of your own (examples/own_engine.py)."""
+    placement: Literal["colocated", "separate"] | None = None
+    """GPUs of generation servers: `separate` from the trainer's, or `colocated` on them in turns. null: as the
+    engine requires."""
+    prompts_per_step: int = 32
+    """Prompts per step over all ranks."""
+    group_size: int = 8
+    """Responses to each prompt."""
+    max_new_tokens: int = 512
+    """Most tokens of a response."""
+    temperature: float = 1.0
+    """Sampling temperature, which the trainer's log-probs use too."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that have this much probability together. 1: all."""
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens. 0: all."""
+    passes: int = 1
+    """How often each sample is trained on. Each pass has prompts_per_step x group_size / train.global_batch_size
+    updates."""
+    baseline: Literal["group", "batch", "critic"] = "group"
+    """What rewards are compared with: their `group`, the `batch` (REINFORCE++), or a `critic` (PPO)."""
+    leave_one_out: bool = False
+    """Leave the sample itself out of its group's mean (RLOO, arXiv:2402.14740)."""
+    normalise: bool = True
+    """Divide advantages by the deviation that `scale` selects. false is Dr. GRPO."""
+    scale: Literal["group", "batch", "mean"] = "group"
+    """Divisor of `normalise`: the deviation of the `group`, of the `batch`, or the group's `mean` reward
+    (MaxRL)."""
+    gamma: float = 1.0
+    """Discount of later rewards, for `baseline=batch` and `critic`."""
+    gae_lambda: float = 0.95
+    """Lambda of generalized advantage estimation, for `baseline=critic`."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Replace groups whose rewards are all equal by further samples (DAPO). null: skip and count them."""
+    overlong: Overlong = field(default_factory=Overlong)
+    """What becomes of responses that ran into `max_new_tokens`."""
+    environment: EnvironmentNode | None = None
+    """Environment that answers the model, for episodes of several messages. null: one response."""
+    environments: dict[str, EnvironmentNode] = field(default_factory=dict)
+    """Several environments by name, of which a row's `environment_column` selects one."""
+    environment_column: str = "environment"
+    """Column with the name of a row's environment."""
+    max_staleness: int = 0
+    """Most steps between the weights that sampled a token and those that train on it. 0: sampling and training
+    alternate."""
+    replay_routing: bool = False
+    """In the update, send each token to the experts that it used when sampled (arXiv:2510.11370)."""
+    share_prompts: bool | Literal["auto"] = "auto"
+    """Compute a group's prompt once for all its responses in a row. `auto`: wherever possible."""
+    max_mult_prob_error: float = 1.05
+    """Warn where sampler and trainer probabilities differ by more than this factor on average."""
+    max_logprob_gap: float = 0.1
+    """Refuse the run where the engine's log-probs and the trainer's differ by more nats on average."""
+    reward_helpers: int = 2
+    """Helper processes per rank for rewards with a timeout."""
+    validation_samples: int = 0
+    """Samples per held-out prompt besides the greedy one, for `val_avg_at_k` and `val_pass_at_k`."""
+    validation_temperature: float | None = None
+    """Temperature of the validation samples. null: `temperature`."""
+    show_every: int | None = 10
+    """Steps between printed tables of samples. null: none."""
+    show: int = 4
+    """Samples in a printed table."""
+
+    def __post_init__(self) -> None:
+        params = self.params()  # has the rules of the sampling itself
+        if params.greedy:
+            raise ConfigError(
+                "temperature=0 draws the same response every time, so all samples of a prompt would be equal",
+                keys=("temperature",),
+                fix="temperature=1.0",
+            )
+        for name, least in (
+            ("prompts_per_step", 1),
+            ("group_size", 1),
+            ("passes", 1),
+            ("show", 1),
+            ("show_every", 1),
+            ("reward_helpers", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}", keys=(name,), fix=f"{name}={least}")
+        if not self.max_mult_prob_error > 1:
+            raise ConfigError(
+                f"max_mult_prob_error={self.max_mult_prob_error} must be above 1, which is agreement",
+                keys=("max_mult_prob_error",),
+                fix="max_mult_prob_error=1.05",
+            )
+        if self.validation_samples < 0:
+            raise ConfigError(
+                f"validation_samples={self.validation_samples} must be at least 0",
+                keys=("validation_samples",),
+                fix="validation_samples=0",
+            )
+        if self.validation_temperature is not None and not (
+            self.validation_samples and self.validation_temperature > 0
+        ):
+            raise ConfigError(
+                f"validation_temperature={self.validation_temperature} with validation_samples="
+                f"{self.validation_samples}: it is that of further samples, and above 0",
+                keys=("validation_temperature", "validation_samples"),
+                fix="validation_temperature=null",
+            )
+        if not self.max_logprob_gap > 0:
+            raise ConfigError(
+                f"max_logprob_gap={self.max_logprob_gap} nats must be above 0",
+                keys=("max_logprob_gap",),
+                fix="max_logprob_gap=0.1",
+            )
+        self._check_baseline()
+        self._check_staleness()
+        self._check_environments()
+        buffer = self.overlong.buffer
+        if buffer is not None and buffer > self.max_new_tokens:
+            raise ConfigError(
+                f"overlong.buffer={buffer} is longer than max_new_tokens={self.max_new_tokens}",
+                keys=("overlong.buffer", "max_new_tokens"),
+                fix=f"overlong.buffer={max(1, self.max_new_tokens // 4)}",
+            )
+        if buffer is not None and self.played:
+            raise ConfigError(
+                f"overlong.buffer={buffer} counts the tokens of one response, but an environment makes several",
+                keys=("overlong.buffer", "environment"),
+                fix="overlong.buffer=null, or overlong.factor=<0..1>",
+            )
+        self._check_capabilities()
+        self._check_placement()
+        if isinstance(self.engine, LiveServerConfig):
+            for params in (self.params(), self.validation_params()):
+                self.engine.check_params(params)
+
+    def _check_placement(self) -> None:
+        serves = isinstance(self.engine, LiveServerConfig)
+        if self.placement not in (None, "colocated", "separate"):
+            raise ConfigError(
+                f"placement={self.placement!r} is neither colocated nor separate",
+                keys=("placement",),
+                fix="placement=null",
+            )
+        if self.placement == "separate" and not serves:
+            raise ConfigError(
+                f"placement=separate: {type(self.engine).__name__} generates in the processes that train",
+                keys=("placement", "engine"),
+                fix="rollout.placement=null, or rollout=vllm",
+            )
+        if self.shares_gpus and self.max_staleness:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} samples while a step trains, and with placement=colocated "
+                "the same GPUs do both in turns",
+                keys=("max_staleness", "placement"),
+                fix="rollout.max_staleness=0, or rollout.placement=separate",
+            )
+        if isinstance(self.engine, LiveServerConfig) and self.engine.way == "ipc" and not self.shares_gpus:
+            raise ConfigError(
+                "transport=ipc lets vLLM read the memory of the ranks on its GPUs, and it has others than they",
+                keys=("engine.transport", "placement"),
+                fix="rollout.placement=colocated, or rollout.engine.transport=files",
+            )
+        if self.shares_gpus and isinstance(self.engine, LiveServerConfig) and self.engine.way in ("nccl", "broadcast"):
+            raise ConfigError(
+                f"transport={self.engine.way} needs GPUs of its own on either side, placement=colocated shares them",
+                keys=("engine.transport", "placement"),
+                fix="rollout.engine.transport=files",
+            )
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether servers take turns with the ranks on the same GPUs."""
+        return self.placement == "colocated" and isinstance(self.engine, LiveServerConfig)
+
+    def generation_servers(self, model: ModelConfig, max_tokens: int) -> GenerationServers | None:
+        """What the run starts besides its ranks; `max_tokens`: the longest prompt with its response."""
+        engine = self.engine
+        if not isinstance(engine, LiveServerConfig) or engine.servers is None:
+            return None
+        wanted = Wanted(model, max_tokens, engine.way, colocated=self.shares_gpus, routing=self.replay_routing)
+        return engine.servers.started_for(wanted)
+
+    def _check_baseline(self) -> None:
+        def refuse(key: str, what: str, fix: str) -> None:
+            value = getattr(self, key)
+            raise ConfigError(f"{key}={value} with baseline={self.baseline}: {what}", keys=(key, "baseline"), fix=fix)
+
+        if self.baseline == "group":
+            if self.group_size < 2:
+                refuse("group_size", "a response is compared with the others to its prompt", "group_size=2")
+            if self.gamma != 1:
+                refuse("gamma", "a sample has one advantage, so nothing is discounted", "gamma=1.0")
+        elif self.leave_one_out:
+            refuse("leave_one_out", "no reward is compared with its group", "leave_one_out=false")
+        elif self.scale != "group":
+            refuse("scale", "advantages are whitened over all tokens", "scale=group")
+        elif self.dynamic_sampling is not None:
+            refuse("dynamic_sampling", "groups that are all equal teach something here", "dynamic_sampling=null")
+        if self.scale != "group" and not self.normalise:
+            raise ConfigError(
+                f"scale={self.scale} does nothing with normalise=false", keys=("scale", "normalise"), fix="scale=group"
+            )
+        if self.gae_lambda != 0.95 and self.baseline != "critic":
+            refuse("gae_lambda", "there is no critic to trust", "gae_lambda=0.95")
+        for key in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"{key}={getattr(self, key)} must be from 0 to 1", keys=(key,), fix=f"{key}=1.0")
+
+    def _check_capabilities(self) -> None:
+        able = self.engine.capabilities
+        if not able.weight_updates:
+            raise ConfigError(
+                f"{type(self.engine).__name__} keeps the weights it was started with, so its samples are never the "
+                "policy's",
+                keys=("engine",),
+                fix="rollout=sampler",
+            )
+        if not (able.logprobs and able.token_ids):
+            raise ConfigError(
+                f"{type(self.engine).__name__}: training needs token ids, and log-probs of the distribution sampled "
+                f"from; this engine has {able}",
+                keys=("engine",),
+                fix="rollout=sampler",
+            )
+
+        if self.replay_routing and not able.routing:
+            raise ConfigError(
+                f"replay_routing=true: {type(self.engine).__name__} does not tell which experts its tokens went to",
+                keys=("replay_routing", "engine"),
+                fix="replay_routing=false",
+            )
+        servers = self.engine.servers if isinstance(self.engine, LiveServerConfig) else None
+        if self.replay_routing and servers is not None and not servers.gpus and servers.routing_needs_gpus:
+            raise ConfigError(
+                f"replay_routing=true: {servers.engine} tells experts on GPUs only ({servers.routing_needs_gpus}), and "
+                "engine.servers.gpus=0",
+                keys=("replay_routing", "engine.servers.gpus"),
+                fix="replay_routing=false",
+            )
+
+    def _check_staleness(self) -> None:
+        if self.max_staleness < 0:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} steps must be at least 0",
+                keys=("max_staleness",),
+                fix="max_staleness=0",
+            )
+        if self.max_staleness and self.engine.capabilities.live_weights:
+            name = type(self.engine).__name__
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} samples while weights are updated, but {name} reads the very "
+                "weights that are",
+                keys=("max_staleness", "engine"),
+                fix="rollout=hf, or rollout.max_staleness=0",
+            )
+
+    def _check_environments(self) -> None:
+        if self.environment is not None and self.environments:
+            raise ConfigError(
+                f"environment answers every row, and environments ({', '.join(self.environments)}) those that name it",
+                keys=("environment", "environments"),
+                fix="environment=null",
+            )
+        for name in self.environments:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                raise ConfigError(
+                    f"environments.{name}: metrics are named after it, so it may have letters, digits, _ and - only",
+                    keys=(f"environments.{name}",),
+                )
+        if not self.environments and self.environment_column != "environment":
+            raise ConfigError(
+                f"environment_column={self.environment_column} chooses among environments, and there are none",
+                keys=("environment_column", "environments"),
+                fix="environment_column=environment",
+            )
+
+    @property
+    def played(self) -> dict[str, EnvironmentNode]:
+        """Every environment by its name; an only one is called `environment`."""
+        return dict(self.environments) if self.environment is None else {"environment": self.environment}
+
+    def tools_of(self, row: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+        """What the chat template shows of tools to a row: those of its environment."""
+        if self.environment is not None:
+            return self.environment.tools
+        environment = self.environments.get(str(row.get(self.environment_column)))
+        return () if environment is None else environment.tools
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    def params(self, *, greedy: bool = False) -> SamplingParams:
+        """For training, or (`greedy`) to measure with."""
+        if greedy:
+            return SamplingParams(self.max_new_tokens, temperature=0.0)
+        shape = (self.temperature, self.top_p, self.top_k)
+        return SamplingParams(self.max_new_tokens, *shape, routing=self.replay_routing)
+
+    def validation_params(self) -> SamplingParams:
+        """For the samples besides the greedy one."""
+        temperature = self.temperature if self.validation_temperature is None else self.validation_temperature
+        return SamplingParams(self.max_new_tokens, temperature, self.top_p, self.top_k)

@@ -1,0 +1,156 @@
+"""Rules between the rollout section and others. No torch here: `automodel check` asks them too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.config import DataConfig
+from automodel_cli.data.formats.builtin import format_name, prompt_format
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.engines.base import Capabilities
+from automodel_cli.rollout.environments.base import check_limits
+from automodel_cli.run.checks.mesh_checks import written_config
+
+if TYPE_CHECKING:
+    from automodel_cli.distributed.mesh_config import MeshConfig
+    from automodel_cli.distributed.strategies.base import Strategy
+
+ENVIRONMENT = "environment"
+"""What an environment's reward is called among those of a sample."""
+
+
+def check_environment(rollout: RolloutConfig, data: DataConfig, reward_names: Collection[str]) -> None:
+    """What several turns cannot be combined with. Raises ConfigError."""
+    if not rollout.played:
+        return
+    key = "rollout.environment" if rollout.environment is not None else "rollout.environments"
+    for name, environment in rollout.played.items():
+        check_limits(environment, f"{key}." if rollout.environment is not None else f"{key}.{name}.")
+    if data.chat_template == "none":
+        raise ConfigError(
+            "data.chat_template=none: what an environment says is rendered by a chat template",
+            keys=("data.chat_template", key),
+            fix="data.chat_template=auto",
+        )
+    if ENVIRONMENT in reward_names:
+        raise ConfigError(
+            f"rewards.{ENVIRONMENT} is what the environment's own reward is called",
+            keys=(f"rewards.{ENVIRONMENT}",),
+            fix=f"another name for rewards.{ENVIRONMENT}",
+        )
+
+
+def check_indexer(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Refuse the sampler for a model whose config says in writing that an indexer chooses the keys of each token: it
+    keeps keys of its own, which no attention function is shown. What no field tells is measured when a run starts
+    (`check_decoding`). Raises ConfigError.
+    """
+    written = written_config(model)
+    found = written and written.number(("index_topk",))
+    if not found or not found[1] or not rollout.engine.capabilities.live_weights:
+        return
+    assert written is not None
+    name, value = found
+    where = f" in {written.place(name)}" if written.folder else ""
+    raise ConfigError(
+        f"{type(rollout.engine).__name__} keeps the keys and values of attention, and a sparse indexer "
+        f"({name}={value}{where}) keeps keys of its own besides",
+        keys=("rollout.engine", written.key_of(name)),
+        fix="rollout=hf",
+    )
+
+
+def check_routing(rollout: RolloutConfig, parallelizer: Strategy, *, compares: bool) -> None:
+    """What replay of the sampler's experts cannot be combined with. `compares`: the objective compares its log-probs
+    with the sampler's. Raises ConfigError."""
+    if not rollout.replay_routing:
+        return
+    if not compares:
+        raise ConfigError(
+            "rollout.replay_routing=true: this objective compares nothing with the sampler, so its update is that of "
+            "the model as it is",
+            keys=("rollout.replay_routing", "objective"),
+            fix="rollout.replay_routing=false",
+        )
+    if getattr(parallelizer, "enable_compile", False) is True:
+        raise ConfigError(
+            "rollout.replay_routing=true asks for experts in the middle of a layer, and "
+            "parallelizer.enable_compile=true compiles whole ones",
+            keys=("rollout.replay_routing", "parallelizer.enable_compile"),
+            fix="parallelizer.enable_compile=glue",
+        )
+
+
+def check_routing_engine(rollout: RolloutConfig, able: Capabilities) -> None:
+    """The same of an engine that was found out. Raises ConfigError."""
+    if rollout.replay_routing and not able.routing:
+        raise ConfigError(
+            f"rollout.replay_routing=true: the server of {type(rollout.engine).__name__} does not tell which experts "
+            "its tokens went to",
+            keys=("rollout.replay_routing", "rollout.engine"),
+            fix=getattr(rollout.engine, "with_experts", "rollout.replay_routing=false"),
+        )
+
+
+def why_prompts_are_apart(
+    rollout: RolloutConfig, data: DataConfig, model: ModelConfig, mesh: MeshConfig, parallelizer: Strategy
+) -> str:
+    """What in the config keeps the responses of a group from sharing one copy of their prompt in the update, for a
+    sentence; empty where nothing does."""
+    moe, engine = model.moe, model.transformer_engine
+    reasons = (
+        (rollout.group_size == 1, "rollout.group_size=1, so a prompt has one response"),
+        (data.packing == "none", "data.packing=none, so a row holds one sample"),
+        (model.attention != "packed", f"model.attention={model.attention} knows no shared prefix, as packed does"),
+        (engine is not None and engine.attention, "Transformer Engine's attention knows no shared prefix"),
+        ((mesh.cp_size or 1) > 1, f"mesh.cp_size={mesh.cp_size}, and ranks that share rows share no prefixes"),
+        (parallelizer.enable_compile is True, "whole compiled layers (enable_compile=true) were not measured with it"),
+        (bool(moe.aux_loss_coef), "model.moe.aux_loss_coef balances experts over every copy of a prompt"),
+        (bool(moe.bias_update_speed), "model.moe.bias_update_speed balances experts over every copy of a prompt"),
+    )
+    return next((reason for holds, reason in reasons if holds), "")
+
+
+def refuse_shared_prompts(rollout: RolloutConfig, reason: str) -> None:
+    """Raise ConfigError where `rollout.share_prompts=true` asks for what `reason` says cannot be."""
+    if reason and rollout.share_prompts is True:
+        raise ConfigError(
+            f"rollout.share_prompts=true: responses cannot share their prompt: {reason}",
+            keys=("rollout.share_prompts",),
+            fix="rollout.share_prompts=auto",
+        )
+
+
+def check_prompt_data(data: DataConfig) -> None:
+    """Refuse settings of the data section that have no meaning for prompts. Raises ConfigError."""
+    if data.mask != "assistant":
+        raise ConfigError(
+            f"data.mask={data.mask}: prompts have no answer to learn from; what the model says is trained",
+            keys=("data.mask",),
+            fix="data.mask=assistant",
+        )
+    if data.packing == "wrapped" or data.long_documents in ("split", "truncate"):
+        raise ConfigError(
+            f"packing={data.packing} with long_documents={data.long_documents} cuts prompts and responses",
+            keys=("data.packing", "data.long_documents"),
+            fix="data.packing=best_fit data.long_documents=drop",
+        )
+    for node in (data, *(data.sources or ())):
+        fmt = prompt_format(node.format)
+        if fmt.makes != "conversations":
+            raise ConfigError(
+                f"data.format={format_name(fmt)} holds no prompts",
+                keys=("data.format",),
+                fix="data.format=auto, with a prompt column",
+            )
+        for field in node.columns:
+            if field not in fmt.fields:
+                raise ConfigError(
+                    f"data.columns.{field} is not read from prompts, only {', '.join(fmt.fields)}; rewards name the "
+                    "columns that they read",
+                    keys=("data.columns",),
+                    fix="data.columns='{prompt: question}' rewards.<name>.column=<the answer's column>",
+                )

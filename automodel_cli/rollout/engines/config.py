@@ -1,0 +1,408 @@
+"""Config nodes of the engines: the `rollout` section of a recipe that generates. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from automodel_cli.config import trust
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.engines.base import Capabilities
+from automodel_cli.rollout.engines.servers.launch_commands import VLLM_WITH_EXPERTS
+from automodel_cli.rollout.engines.servers.managed_servers import StartedServers
+from automodel_cli.rollout.engines.servers.vllm_servers import VLLMServers
+from automodel_cli.rollout.types import CudaGraphs
+
+if TYPE_CHECKING:
+    from automodel_cli.rollout.engines.base import Engine, Host
+    from automodel_cli.rollout.engines.live_update import LiveWeights
+    from automodel_cli.rollout.http import Server
+    from automodel_cli.rollout.types import SamplingParams
+    from automodel_cli.rollout.weight_sync.transports import SharedTransfer, Transfer
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """Our own sampler on the trained weights: no copy of the model, any layout.
+
+    The cache holds `max_num_seqs` times the longest sequence. `cuda_graphs=true` makes graphs under FSDP2 too; the header
+    shows where they are off (docs/rollout.md). Never run on a GPU.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        logprobs=True, weight_updates=True, live_weights=True, routing=True
+    )
+
+    max_num_seqs: int | None = None
+    """Sequences that decode together on each data-parallel rank. null: what an eighth of the memory holds, at most
+    256."""
+    prefill_tokens: int = 8192
+    """Most prompt tokens of one forward pass."""
+    refill_share: float = 0.125
+    """Share of slots that must be free before new prompts start."""
+    cuda_graphs: CudaGraphs = "auto"
+    """Launch a decoding step as one CUDA graph. `auto`: on CUDA where a rank holds the whole weights."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, prefill_tokens=1, **({} if self.max_num_seqs is None else {"max_num_seqs": 1}))
+        if not 0 <= self.refill_share <= 1:
+            raise ConfigError(
+                f"refill_share={self.refill_share} must be from 0 to 1",
+                keys=("refill_share",),
+                fix="refill_share=0.125",
+            )
+
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`."""
+        return host.sampler(
+            max_num_seqs=self.max_num_seqs,
+            prefill_tokens=self.prefill_tokens,
+            refill_share=self.refill_share,
+            cuda_graphs=self.cuda_graphs,
+        )
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """The library's own `generate` on a replica of the model, which needs the memory of one more copy."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=True, routing=True)
+
+    max_batch_tokens: int = 16_384
+    """Tokens of prompts and responses that are generated at once."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, max_batch_tokens=1)
+
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`."""
+        return host.replica(max_batch_tokens=self.max_batch_tokens)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """A server that speaks OpenAI's completions API, or several of them, among which requests are shared."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(logprobs=True, weight_updates=False, seeds=False)
+
+    url: str | list[str] | None
+    """Address of the server (`http://localhost:8000`), or a list of them with the same model."""
+    model: str | None = None
+    """Name of the model on the server. null: the server has only one."""
+    concurrency: int = 32
+    """Requests that are open at once, at each server."""
+    timeout: float = 600.0
+    """Seconds for one request."""
+    retries: int = 4
+    """How often a request is repeated when the server is busy or gone."""
+    api_key_env: str | None = None
+    """Environment variable with the API key. null: no key."""
+    trust_logprobs: bool = False
+    """Take the server's log-probs as those of the sampled distribution."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, concurrency=1, retries=0)
+        self._check_urls()
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout} s must be above 0", keys=("timeout",), fix="timeout=600")
+
+    @property
+    def urls(self) -> list[str]:
+        """The address of each server that is given."""
+        return [self.url] if isinstance(self.url, str) else list(self.url or ())
+
+    def _check_urls(self) -> None:
+        urls = self.urls
+        if not urls:
+            raise ConfigError("url=[] names no server", keys=("url",), fix="url=http://localhost:8000")
+        whole = [url if url.startswith(("http://", "https://")) else f"http://{url}" for url in urls]
+        wanted = list(dict.fromkeys(url.rstrip("/") for url in whole))
+        fix = f"url={wanted[0]}" if isinstance(self.url, str) else f"url=[{','.join(wanted)}]"
+        if whole != urls:
+            raise ConfigError(f"url={self.url!r} has no http:// or https://", keys=("url",), fix=fix)
+        if len(wanted) < len(urls):
+            raise ConfigError(f"url={self.url!r} names a server twice", keys=("url",), fix=fix)
+
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`. One process speaks to the servers."""
+        return host.on_first_rank(lambda: self._connected(host, self.urls))
+
+    def _connected(self, host: Host, urls: Sequence[str]) -> Engine:
+        from automodel_cli.rollout.engines.servers.openai import OpenAIEngine
+        from automodel_cli.rollout.engines.servers.server_pool import ServerPool
+
+        engines = [
+            OpenAIEngine(
+                server,
+                host.tokenizer,
+                model=self.model,
+                concurrency=self.concurrency,
+                trust_logprobs=self.trust_logprobs,
+                stop_token_ids=host.stop_token_ids,
+            )
+            for server in self.at(urls)
+        ]
+        return engines[0] if len(engines) == 1 else ServerPool(engines, concurrency=self.concurrency)
+
+    def at(self, urls: Sequence[str]) -> list[Server]:
+        """How each address is spoken to. Raises ConfigError when the environment has no such key."""
+        from automodel_cli.rollout.http import Server
+
+        key = None
+        if self.api_key_env is not None:
+            key = os.environ.get(self.api_key_env)
+            if key is None:
+                raise ConfigError(
+                    f"api_key_env={self.api_key_env}: the environment has no such variable",
+                    keys=("api_key_env",),
+                    fix=f"export {self.api_key_env}=...",
+                )
+        setting, advice = self._where()
+        return [Server(url, self.timeout, self.retries, api_key=key, setting=setting, advice=advice) for url in urls]
+
+    def _where(self) -> tuple[str, str | None]:
+        """`setting` and `advice` of `Server`."""
+        return "rollout.engine.url", None
+
+
+@dataclass(frozen=True)
+class LiveServerConfig(ServerConfig):
+    """A server whose weights are replaced after each step: what vLLM's and SGLang's nodes have in common.
+
+    `command` starts the server with the run, on the machine of the first rank, and ends it with the run; its output
+    goes to `logs/rollout_server.log` in the run's folder. It must answer at `url` within `start_timeout` seconds. Null:
+    you have started it. It is a list of words, or one text that is cut into words as a shell does; no shell runs it, so
+    nothing in it is expanded. The command line must allow it: `--trust command`.
+
+    `automodel submit --rollout-nodes` starts `servers` on nodes of their own; `rollout.placement` selects the GPUs.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        logprobs=True, weight_updates=True, seeds=False, hub_names=True, in_flight_updates=True, routing=True
+    )
+    transports: ClassVar[tuple[str, ...]]
+    """What `transport` may be."""
+    untrusted: ClassVar[str]
+    """What is said to trust_logprobs=false."""
+    with_experts: ClassVar[str]
+    """The command of a server that tells which experts tokens go to."""
+
+    url: str | list[str] | None = None
+    """Address of the running server, or a list of them. null: see `servers`."""
+    servers: StartedServers | None = None
+    """Servers that the run starts itself, in place of `url`."""
+    concurrency: int = 256
+    """Open requests at once, per server."""
+    weights_folder: str | None = None
+    """Folder through which `transport=files` passes weights. null: `rollout_weights` in the run folder."""
+    address: str | None = None
+    """Host of the first rank as the server reaches it. null: this host's name, or 127.0.0.1 for a local server."""
+    port: int = 29_600
+    """Free port on the first rank's host, for the transfer of weights."""
+    trust_logprobs: bool = True
+    """Must be true: the update needs the server's log-probs."""
+    command: str | list[str] | None = field(
+        default=None, metadata=trust.runs(trust.COMMAND, "is a command that the run starts on this machine")
+    )
+    """Command that starts the server at `url`, as text or words; needs `--trust command`. null: it is running."""
+    start_timeout: float = 900.0
+    """Seconds within which a started server must answer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.start_timeout > 0:
+            raise ConfigError(
+                f"start_timeout={self.start_timeout} s must be above 0",
+                keys=("start_timeout",),
+                fix="start_timeout=900",
+            )
+        if not self.trust_logprobs:
+            raise ConfigError(
+                f"trust_logprobs=false: {self.untrusted}", keys=("trust_logprobs",), fix="trust_logprobs=true"
+            )
+        if self.way not in self.transports:
+            raise ConfigError(
+                f"transport={self.way!r} is none of {', '.join(self.transports)}",
+                keys=("transport",),
+                fix="transport=files",
+            )
+        if self.way != "files" and self.weights_folder is not None:
+            raise ConfigError(
+                f"weights_folder={self.weights_folder} does nothing with transport={self.way}",
+                keys=("weights_folder", "transport"),
+                fix="transport=files",
+            )
+        if self.command is not None:
+            words_of(self.command)
+        if self.num_servers > 1:
+            self._check_several()
+
+    @property
+    def way(self) -> str:
+        """How weights travel: `transport`, whose values each node names."""
+        raise NotImplementedError
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.urls) if self.servers is None else self.servers.number
+
+    def _check_urls(self) -> None:
+        if (self.url is None) == (self.servers is None):
+            given = "both are" if self.servers is not None else "neither is"
+            raise ConfigError(
+                f"generation servers are either at `url` or started by the run (`servers`), and {given} given",
+                keys=("url", "servers"),
+                fix="servers=null" if self.servers is not None else "url=http://localhost:8000",
+            )
+        if self.url is not None:
+            super()._check_urls()
+        elif self.command is not None:
+            raise ConfigError(
+                f"command={self.command!r} starts the server at `url`; what `servers` starts has a command of its own",
+                keys=("command", "servers"),
+                fix="command=null",
+            )
+
+    def _where(self) -> tuple[str, str | None]:
+        """See `ServerConfig`."""
+        if self.servers is None:
+            return super()._where()
+        advice = "look into logs/rollout_server-*.log of the run; automodel resume RUN starts its servers anew"
+        return "rollout.engine.servers", advice
+
+    def _started(self, host: Host) -> list[str]:
+        """The address of each server, once those that the run starts answer. Collective."""
+        return self.urls if self.servers is None else host.start_servers(timeout=self.start_timeout)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ConfigError for a distribution that the server cannot be asked for."""
+
+    def _check_several(self) -> None:
+        if self.command is not None:
+            raise ConfigError(
+                f"command={self.command!r} starts one server, and url names {len(self.urls)}: start them yourself",
+                keys=("command", "url"),
+                fix="command=null",
+            )
+
+    def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
+        raise NotImplementedError
+
+    def _served(self, host: Host, urls: Sequence[str], transfer: SharedTransfer | None = None) -> Engine:
+        """The engine on the rank that speaks to the servers; `transfer` None: by files."""
+        from automodel_cli.rollout.engines.servers.colocated import SharedGPUs
+        from automodel_cli.rollout.engines.servers.server_pool import LivePool
+        from automodel_cli.rollout.weight_sync.transports import FileTransfer
+
+        servers = self.at(urls)
+        if self.command is not None:
+            host.start_server(words_of(self.command), servers[0], timeout=self.start_timeout)
+        folder = host.run_dir / "rollout_weights" if self.weights_folder is None else Path(self.weights_folder)
+        by = transfer or FileTransfer(folder)
+        engines = [self._engine(server, host, by) for server in servers]
+        engine = engines[0] if len(engines) == 1 else LivePool(engines, by, concurrency=self.concurrency)
+        return SharedGPUs(engine, engines) if host.shares_gpus else engine
+
+
+@dataclass(frozen=True)
+class VLLMConfig(LiveServerConfig):
+    """A vLLM server (0.31 or later) whose weights are replaced after each step; docs/rollout.md has its command line.
+
+    `transport` is how they travel. `files`: the run writes them to `weights_folder`, which the server sees under the
+    same path, and the server reads them; any machine, any number of nodes. null: `rollout_weights` in the run's folder.
+    `nccl`: from GPU to GPU with the package vllm, which the first rank needs too; `address` is its machine as the
+    server sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it, and the
+    server's command has `--weight-transfer-config
+    '{"backend": "nccl"}'`. `ipc`: the server's workers read the memory of the ranks on their own GPUs
+    (`rollout.placement=colocated`, one machine), with the package vllm and its backend `ipc`. Neither has run on GPUs.
+
+    `command` starts the server at `url` with the run (see `LiveServerConfig`).
+    """
+
+    transports: ClassVar[tuple[str, ...]] = ("files", "nccl", "ipc")
+    untrusted: ClassVar[str] = "start vLLM with --logprobs-mode processed_logprobs"
+    with_experts: ClassVar[str] = VLLM_WITH_EXPERTS
+
+    servers: VLLMServers | None = None
+    """vLLM servers that the run starts itself, in place of `url`."""
+    transport: Literal["files", "nccl", "ipc"] = "nccl"
+    """How weights reach vLLM: `files`, `nccl` (GPU to GPU) or `ipc` (same GPUs, `rollout.placement=colocated`)."""
+
+    @property
+    def way(self) -> str:
+        return self.transport
+
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`. What this machine lacks is said before a server is started and waited for."""
+        if self.transport != "files":
+            from automodel_cli.rollout.weight_sync.transports import check_gpus
+
+            check_gpus(self.transport, host.device.type)
+        urls = self._started(host)
+        if self.transport == "files":
+            return host.on_first_rank(lambda: self._served(host, urls))
+        from automodel_cli.rollout.weight_sync.transports import FactoryTransfer, ipc_init, nccl_init
+
+        if self.transport == "nccl":
+            address = self.address or address_for(urls[0])
+            return host.on_first_rank(lambda: self._served(host, urls, FactoryTransfer(nccl_init(address, self.port))))
+        shared = FactoryTransfer(ipc_init())
+        return host.on_first_rank(lambda: self._served(host, urls, shared), joins=shared.join)
+
+    def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
+        from automodel_cli.rollout.engines.servers.vllm import VLLMEngine
+
+        return VLLMEngine(
+            server,
+            host.tokenizer,
+            transfer,
+            model=self.model,
+            concurrency=self.concurrency,
+            stop_token_ids=host.stop_token_ids,
+        )
+
+
+def address_for(url: str) -> str:
+    """This machine, as the server at `url` sees it."""
+    return "127.0.0.1" if urlsplit(url).hostname in ("127.0.0.1", "localhost") else socket.gethostname()
+
+
+def words_of(command: str | list[str], key: str = "command") -> list[str]:
+    """The program and its arguments, which stand at `key` of a node. Raises ConfigError for a text that only a shell
+    would understand."""
+    if not isinstance(command, str):
+        words = command
+    else:
+        try:
+            words = shlex.split(command)
+            lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            operators = [token for token in lexer if token and set(token) <= set("();<>|&")]
+        except ValueError as error:  # an open quote
+            raise ConfigError(f"{key}={command!r} cannot be cut into words: {error}", keys=(key,)) from error
+        wanted = operators or re.findall(r"`|\$[({A-Za-z_]", command)
+        if wanted or (words and re.match(r"[A-Za-z_]\w*=", words[0])):
+            raise ConfigError(
+                f"{key}={command!r} needs a shell ({(wanted or words)[0]}), and is run without one",
+                keys=(key,),
+                fix=f"{key}='{json.dumps(['bash', '-c', command])}'",
+            )
+    if not words or not words[0]:
+        raise ConfigError(f"{key}={command!r} names no program", keys=(key,), fix=f"{key}=null")
+    return list(words)
+
+
+def _at_least(node: object, **least: int) -> None:
+    for name, value in least.items():
+        if getattr(node, name) < value:
+            raise ConfigError(
+                f"{name}={getattr(node, name)} must be at least {value}", keys=(name,), fix=f"{name}={value}"
+            )

@@ -1,0 +1,342 @@
+"""Generation engines on a run's own model, and which models they generate for exactly."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import one_document
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.attention.packed import PACKED, packed_attention
+from automodel_cli.models.builder import part_of
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.document_masking import dynamic_rope
+from automodel_cli.models.hub.source import stop_ids
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.probes import isolation
+from automodel_cli.models.probes.tiny_model import build_small, shrink
+from automodel_cli.pipelining.torch_runtime.torch_compat import reshards_after_forward
+from automodel_cli.rollout.engines.base import Capabilities, Engine, Joins, resolve_seeds
+from automodel_cli.rollout.engines.sampler.decoder import Decoder, DecoderStage, fsdp_gathered
+from automodel_cli.rollout.engines.sampler.sampler import Sampler
+from automodel_cli.rollout.engines.transformers_engine import HFEngine
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
+from automodel_cli.run.checks.token_ids import pad_id
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from automodel_cli.distributed.mesh import Mesh
+    from automodel_cli.rollout.run_context import Built
+    from automodel_cli.training.stages import Stages
+
+_PROMPTS, _NEW_TOKENS = (13, 13, 5), (3, 9, 9)  # longer than every window of a shrunken config
+_LONGEST = max(_PROMPTS) + max(_NEW_TOKENS)  # that rotary tables switch in between is refused by what is longer
+_TOLERANCE = 1e-4
+
+
+def build_replica(session: Built, stops: list[int], **options: Any) -> HFEngine:
+    """The library's own generation on a copy of the model, whose weights must come by `update_weights`. `stops` are the
+    tokens that end a response, `options` the engine's own.
+    """
+    tokenizer, part = session.tokenizer, session.model.parts[0]
+    model = part.model
+    return HFEngine.from_config(
+        part.untied(model.config),
+        device=session.mesh.device,
+        dtype=model.dtype,
+        trust_remote_code=session.recipe.model.trust_remote_code,
+        stop_token_ids=stops,
+        pad_token_id=pad_id(tokenizer, model.config.get_text_config().vocab_size),
+        **options,
+    )
+
+
+def stop_token_ids(built: Built) -> list[int]:
+    """Return the tokens that end a response: of the tokenizer, of the configs, and those that training taught."""
+    listed = built.model.parts[0].model.config.get_text_config().eos_token_id
+    more = listed if isinstance(listed, list) else [listed]
+    found = (built.tokenizer.eos_token_id, *more, *stop_ids(built.recipe.model), *built.taught_stops)
+    return list(dict.fromkeys(i for i in found if i is not None))
+
+
+T = TypeVar("T")
+
+Start = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Begins a call; what it returns waits for the call, and returns or raises what that did."""
+
+
+def at_once(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The `Start` that leaves nothing to a thread: the call is made where it is waited for."""
+    return call
+
+
+class RankZeroEngine:
+    """An engine that one process speaks to (rank 0), for all ranks; the others pass None.
+
+    With `shares_gpus` it works on the GPUs of the ranks, in turns with them: `rest` ends its turn.
+    """
+
+    def __init__(self, engine: Engine | None, *, shares_gpus: bool = False, joins: Joins | None = None):
+        self._engine, self._shares_gpus, self._joins = engine, shares_gpus, joins
+        about: list[Any] = [None if engine is None else engine.capabilities]
+        dist.broadcast_object_list(about, src=0, device=torch.device("cpu"))
+        self.capabilities: Capabilities = about[0]
+        self.weight_version = 0
+        self.metrics: dict[str, float] = {}
+        """What the engine tells about itself besides its answers, where it has `metrics`; as of the last answers."""
+
+    @property
+    def answers_here(self) -> bool:
+        """Whether this rank is the one that speaks to it."""
+        return self._engine is not None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """See `Engine.generate`. Collective over all ranks. Ranks that share prompts must pass the same `seeds`: a
+        prompt with a seed is asked once."""
+        return self.begin(prompts, params, seeds, at_once)()
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None, start: Start
+    ) -> Callable[[], list[Completion]]:
+        """`generate` in two halves, both collective: `start` is given what talks to the server, on the rank that does,
+        and may leave it to a thread; what is returned waits for it."""
+        self._make_room()
+        seeds = resolve_seeds(prompts, params, seeds)
+        asked = list(zip(map(tuple, prompts), seeds, strict=True))
+        everywhere: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, asked)
+        unique = list(dict.fromkeys(pair for of_rank in everywhere for pair in of_rank))
+        drawing = start(lambda: self._drawn(unique, params)) if self.answers_here else None
+
+        def finish() -> list[Completion]:
+            done = self._for_all(None if drawing is None else lambda: self._counted(drawing()))
+            found = dict(zip(unique, done, strict=True))
+            return [found[pair] for pair in asked]
+
+        return finish
+
+    def idle_share(self) -> float | None:
+        """The share of the time since the last call in which a server had nothing of ours to do, on the rank that
+        speaks to it; None elsewhere, and where the engine does not tell."""
+        told = getattr(self._engine, "idle_share", None)
+        return None if told is None else told()
+
+    def at_once(self) -> int:
+        """How many calls of the engine may run at once."""
+        return self.capabilities.at_once
+
+    def begin_for_all(
+        self,
+        mine: list[T],
+        call: Callable[[Engine, list[T]], None],
+        start: Start,
+        counted: Callable[[list[T], int], None],
+    ) -> Callable[[], list[T]]:
+        """`call` the engine, on the rank that has it, with what all ranks pass; what is returned waits for that, and
+        gives back to each rank what became of its own. Both halves are collective, as those of `begin`. `counted` gets
+        all of it at the end, and by how much the engine's count of its updates is behind the run's."""
+        self._make_room()
+        everywhere: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, mine)
+        engine, together = self._engine, [item for of_rank in everywhere for item in of_rank]
+        calling = None if engine is None else start(partial(call, engine, together))
+
+        def called() -> list[list[T]]:
+            assert engine is not None and calling is not None
+            calling()
+            counted(together, self.weight_version - engine.weight_version)
+            return everywhere
+
+        def finish() -> list[T]:
+            found: list[list[T]] = self._for_all(None if engine is None else called)
+            return found[dist.get_rank()]
+
+        return finish
+
+    def _drawn(self, asked: Sequence[tuple[tuple[int, ...], int]], params: SamplingParams) -> list[Completion]:
+        """On the rank that speaks to the engine, in whichever thread."""
+        assert self._engine is not None
+        version = self.weight_version
+        found = self._engine.generate([list(p) for p, _ in asked], params, [seed for _, seed in asked])
+        if self.capabilities.in_flight_updates:
+            return found
+        return [dataclasses.replace(completion, weight_version=version) for completion in found]
+
+    def _counted(self, found: list[Completion]) -> list[Completion]:
+        """With the versions of an engine that counts its own updates as the run counts them."""
+        assert self._engine is not None
+        if not self.capabilities.in_flight_updates:
+            return found
+        behind = self.weight_version - self._engine.weight_version
+        return [
+            dataclasses.replace(
+                completion,
+                weight_version=completion.weight_version + behind,
+                token_versions=completion.token_versions and [v + behind for v in completion.token_versions],
+            )
+            for completion in found
+        ]
+
+    def _for_all(self, drawing: Callable[[], list[Any]] | None) -> list[Any]:
+        """What the first rank's `drawing` returns, on every rank. Collective."""
+        outcome: list[Any] = [None, None, {}]
+        if drawing is not None:
+            try:
+                outcome[0] = drawing()
+                outcome[2] = getattr(self._engine, "metrics", {})
+            except ConfigError as error:  # of the server: every rank must hear of it
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+        if outcome[1] is not None:
+            raise outcome[1]
+        self.metrics = outcome[2]
+        return list(outcome[0])
+
+    def update_weights(self, stream: WeightStream) -> None:
+        """See `Engine.update_weights`. Collective: every rank takes part in the stream."""
+        self._make_room()
+        if self._shares_gpus:
+            dist.barrier()
+        if self._engine is not None:
+            self._engine.update_weights(stream)
+        elif self._joins is not None:
+            self._joins(iter(stream))
+        else:
+            for _ in stream:
+                pass
+        self.weight_version += 1
+
+    def rest(self, *, weights_follow: bool) -> None:
+        """The GPUs are the ranks' until the next call, before which new weights come where `weights_follow`. Does
+        nothing for an engine that has GPUs of its own. Collective."""
+        if not self._shares_gpus:
+            return
+        failed: list[ConfigError | None] = [None]
+        if self._engine is not None:
+            try:
+                self._engine.rest(weights_follow=weights_follow)  # type: ignore[attr-defined]
+            except ConfigError as error:
+                failed[0] = error
+        dist.broadcast_object_list(failed, src=0, device=torch.device("cpu"))
+        if failed[0] is not None:
+            raise failed[0]
+
+    def _make_room(self) -> None:
+        """What the allocator of this rank has cached is of no use to the engine's processes."""
+        if self._shares_gpus and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def build_sampler(
+    stages: Stages, mesh: Mesh, *, stop_token_ids: list[int], trust_remote_code: bool = False, **options: Any
+) -> Sampler:
+    """A `Sampler` on the live weights of `stages` under any layout; `options` are the sampler's own.
+
+    Ranks of one pipeline, tensor- or context-parallel group must pass the same prompts; data-parallel ranks pass their
+    own, as many as they have. Collective over the pipeline.
+    """
+    decoder = build_decoder(stages, mesh, trust_remote_code=trust_remote_code)
+    return Sampler(decoder, packed_attention, stop_token_ids=stop_token_ids, **options)
+
+
+def build_decoder(stages: Stages, mesh: Mesh, *, trust_remote_code: bool = False) -> Decoder:
+    """See `build_sampler`."""
+    parts = stages.parts
+    sharded = any(isinstance(module, FSDPModule) for part in parts for module in part.modules())
+    options: dict[str, Any] = {
+        "gathered": fsdp_gathered(parts, reshards_after_forward) if sharded else None,
+        "lockstep_group": mesh.ep.get_group() if mesh.ep is not None else None,
+    }
+    mine, rank = iter(parts), mesh.pp.get_local_rank()
+    return Decoder(
+        [DecoderStage(owner, next(mine) if owner == rank else None) for owner in stages.stage_owners],
+        mesh.device,
+        pp_group=stages.pp_group,
+        hidden_dtype=stages.boundary_dtype,
+        trust_remote_code=trust_remote_code,
+        **options,
+    )
+
+
+def check_lengths(hf_config: PretrainedConfig, longest: int) -> None:
+    """Raise ConfigError when sequences of up to `longest` tokens change their rotary table while they are generated.
+
+    Such a token is drawn with the table of the text so far and trained with that of the whole text: with log-probs of
+    another policy, whatever engine draws it.
+    """
+    limit = dynamic_rope.longest_unswitched(hf_config)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"{hf_config.model_type} changes its rotary table at {limit} tokens, and prompts with their responses have "
+            f"up to data.seq_len={longest}: tokens before the change are drawn with one table and trained with another",
+            keys=("data.seq_len", "rollout"),
+            fix=f"data.seq_len={limit}",
+        )
+
+
+@torch.no_grad()
+def check_decoding(hf_config: PretrainedConfig, *, attention: str = PACKED, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError when this family cannot be decoded through the sampler's caches: measured, on a small copy that
+    is built as for training with this attention.
+
+    Families whose attention does not go through the library's registry, or that carry a state from token to token where
+    no cache of the library holds it, would silently see one token at a time.
+    """
+    if isolation.way_of(hf_config, attention=attention, trust_remote_code=trust_remote_code).by_document:
+        raise _refusal(hf_config, "its attention is the library's own, run document by document, which has no slots")
+    own = attention if attention == PACKED else "eager"
+    choice = ModelConfig(pretrained="-", attention=own, trust_remote_code=trust_remote_code)
+
+    def build(config: PretrainedConfig) -> PreTrainedModel:
+        return transformers_compat.causal_lm(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+    try:
+        with transformers_compat.quiet(), torch.random.fork_rng(devices=[]):
+            small = shrink(hf_config, switch=_LONGEST)
+            model = build_small(small, build)
+            part = part_of(copy.deepcopy(small), choice, device="cpu")
+            part.model.load_state_dict(model.state_dict())
+            difference = _decoding_error(part, trust_remote_code)
+    except ConfigError as error:
+        raise _refusal(hf_config, error.message) from error
+    except Exception as error:  # any class of the library may fail in its own way
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise _refusal(hf_config, f"a small copy of it fails ({reason})") from error
+    if not difference <= _TOLERANCE:
+        raise _refusal(
+            hf_config, f"token by token it gives other log-probs than the whole sequence (off by {difference:.1e})"
+        )
+
+
+def _refusal(hf_config: PretrainedConfig, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the sampler cannot generate with {hf_config.model_type}: {reason}", keys=("rollout.engine",), fix="rollout=hf"
+    )
+
+
+def _decoding_error(part: ModelPart, trust_remote_code: bool) -> float:
+    """Largest difference between log-probs drawn token by token and those of one forward. The first two samples share
+    a prompt; the first ends soon, so that the other moves into its slot and the third begins beside it."""
+    part.eval()
+    vocab = part.model.config.get_text_config().vocab_size
+    prompts = [torch.arange(3, 3 + length).remainder(vocab).tolist() for length in _PROMPTS]
+    decoder = Decoder.whole(part, trust_remote_code=trust_remote_code)
+    sampler = Sampler(decoder, packed_attention, stop_token_ids=[], max_num_seqs=2)
+    drawn = sampler.generate(prompts, SamplingParams(seed=0), limits=_NEW_TOKENS)
+    worst = 0.0
+    for prompt, completion in zip(prompts, drawn, strict=True):
+        batch = one_document([*prompt, *completion.tokens])
+        whole_T = part(labels=batch.labels_BT, **batch.model_inputs()).logprobs_BT[0, len(prompt) - 1 : -1]
+        worst = max(worst, (whole_T - torch.tensor(completion.logprobs)).abs().max().item())
+    return worst

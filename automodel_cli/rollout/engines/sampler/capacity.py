@@ -1,0 +1,51 @@
+"""How many sequences the sampler decodes together, where the config leaves it to the memory."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from automodel_cli.distributed.mesh import Mesh
+
+_MOST = 256
+_SHARE = 8  # of the rank's memory, its part for the cache
+_CACHE_BYTES = 4  # of one number of the cache, at most
+_LOGIT_BYTES = 32  # of one token of the vocabulary while one is drawn: logits, log-probs, and float64 sums of them
+
+
+def max_num_seqs(hf_config: PretrainedConfig, seq_len: int, mesh: Mesh, state_bytes: int = 0) -> int:
+    """As many sequences of `seq_len` tokens as have room in an eighth of a rank's memory, from 1 to 256; the same on
+    every rank. `state_bytes`: what a sequence takes here besides keys and values. From the memory that the machine has,
+    not from what is free: a run that goes on decodes as before, bit for bit. Collective.
+    """
+    config = hf_config.get_text_config()
+    layers = -(-config.num_hidden_layers // mesh.layout.pp)
+    of_slot = seq_len * layers * cached_numbers(config) * _CACHE_BYTES
+    of_slot += state_bytes + config.vocab_size * _LOGIT_BYTES
+    room = torch.tensor(_memory(mesh.device) // _SHARE // of_slot, device=mesh.device)
+    dist.all_reduce(room, op=dist.ReduceOp.MIN)
+    return min(max(int(room), 1), _MOST)
+
+
+def cached_numbers(config: PretrainedConfig) -> int:
+    """Keys and values of one token in one layer, at most. Latent attention caches what its heads read; a model without
+    heads caches none."""
+    heads = getattr(config, "num_attention_heads", 0)
+    if getattr(config, "kv_lora_rank", None):  # only configs of latent attention have it
+        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    return int(2 * width * (getattr(config, "num_key_value_heads", None) or heads))
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of the device; on a CPU this rank's share of the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here

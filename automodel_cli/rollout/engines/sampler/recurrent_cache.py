@@ -1,0 +1,173 @@
+"""The states of layers that carry one from token to token, a slot for each sequence, next to the key/value cache.
+
+The family's own module keeps its states where the library's generation does: in a cache object that it is given. What
+a module puts there is seen, not known: tensors that appear in the cache while it runs are its states, whatever they are
+called (a recurrent state, the last tokens of a convolution). They are stored by slot, and the cache of a decoding step
+holds views of the slots in use.
+
+Prompts are run by length: all of one length in one call, so that the state after a prompt is that of its last token,
+and no padding enters it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.document_masking.recurrent_layers import Documents
+from automodel_cli.rollout.engines.sampler.kv_cache import Decode, Prefill
+
+NewCache = Callable[[], Any]
+"""An empty cache of the library, of the kind that the model's own generation makes."""
+
+_NAMES = ("past_key_values", "cache_params", "past_key_value")  # what the library's modules call their cache
+_Path = tuple[Any, ...]
+
+
+class StateSlots:
+    """Runs state layers (`state_layers.run_by`) and keeps their states."""
+
+    def __init__(self, max_num_seqs: int, new_cache: NewCache):
+        self.max_num_seqs, self._new_cache = max_num_seqs, new_cache
+        self._states: dict[nn.Module, dict[_Path, Tensor]] = {}
+        self._decoding: Any = None  # the cache of decoding steps: that of the first prompts, which knows it is filled
+        self._forward: Prefill | Decode | None = None
+        self._documents: Documents | None = None
+        self._batches: list[list[int]] = []
+        self._caches: list[Any] = []
+
+    @property
+    def bytes_of_slot(self) -> int:
+        """What the states of one sequence take, once there was one."""
+        return sum(x[0].nbytes for states in self._states.values() for x in states.values())
+
+    @contextmanager
+    def during(self, forward: Prefill | Decode) -> Iterator[None]:
+        """State layers that run inside belong to this forward."""
+        self._forward = forward
+        try:
+            yield
+        finally:
+            self._forward, self._documents, self._caches = None, None, []
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a slot over another one."""
+        for states in self._states.values():
+            for state in states.values():
+                state[target] = state[source]
+
+    def clear(self) -> None:
+        """Forget every state, and free the memory."""
+        self._states.clear()
+        self._decoding = None
+
+    def run(self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `state_layers.Runner`."""
+        assert self._forward is not None, "a state layer that generates belongs inside a forward of the sampler"
+        name, keywords = _without_cache(layer, forward, args, kwargs)
+        if isinstance(self._forward, Prefill):
+            return self._prefill(layer, forward, name, keywords, self._forward)
+        return self._decode(layer, forward, name, keywords, self._forward)
+
+    def _prefill(
+        self, layer: nn.Module, forward: Callable[..., Any], name: str, keywords: dict[str, Any], of: Prefill
+    ) -> Any:
+        if self._documents is None:
+            self._documents, self._batches = Documents.equally_long(of.lengths, of.cu_seqlens.device)
+            self._caches = [self._new_cache() for _ in self._batches]
+            if self._decoding is None:
+                self._decoding = self._caches[0]
+        before = {id(tensor) for cache in self._caches for _, tensor in _tensors(cache)}
+        output = self._documents.run(layer, forward, (), keywords, [{name: cache} for cache in self._caches])
+        for cache, batch in zip(self._caches, self._batches, strict=True):
+            found = {path: tensor for path, tensor in _tensors(cache) if id(tensor) not in before}
+            self._store(layer, found, batch, of)
+        return output
+
+    def _store(self, layer: nn.Module, found: dict[_Path, Tensor], batch: list[int], of: Prefill) -> None:
+        """What a call left in its cache, into the slots of its prompts."""
+        if not found or any(x.shape[0] != len(batch) for x in found.values()):
+            raise _refusal(layer, "leaves nothing in the library's cache that belongs to single sequences")
+        states = self._states.setdefault(layer, {path: self._room(x) for path, x in found.items()})
+        if {path: x.shape[1:] for path, x in found.items()} != {path: x.shape[1:] for path, x in states.items()}:
+            raise _refusal(layer, "keeps a state whose size depends on the sequence")
+        slots = [slot for prompt in batch for slot in of.slots[prompt]]
+        rows = [row for row, prompt in enumerate(batch) for _ in of.slots[prompt]]
+        for path, x in found.items():
+            states[path][slots] = x[rows]
+
+    def _room(self, state: Tensor) -> Tensor:
+        return state.new_zeros(self.max_num_seqs, *state.shape[1:])
+
+    def _decode(
+        self, layer: nn.Module, forward: Callable[..., Any], name: str, keywords: dict[str, Any], of: Decode
+    ) -> Any:
+        states = {path: state[: len(of.slot_B)] for path, state in self._states[layer].items()}
+        for path, state in states.items():
+            _put(self._decoding, path, state)
+        output = forward(**keywords, **{name: self._decoding})
+        for path, state in states.items():
+            now = _at(self._decoding, path)
+            if now is not state:  # most modules write into what they are given, some put another tensor in its place
+                state.copy_(now)
+        return output
+
+
+def _without_cache(
+    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """What the module calls its cache, and everything else that it was called with, by name."""
+    signature = inspect.signature(forward)
+    name = next((name for name in _NAMES if name in signature.parameters), None)
+    if name is None:
+        raise _refusal(layer, "takes no cache of the library")
+    bound = signature.bind(*args, **kwargs).arguments
+    variable = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    return name, {key: value for key, value in {**bound, **bound.pop(variable, {})}.items() if key != name}
+
+
+def _refusal(layer: nn.Module, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{type(layer).__name__} carries a state from token to token that the sampler cannot keep: it {reason}",
+        keys=("rollout",),
+        fix="rollout=hf",
+    )
+
+
+class _Attribute(NamedTuple):
+    """A step from an object to what it has by this name; from a list or a dict, a step is the index or the key."""
+
+    name: str
+
+
+def _tensors(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
+    """Every tensor in a cache, and the way to it."""
+    steps: Any = ()
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (dict, list)):
+        steps = value.items() if isinstance(value, dict) else enumerate(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        steps = ((_Attribute(name), item) for name, item in vars(value).items())
+    for step, item in steps:
+        yield from _tensors(item, (*path, step))
+
+
+def _at(value: Any, path: _Path) -> Any:
+    for step in path:
+        value = getattr(value, step.name) if isinstance(step, _Attribute) else value[step]
+    return value
+
+
+def _put(value: Any, path: _Path, tensor: Tensor) -> None:
+    *way, last = path
+    holder = _at(value, tuple(way))
+    if isinstance(last, _Attribute):
+        setattr(holder, last.name, tensor)
+    else:
+        holder[last] = tensor

@@ -1,0 +1,342 @@
+"""Our own generation: batched decoding on the model that is being trained, no copy of it anywhere.
+
+Continuous batching: a sequence that ends gives its slot to the next prompt. A prompt runs once for all of its samples
+that follow one another: where they do not all find a slot, what was computed of it waits in one more. Log-probs come
+from the very forward, weights and head that the trainer scores with, so the two agree to rounding. Runs whatever
+`Decoder` runs: whole, FSDP-, expert- or pipeline-sharded models, CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.expert_parallel.router_replay import Recorder, choosing
+from automodel_cli.rollout.engines.base import Capabilities, resolve_seeds
+from automodel_cli.rollout.engines.sampler.cuda_graphs import Capture, DecodeGraphs, GraphsFailed
+from automodel_cli.rollout.engines.sampler.decoder import Decoder
+from automodel_cli.rollout.engines.sampler.kv_cache import Decode, KVCache, Prefill, WholeAttention
+from automodel_cli.rollout.engines.sampler.recurrent_cache import StateSlots
+from automodel_cli.rollout.engines.sampler.sampling import choose, streams
+from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams, WeightStream
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Sequence:
+    """One sample on its way: `index` in the call, what it drew so far, and its random stream of `limit` numbers, none
+    for greedy decoding. `experts` `[n, layers, k]` of the tokens that were read, where they are asked for: of the
+    layers on this rank."""
+
+    index: int
+    prompt: Sequence[int]
+    limit: int
+    uniforms: Sequence[float]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys are stored: all but the newest, which the next forward reads."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def uniform(self) -> float:
+        """The number that decides the next token."""
+        return self.uniforms[len(self.tokens)] if self.uniforms else 0.0
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A prompt some of whose samples have no slot yet: its keys, values and states are in the slot behind all others.
+    `logits_1V` of its last token, on the rank that draws; `experts` of its tokens, where they are recorded."""
+
+    prompt: Sequence[int]
+    logits_1V: Tensor | None
+    experts: list[np.ndarray]
+
+
+class Sampler:
+    """Completions from the trained weights as they are.
+
+    `whole_attention` computes prompts (`models.attention.packed_attention`, which the trainer uses too). `max_num_seqs`
+    sequences decode together; the cache has `max_num_seqs` times the longest of them (and one more where samples of a
+    prompt outnumber the slots), so memory bounds this number.
+    `prefill_tokens` bounds the prompts of one forward (one prompt at least). `refill_share` of the slots must be free
+    before new prompts start: one forward for several prompts costs little more than for one. `capture` freezes decoding
+    steps (`graphs.py`); None runs them as they are.
+    """
+
+    capabilities = Capabilities(logprobs=True, weight_updates=True, live_weights=True, routing=True)
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        whole_attention: WholeAttention,
+        *,
+        stop_token_ids: Sequence[int],
+        max_num_seqs: int = 32,
+        prefill_tokens: int = 8192,
+        refill_share: float = 0.125,
+        capture: Capture | None = None,
+    ):
+        for name, holds, rule in (
+            ("max_num_seqs", max_num_seqs >= 1, "must be at least 1"),
+            ("prefill_tokens", prefill_tokens >= 1, "must be at least 1"),
+            ("refill_share", 0 <= refill_share <= 1, "must be from 0 to 1"),
+        ):
+            if not holds:
+                raise ConfigError(f"{name}={locals()[name]} {rule}", keys=(name,))
+        self.decoder = decoder
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.max_num_seqs, self.prefill_tokens = max_num_seqs, prefill_tokens
+        self.weight_version = 0
+        self.about = ""
+        """What a run says of it before its first step."""
+        self._layers: tuple[int, ...] = ()
+        self._refill = max(1, int(max_num_seqs * refill_share))
+        self._cache = KVCache(max_num_seqs, whole_attention)
+        self._states = StateSlots(max_num_seqs, decoder.new_cache)
+        self._shared: _Waiting | None = None
+        self._capture = capture
+        self._graphs: DecodeGraphs | None = None
+
+    def update_weights(self, stream: WeightStream) -> None:
+        """The weights are the trainer's own: only the version changes, and nothing of the stream is read."""
+        self.weight_version += 1
+
+    def state_bytes(self) -> int:
+        """What the states of one sequence take on this rank, seen while one token runs. Collective like `generate`."""
+        try:
+            with self.decoder.generating(self._states):
+                self._dummy()
+            return self._states.bytes_of_slot
+        finally:
+            self._forget()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int] | None = None,
+        *,
+        limits: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """See `Engine.generate`. `limits` takes the place of `params.max_new_tokens`, one for each prompt.
+
+        Collective over the decoder's groups: all ranks call, those without prompts too.
+        """
+        seeds = resolve_seeds(prompts, params, seeds)
+        limits = [params.max_new_tokens] * len(prompts) if limits is None else limits
+        slots = min(self.max_num_seqs, max(1, len(prompts)))
+        self._cache.max_num_seqs = self._states.max_num_seqs = slots + (len(prompts) > self.max_num_seqs)
+        self._cache.longest = max((len(p) + n - 1 for p, n in zip(prompts, limits, strict=True)), default=1)
+        self._cache.register()
+        try:
+            with self.decoder.generating(self._states):
+                finished = self._finished(prompts, params, seeds, limits)
+        finally:
+            self._forget()
+        if params.routing:
+            finished = self._with_experts(finished)
+        return [finished[i] for i in range(len(prompts))]
+
+    def _finished(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], limits: Sequence[int]
+    ) -> dict[int, Completion]:
+        """By their places in the call. Where graphs fail all are drawn again without, by the weights that are gathered:
+        other ranks would not gather them again."""
+        if self._capture is not None and not params.routing:
+            self._graphs = DecodeGraphs(
+                self._capture,
+                partial(self._logits, params),
+                self._cache.reserve,
+                params,
+                largest=(min(self.max_num_seqs, len(prompts)), self._cache.longest or 1),
+                device=self.decoder.device,
+            )
+        try:
+            return self._draw_all(prompts, params, seeds, limits)
+        except GraphsFailed as failure:
+            _logger.warning("the sampler decodes without CUDA graphs from now on: %s", failure)
+        self._capture = None
+        self._forget()
+        return self._draw_all(prompts, params, seeds, limits)
+
+    def _draw_all(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int], limits: Sequence[int]
+    ) -> dict[int, Completion]:
+        drawn = streams(seeds, [0 if params.greedy else limit for limit in limits])
+        waiting = deque(_Sequence(i, *of_one) for i, of_one in enumerate(zip(prompts, limits, drawn, strict=True)))
+        active: list[_Sequence] = []
+        finished: dict[int, Completion] = {}
+        must_gather = self.decoder.gathers
+        while self.decoder.anyone(bool(waiting or active)) or must_gather:
+            must_gather = False
+            refills = bool(waiting) and (not active or self.max_num_seqs - len(active) >= self._refill)
+            while refills and self._start_shared(waiting, active, params):
+                self._retire(active, finished)
+            if refills and waiting and len(active) < self.max_num_seqs:
+                self._start(waiting, active, params)
+            elif active:
+                self._continue(active, params)
+            else:
+                self._dummy()
+            self._retire(active, finished)
+        return finished
+
+    def _with_experts(self, finished: dict[int, Completion]) -> dict[int, Completion]:
+        """The completions with the experts of all layers, not of this rank's alone. Collective over the pipeline."""
+        mine = {index: c.routed_experts for index, c in finished.items() if c.routed_experts is not None}
+        whole = self.decoder.over_stages(self._layers, mine)
+        return {index: replace(c, routed_experts=whole[index]) for index, c in finished.items()}
+
+    def _start_shared(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> bool:
+        """Give free slots to samples of a prompt that has run already, and draw their first tokens; False for none."""
+        new: list[_Sequence] = []
+        shared = self._shared
+        while waiting and shared is not None and waiting[0].prompt == shared.prompt:
+            if len(active) + len(new) == self.max_num_seqs:
+                break
+            new.append(waiting.popleft())
+            new[-1].experts += shared.experts
+        if shared is None or not new:
+            return False
+        for slot in range(len(active), len(active) + len(new)):
+            self._cache.move(self.max_num_seqs, slot, len(shared.prompt))
+            self._states.move(self.max_num_seqs, slot)
+        active += new
+        logits_1V = shared.logits_1V
+        self._draw(None if logits_1V is None else logits_1V.expand(len(new), -1), new, params)
+        return True
+
+    def _start(self, waiting: deque[_Sequence], active: list[_Sequence], params: SamplingParams) -> None:
+        """Prefill the next prompts into free slots and draw their first tokens."""
+        new: list[_Sequence] = []
+        num_tokens = 0
+        while waiting and len(active) + len(new) < self.max_num_seqs:
+            shared = bool(new) and waiting[0].prompt == new[-1].prompt
+            num_tokens += 0 if shared else len(waiting[0].prompt)
+            if new and not shared and num_tokens > self.prefill_tokens:
+                break
+            new.append(waiting.popleft())
+        slots = range(len(active), len(active) + len(new))
+        groups = [list(group) for _, group in groupby(zip(slots, new, strict=True), key=lambda pair: pair[1].prompt)]
+        prompts = [group[0][1].prompt for group in groups]
+        places = [[slot for slot, _ in group] for group in groups]
+        goes_on = bool(waiting) and waiting[0].prompt == prompts[-1]
+        if goes_on:
+            places[-1].append(self.max_num_seqs)
+        forward = Prefill([len(prompt) for prompt in prompts], places, self.decoder.device)
+        input_ids_1T = self._tensor([token for prompt in prompts for token in prompt])[None]
+        position_ids_1T = self._tensor([i for prompt in prompts for i in range(len(prompt))])[None]
+        wanted_S = torch.cat([(end - 1).expand(len(g)) for end, g in zip(forward.cu_seqlens[1:], groups, strict=True)])
+        active += new
+        logits_SV = self._forward(forward, input_ids_1T, position_ids_1T, wanted_S.long(), new, params)
+        last_1V = None if logits_SV is None else logits_SV[-1:].clone()
+        self._shared = _Waiting(prompts[-1], last_1V, list(new[-1].experts)) if goes_on else None
+        self._draw(logits_SV, new, params)
+
+    def _continue(self, active: list[_Sequence], params: SamplingParams) -> None:
+        """One more token for every sequence."""
+        cached = [sequence.cached for sequence in active]
+        longest = max(cached) + 1
+        if self._graphs is not None:
+            rows = [(s.tokens[-1], s.cached, s.uniform) for s in active]
+            drawn_2S = self._graphs.drawn(rows, longest)
+            if drawn_2S is not None:
+                self._take(drawn_2S, active)
+                return
+        forward = Decode(self._tensor(cached), longest)
+        input_ids_B1 = self._tensor([s.tokens[-1] for s in active])[:, None]
+        position_B1 = forward.position_B[:, None]
+        logits_BV = self._forward(forward, input_ids_B1, position_B1, forward.slot_B, active, params)
+        self._draw(logits_BV, active, params)
+
+    def _logits(self, params: SamplingParams, inputs_B3: Tensor, longest: int) -> Tensor:
+        """See `DecodeGraphs`."""
+        token_B, position_B = inputs_B3[:, :2].long().unbind(1)
+        forward = Decode(position_B, longest)
+        logits_BV = self._forward(forward, token_B[:, None], position_B[:, None], forward.slot_B, [], params)
+        assert logits_BV is not None, "one process holds the whole model"
+        return logits_BV
+
+    def _dummy(self) -> None:
+        """A forward for the others' collectives: this rank has no sequence, so slot 0 is free."""
+        zero_11 = self._tensor([0])[None]
+        forward = Prefill([1], [[0]], self.decoder.device)
+        self._forward(forward, zero_11, zero_11, zero_11[0], [], SamplingParams(temperature=0.0))
+
+    def _forward(
+        self,
+        forward: Prefill | Decode,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        wanted_S: Tensor,
+        sequences: Sequence[_Sequence],
+        params: SamplingParams,
+    ) -> Tensor | None:
+        """`logits_SV` on the rank that draws."""
+        recorder = Recorder() if params.routing else None
+        with self._cache.during(forward), self._states.during(forward), choosing(recorder):
+            logits_SV = self.decoder.logits(input_ids_BT, position_ids_BT, wanted_S)
+        if recorder is not None and sequences:
+            self._layers = tuple(sorted(recorder.layers))
+            chosen_NLK = recorder.stacked(input_ids_BT.numel()).to(torch.int16).cpu().numpy()
+            # not strict: behind the slots of sequences there may be that of a prompt which waits
+            for sequence, rows in zip(sequences, forward.rows_of_slots(), strict=False):
+                sequence.experts.append(chosen_NLK[rows])
+        return logits_SV
+
+    def _draw(self, logits_SV: Tensor | None, sequences: Sequence[_Sequence], params: SamplingParams) -> None:
+        """One token for each sequence, on every rank that decodes it."""
+        drawn_2S = None
+        if logits_SV is not None:
+            uniform_S = torch.tensor([s.uniform for s in sequences], dtype=torch.float64, device=self.decoder.device)
+            tokens_S, logprobs_S = choose(logits_SV, params, uniform_S)
+            drawn_2S = torch.stack([tokens_S.double(), logprobs_S.double()])
+        self._take(drawn_2S, sequences)
+
+    def _take(self, drawn_2S: Tensor | None, sequences: Sequence[_Sequence]) -> None:
+        """What the drawing rank has drawn, on every rank."""
+        tokens, logprobs = self.decoder.agree(drawn_2S, len(sequences)).tolist()
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            sequence.tokens.append(int(token))
+            sequence.logprobs.append(logprob)
+
+    def _retire(self, active: list[_Sequence], finished: dict[int, Completion]) -> None:
+        """Take out what has ended; the last sequence moves into a freed slot, so that the first B are in use."""
+        for slot in reversed(range(len(active))):
+            sequence = active[slot]
+            stopped = sequence.tokens[-1] in self.stop_token_ids
+            if not stopped and len(sequence.tokens) < sequence.limit:
+                continue
+            reason: FinishReason = "stop" if stopped else "length"
+            experts = np.concatenate(sequence.experts) if sequence.experts else None
+            finished[sequence.index] = Completion(
+                sequence.tokens, sequence.logprobs, reason, self.weight_version, routed_experts=experts
+            )
+            last = active.pop()
+            if last is not sequence:
+                active[slot] = last
+                self._cache.move(len(active), slot, last.cached)
+                self._states.move(len(active), slot)
+
+    def _forget(self) -> None:
+        self._cache.clear()
+        self._states.clear()
+        self._shared = self._graphs = None
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.decoder.device)

@@ -1,0 +1,60 @@
+"""From logits to drawn tokens. The trainer scores them under the same distribution
+(`models/lm_head/sampling_transform.py`).
+
+Shapes: S positions (one row of a batch while decoding), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automodel_cli.models.lm_head.sampling_transform import Shaping
+
+if TYPE_CHECKING:
+    from automodel_cli.rollout.types import SamplingParams
+
+
+def shaping_of(params: SamplingParams) -> Shaping:
+    """What drawing with `params` does to logits. Greedy decoding reports the plain softmax."""
+    return Shaping() if params.greedy else Shaping(params.temperature, params.top_k, params.top_p)
+
+
+def draw(logprobs_SV: Tensor, uniform_S: Tensor) -> Tensor:
+    """Tokens `[S]` by inverting the cumulative distribution at `uniform_S` (float64 in [0, 1)).
+
+    One number decides one token, so a sample depends on its own random stream alone. Sums in float64: in float32 the
+    rounding of a large vocabulary would be of the size of a rare token's probability.
+    """
+    cumulative_SV = logprobs_SV.double().exp().cumsum(-1)
+    target_S1 = uniform_S[:, None] * cumulative_SV[:, -1:]
+    return torch.searchsorted(cumulative_SV, target_S1, right=True)[:, 0].clamp(max=logprobs_SV.shape[-1] - 1)
+
+
+def choose(logits_SV: Tensor, params: SamplingParams, uniform_S: Tensor) -> tuple[Tensor, Tensor]:
+    """`(tokens_S, logprobs_S)`: the next tokens, and their fp32 log-probs under the distribution drawn from."""
+    logprobs_SV = shaping_of(params)(logits_SV).log_softmax(-1)
+    tokens_S = logprobs_SV.argmax(-1) if params.greedy else draw(logprobs_SV, uniform_S)
+    return tokens_S, logprobs_SV.gather(-1, tokens_S[:, None])[:, 0]
+
+
+def uniforms(seed: int, count: int) -> Tensor:
+    """The random stream of one sample: `count` float64 numbers in [0, 1), the same on every machine."""
+    return torch.tensor(streams([seed], [count])[0], dtype=torch.float64)
+
+
+def streams(seeds: Sequence[int], counts: Sequence[int]) -> list[list[float]]:
+    """`uniforms` of many samples at once, the same whatever else is in the call. One generator takes every stream's key
+    in turn: making one costs five times as much as drawing."""
+    bits = np.random.Philox(key=0)
+    generator, start = np.random.Generator(bits), bits.state
+    drawn = []
+    for seed, count in zip(seeds, counts, strict=True):
+        start["state"]["key"][:] = seed % 2**64, seed // 2**64
+        bits.state = start
+        drawn.append(generator.random(count).tolist())
+    return drawn

@@ -1,0 +1,72 @@
+"""Servers on the GPUs that train: either they hold memory there or training does.
+
+They sleep while a step trains, and are woken in the order that vLLM's and SGLang's documentation give: memory of the
+weights, the new weights, then the cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+from automodel_cli.rollout.engines.base import Engine
+from automodel_cli.rollout.engines.live_update import LiveWeights
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
+
+_AWAKE = frozenset({"weights", "kv_cache"})
+
+
+class SharedGPUs:
+    """`engine` over `servers`, all of which it wakes and puts to sleep together. One process speaks to them.
+
+    A server that does not answer to that ends the run: nobody would know whether it holds memory that training needs.
+    """
+
+    def __init__(self, engine: Engine, servers: Sequence[LiveWeights]):
+        self._engine, self._servers = engine, servers
+        self.capabilities, self.weight_version = engine.capabilities, 0
+        self._awake, self._has_weights = _AWAKE, True
+        self._waking = threading.Lock()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return dict(getattr(self._engine, "metrics", {}))
+
+    def idle_share(self) -> float:
+        """See `OpenRequests`; the mean over the servers."""
+        return statistics.fmean(server.idle_share() for server in self._servers)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """See `Engine.generate`. Wakes what sleeps; several threads may call it at once."""
+        with self._waking:
+            self._wake("weights")
+            assert self._has_weights, "a server that has slept without its weights must be given new ones first"
+            self._wake("kv_cache")
+        return self._engine.generate(prompts, params, seeds)
+
+    def update_weights(self, stream: WeightStream) -> None:
+        """See `Engine.update_weights`. The cache is woken later: the bucket at hand needs room too."""
+        self._wake("weights")
+        self._engine.update_weights(stream)
+        self._has_weights = True
+        self.weight_version += 1
+
+    def rest(self, *, weights_follow: bool) -> None:
+        """Give the GPUs to training. With `weights_follow` new ones come before the next generation, so those at hand
+        may be dropped; otherwise they are kept."""
+        self._each(lambda server: server.sleep(weights_follow=weights_follow))
+        self._awake, self._has_weights = frozenset(), not weights_follow
+
+    def _wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        if what not in self._awake:
+            self._each(lambda server: server.wake(what))
+            self._awake |= {what}
+
+    def _each(self, ask: Callable[[LiveWeights], None]) -> None:
+        with ThreadPoolExecutor(len(self._servers)) as threads:
+            list(threads.map(ask, self._servers))

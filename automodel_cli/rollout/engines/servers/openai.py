@@ -1,0 +1,185 @@
+"""Completions from any server that speaks OpenAI's completions API: vLLM, SGLang, `transformers serve`, others.
+
+What a server can do differs. Token ids in (`prompt` as a list) and out (`return_token_ids`, `choices[].token_ids`) and
+log-probs (`logprobs`, `choices[].logprobs.token_logprobs`) are asked for once, with one token, and found out. A server
+without them still serves evaluation; `capabilities` say so, and training on its completions is refused there.
+
+Every request says all that shapes the distribution. What a request leaves out is the server's to fill in, and vLLM does
+so from the model's generation_config.json: a top_k of 20 there would cut the tail that the policy has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.rollout.engines.base import Capabilities
+from automodel_cli.rollout.engines.servers.http_engine import ServedEngine
+from automodel_cli.rollout.engines.servers.launch_commands import VLLM_WITH_EXPERTS
+from automodel_cli.rollout.http import Server
+from automodel_cli.rollout.routed_experts import experts_told, from_text
+from automodel_cli.rollout.types import Completion, FinishReason, SamplingParams, WeightStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PATH = "/v1/completions"
+
+
+class OpenAIEngine(ServedEngine):
+    """A `ServedEngine` of the completions API.
+
+    `model` None takes the only one that the server lists. Without token ids, prompts travel as text and a completion's
+    tokens are its text tokenised again, with the end-of-sequence token when it ended by itself. Log-probs are those the
+    server reports: whether they are of the distribution sampled from (after temperature, top-k and top-p) is the
+    server's setting (`--logprobs-mode processed_logprobs` of vLLM), so `trust_logprobs` must say that they are.
+    `logprobs` of a completion are empty where `capabilities.logprobs` is False.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model: str | None = None,
+        concurrency: int = 32,
+        trust_logprobs: bool = False,
+        stop_token_ids: Sequence[int] = (),
+    ):
+        super().__init__(server, tokenizer, concurrency=concurrency, stop_token_ids=stop_token_ids)
+        self.model = model or self._only_model()
+        self._tells_experts = False
+        self._token_ids, self._logprobs = self._probe()
+        self.capabilities = Capabilities(
+            logprobs=self._logprobs and trust_logprobs,
+            weight_updates=False,
+            token_ids=self._token_ids,
+            seeds=False,
+            at_once=concurrency,
+            routing=self._tells_experts,
+        )
+
+    def check_params(self, params: SamplingParams) -> None:
+        """See `ServedEngine`: top_k is not in OpenAI's API, and a server without token ids may not know it."""
+        if params.top_k and not self._token_ids:
+            raise ConfigError(
+                f"top_k={params.top_k} is not in OpenAI's API, and {self.server.url} might ignore it",
+                keys=("top_k",),
+                fix="top_k=0",
+            )
+
+    def has_given_weights(self) -> bool:
+        """They are fixed."""
+        return True
+
+    def update_weights(self, stream: WeightStream) -> None:
+        """Refused: the API has no such call."""
+        raise RunError(
+            f"{self.server.url} serves fixed weights: OpenAI's API cannot replace them", fix="rollout=sampler"
+        )
+
+    def _completed(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Completion:
+        """See `ServedEngine`."""
+        asked = self.weight_version
+        choice, reason = self._finished(self._body(prompt, params, seed))
+        tokens = choice.get("token_ids") if self._token_ids else self._tokens_of(choice.get("text") or "", reason)
+        if tokens is None:
+            raise RunError(f"{self.server.url} gave no token ids this time, which it did before")
+        logprobs = _token_logprobs(choice) if self.capabilities.logprobs else []
+        if self.capabilities.logprobs and len(logprobs) != len(tokens):
+            raise RunError(f"{self.server.url} gave {len(tokens)} tokens and {len(logprobs)} log-probs")
+        read = choice.get("prompt_token_ids")  # where the server says so
+        other = None if read is None or list(read) == list(prompt) else list(read)
+        experts = None
+        if params.routing:
+            text = choice.get("routed_experts")
+            experts = experts_told(text, len(prompt) + len(tokens) - 1, from_text, start=VLLM_WITH_EXPERTS)
+        oldest, several = self._drawn_by(choice, len(tokens), asked)
+        return Completion(list(tokens), logprobs, reason, oldest, other, several, experts)
+
+    def _finished(self, body: dict[str, Any]) -> tuple[dict[str, Any], FinishReason]:
+        """A choice that came to its end, with its reason."""
+
+        def ask() -> tuple[dict[str, Any], str | None]:
+            choice = self._answer(body)
+            return choice, choice.get("finish_reason")
+
+        return self.whole(ask)
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The choice that the server answers to `body`."""
+        return self._choice(self.server.post(_PATH, body))
+
+    def _drawn_by(self, choice: dict[str, Any], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
+        """The oldest of our versions of the weights that drew a token of `choice`, and that of each where there are
+        several; `asked`: the one at hand when it was asked for."""
+        return asked, None
+
+    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(prompt) if self._token_ids else self.tokenizer.decode(list(prompt)),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": seed % 2**31,
+        }
+        if self._token_ids:  # a server with this extension has the others too
+            body |= {
+                "return_token_ids": True,
+                "top_k": params.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "min_tokens": 0,
+                "ignore_eos": False,
+                "stop_token_ids": self.stop_token_ids,
+            }
+        if self._logprobs:
+            body["logprobs"] = 0  # of the drawn token alone
+        return body
+
+    def _tokens_of(self, text: str, reason: FinishReason) -> list[int]:
+        ids: list[int] = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        end = self.tokenizer.eos_token_id
+        return [*ids, end] if reason == "stop" and end is not None and ids[-1:] != [end] else ids
+
+    def _probe(self) -> tuple[bool, bool]:
+        """Whether the server takes and gives token ids, and gives log-probs: from one token, asked for in two ways."""
+        prompt = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        base = {"model": self.model, "max_tokens": 1, "temperature": 0.0}
+        try:
+            full = {**base, "prompt": prompt, "return_token_ids": True, "logprobs": 0}
+            choice = self._choice(self.server.post(_PATH, full))
+            if choice.get("token_ids") is not None:
+                self._tells_experts = choice.get("routed_experts") is not None
+                return True, bool(_token_logprobs(choice))
+        except RunError:  # some servers refuse what they do not know; the plain request tells whether they work at all
+            pass
+        self._choice(self.server.post(_PATH, {**base, "prompt": self.tokenizer.decode(prompt)}))
+        return False, False
+
+    def _choice(self, answer: Any) -> dict[str, Any]:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not choices:
+            raise RunError(f"{self.server.url}{_PATH} answered without a choice: {str(answer)[:300]}")
+        first: dict[str, Any] = choices[0]
+        return first
+
+    def _only_model(self) -> str:
+        names = [entry["id"] for entry in (self.server.get("/v1/models") or {}).get("data", [])]
+        if len(names) != 1:
+            raise ConfigError(
+                f"{self.server.url} serves {len(names)} models ({', '.join(names[:5])}): which one?",
+                keys=("rollout.engine.model",),
+                fix=f"rollout.engine.model={names[0] if names else '<name>'}",
+            )
+        name: str = names[0]
+        return name
+
+
+def _token_logprobs(choice: dict[str, Any]) -> list[float]:
+    found = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    return [float(value) for value in found]

@@ -1,0 +1,157 @@
+"""Generation servers of a run that the run starts: on GPUs beyond those of its ranks, or on the same ones."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.launch.generation_servers import ADDRESSES, GenerationServers
+from automodel_cli.rollout.engines.servers.server_process import ServerProcess, answers
+from automodel_cli.rollout.http import Server
+
+_POLL = 1.0  # seconds
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where this rank is: among `ranks` on its machine, of `world` on all."""
+
+    rank: int
+    ranks: int
+    world: int
+
+    @classmethod
+    def of_this_rank(cls) -> Machines:
+        """As the launcher has said."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return cls(rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
+
+    @property
+    def number(self) -> int:
+        return -(-self.world // self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Of its machine."""
+        return self.rank % self.ranks == 0
+
+
+def start(servers: GenerationServers, log_dir: Path, at_exit: ExitStack, *, timeout: float) -> list[str]:
+    """The addresses of all servers, once they answer; `at_exit` ends those that this rank has started. Collective.
+
+    Separate ones are started by the first rank, on the GPUs of its machine that come after those of the ranks; or the
+    job has started them (`launch.slurm`). Colocated ones by the first rank of each machine. Raises RunError where one
+    does not answer within `timeout` seconds, ConfigError where a machine lacks the GPUs.
+    """
+    given = os.environ.get(ADDRESSES)
+    machines = Machines.of_this_rank()
+    urls: list[str] = []
+    error: Exception | None = None
+    try:
+        if given is not None and not servers.colocated:
+            urls = given.split(",") if machines.rank == 0 else []
+            _wait(urls, log_dir, timeout)
+        elif machines.is_first if servers.colocated else machines.rank == 0:
+            urls = _started(servers, machines, log_dir, at_exit, timeout)
+    except (ConfigError, RunError) as raised:
+        error = raised
+    everywhere: list[Any] = [None] * machines.world
+    dist.all_gather_object(everywhere, (urls, error))
+    for _, failed in everywhere:
+        if failed is not None:
+            raise failed
+    return [url for of_rank, _ in everywhere for url in of_rank]
+
+
+def _started(
+    servers: GenerationServers, machines: Machines, log_dir: Path, at_exit: ExitStack, timeout: float
+) -> list[str]:
+    """The share of this machine, all started together."""
+    first = 0
+    number = servers.number
+    if servers.colocated:
+        number = _of_machine(servers, machines)
+        first = machines.rank // machines.ranks * number
+    gpus = _gpus(servers, number, machines)
+    several = servers.colocated and machines.number > 1
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    seen, listen = (name, "0.0.0.0") if several else ("127.0.0.1", "127.0.0.1")
+
+    def begin(i: int) -> tuple[str, ServerProcess]:
+        url = f"http://{seen}:{servers.port + i}"
+        words = servers.words(listen, str(servers.port + i))
+        environment = {_VISIBLE: ",".join(gpus[i * servers.gpus : (i + 1) * servers.gpus])} if servers.gpus else {}
+        log = log_dir / f"rollout_server-{first + i}.log"
+        about = {"key": "rollout.engine.servers", "elsewhere": f"rollout.engine.servers.port={servers.port + number}"}
+        return url, ServerProcess(words, Server(url), log, timeout=timeout, environment=environment, **about)
+
+    with ThreadPoolExecutor(number) as threads:
+        begun = [threads.submit(begin, i) for i in range(number)]
+    for one in begun:
+        if one.exception() is None:
+            at_exit.callback(one.result()[1].close)
+    return [one.result()[0] for one in begun]
+
+
+def _of_machine(servers: GenerationServers, machines: Machines) -> int:
+    if servers.number % machines.number:
+        raise ConfigError(
+            f"rollout.engine.servers.number={servers.number} servers cannot be shared by {machines.number} machines",
+            keys=("rollout.engine.servers.number",),
+            fix=f"rollout.engine.servers.number={machines.number}",
+        )
+    number = servers.number // machines.number
+    if number * servers.gpus > machines.ranks and servers.gpus:
+        raise ConfigError(
+            f"{number} server(s) of rollout.engine.servers.gpus={servers.gpus} on a machine with {machines.ranks} "
+            "rank(s): placement=colocated shares the GPUs of the ranks",
+            keys=("rollout.engine.servers.gpus", "rollout.engine.servers.number"),
+            fix=f"rollout.engine.servers.number={machines.number} rollout.engine.servers.gpus={machines.ranks}",
+        )
+    return number
+
+
+def _gpus(servers: GenerationServers, number: int, machines: Machines) -> list[str]:
+    """What CUDA calls the GPUs of this machine's servers."""
+    if not servers.gpus:
+        return []
+    named = os.environ.get(_VISIBLE)
+    visible = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    begin = 0 if servers.colocated else machines.ranks
+    found = visible[begin : begin + number * servers.gpus]
+    if len(found) < number * servers.gpus:
+        beside = "" if servers.colocated else f" beside those of {machines.ranks} rank(s)"
+        raise ConfigError(
+            f"{number} server(s) of rollout.engine.servers.gpus={servers.gpus} need {number * servers.gpus} GPUs"
+            f"{beside}, and this machine shows {len(visible)}",
+            keys=("rollout.engine.servers.gpus", "rollout.engine.servers.number"),
+            fix="automodel submit --rollout-nodes 1, or rollout.engine.servers.gpus=0 for servers on the CPU",
+        )
+    return found
+
+
+def _wait(urls: Sequence[str], log_dir: Path, timeout: float) -> None:
+    """Until all of `urls`, which the job has started, answer."""
+    deadline = time.monotonic() + timeout
+    missing = list(urls)
+    while missing := [url for url in missing if not answers(url)]:
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"{', '.join(missing)} of {len(urls)} generation servers did not answer within {timeout:g} seconds; "
+                f"their words are in {log_dir}/rollout_server-*.log",
+                keys=("rollout.engine.start_timeout",),
+                fix="rollout.engine.start_timeout=1800",
+            )
+        time.sleep(_POLL)

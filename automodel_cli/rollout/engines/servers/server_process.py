@@ -1,0 +1,105 @@
+"""A generation server that the run starts itself: its command, logged in the run's folder, ended with it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.config.safe_files import open_own
+from automodel_cli.launch.environment import of_user
+from automodel_cli.rollout.http import Server
+
+_POLL, _GRACE = 0.5, 20.0  # seconds
+_TAIL = 2000
+
+
+class ServerProcess:
+    """`command`, run (without a shell, `environment` beside the user's) in a process group of its own, that answers
+    `/health` at `server`. `key` of the config asks for it, and `elsewhere` lets it be where nothing answers yet.
+
+    Raises RunError where something answers there already, or `command` ends or does not answer within `timeout`
+    seconds; it is ended then too.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        server: Server,
+        log: Path,
+        *,
+        timeout: float,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        key: str = "rollout.engine.command",
+        elsewhere: str = "rollout.engine.command=null to use it",
+    ):
+        self._command, self._log, self._asked = shlex.join(command), log, key
+        self._url, self._key = server.url, server.api_key
+        if answers(self._url, self._key):
+            raise RunError(
+                f"something answers at {server.url} already, so no server of {key} was started there",
+                keys=(key,),
+                fix=f"end the other server, or {elsewhere}",
+            )
+        log.parent.mkdir(parents=True, exist_ok=True)
+        variables = {**of_user(), **environment}
+        with open_own(log, "a", binary=True) as file:
+            try:
+                self._process = subprocess.Popen(
+                    list(command), stdout=file, stderr=file, env=variables, start_new_session=True
+                )
+            except OSError as error:
+                raise RunError(f"{key}: `{self._command}` cannot be started: {error.strerror}", keys=(key,)) from error
+        try:
+            self._wait(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the whole process group: asked first, killed after 20 seconds."""
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        self._signal(signal.SIGKILL)  # workers that outlived their parent
+        self._process.wait()
+
+    def _signal(self, signum: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signum)
+
+    def _wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not answers(self._url, self._key):
+            code = self._process.poll()
+            if code is not None:
+                raise self._failed(f"ended with code {code} before it answered")
+            if time.monotonic() > deadline:
+                raise self._failed(
+                    f"did not answer within {timeout:g} seconds", fix="rollout.engine.start_timeout=1800"
+                )
+            time.sleep(_POLL)
+
+    def _failed(self, what: str, fix: str | None = None) -> RunError:
+        tail = self._log.read_text(errors="replace")[-_TAIL:].strip()
+        return RunError(
+            f"{self._asked}: `{self._command}` {what}; the end of {self._log}:\n{tail}",
+            keys=(self._asked,),
+            fix=fix,
+        )
+
+
+def answers(url: str, api_key: str | None = None) -> bool:
+    """Whether a server at `url` says that it is healthy."""
+    try:
+        Server(url, timeout=5.0, retries=0, api_key=api_key).get("/health")
+    except RunError:
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""The config node of SGLang servers. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.engines.config import LiveServerConfig, address_for
+from automodel_cli.rollout.engines.servers.launch_commands import SGLANG_WITH_EXPERTS
+from automodel_cli.rollout.engines.servers.sglang_servers import SGLangServers
+
+if TYPE_CHECKING:
+    from automodel_cli.rollout.engines.base import Engine, Host
+    from automodel_cli.rollout.engines.live_update import LiveWeights
+    from automodel_cli.rollout.http import Server
+    from automodel_cli.rollout.types import SamplingParams
+    from automodel_cli.rollout.weight_sync.transports import Transfer
+
+
+@dataclass(frozen=True)
+class SGLangConfig(LiveServerConfig):
+    """An SGLang server (0.5.21 or later) whose weights are replaced after each step; docs/rollout.md has its command
+    line. A list of addresses: several of the same model.
+
+    `transport` is how weights travel. `files`: the run writes them to `weights_folder`, which SGLang sees under that
+    path and reads. null: `rollout_weights` in the run's folder. `broadcast`: from the first rank to every server at
+    once, over NCCL from GPU to GPU, over gloo where the run is on the CPU; `address` is the first rank's machine as
+    SGLang sees it (null: this machine's name, or 127.0.0.1 for a server on it), `port` a free one on it.
+
+    `command` starts the server at `url` with the run (see `LiveServerConfig`).
+    """
+
+    transports: ClassVar[tuple[str, ...]] = ("files", "broadcast")
+    untrusted: ClassVar[str] = "SGLang's log-probs are those of the distribution that it is asked to draw from"
+    with_experts: ClassVar[str] = SGLANG_WITH_EXPERTS
+
+    servers: SGLangServers | None = None
+    """SGLang servers that the run starts itself, in place of `url`."""
+    transport: Literal["files", "broadcast"] = "files"
+    """How weights reach SGLang: `files`, or `broadcast` (NCCL between GPUs, gloo on the CPU)."""
+
+    @property
+    def way(self) -> str:
+        return self.transport
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None:
+            raise ConfigError(
+                f"model={self.model}: an SGLang server has one model, and /generate does not name it",
+                keys=("model",),
+                fix="model=null",
+            )
+        if self.transport == "broadcast" and self.servers is not None and self.servers.copies > 1:
+            raise ConfigError(
+                f"transport=broadcast with {self.servers.copies} copies of the model in a server (servers.gpus="
+                f"{self.servers.gpus}, tensor_parallel={self.servers.tensor_parallel}): SGLang takes broadcast weights "
+                "with tensor parallelism alone",
+                keys=("transport", "servers.gpus", "servers.tensor_parallel"),
+                fix="transport=files",
+            )
+
+    def check_params(self, params: SamplingParams) -> None:
+        """See `LiveServerConfig`: SGLang takes top_p of the whole vocabulary, also where top_k cuts it, and does not
+        tell the log-probs of what it leaves."""
+        if params.top_p < 1:
+            raise ConfigError(
+                f"top_p={params.top_p}: SGLang does not say the log-probs of what its top_p leaves",
+                keys=("top_p", "engine"),
+                fix="rollout.top_p=1.0",
+            )
+
+    def build(self, host: Host) -> Engine:
+        """See `EngineConfig`."""
+        urls = self._started(host)
+        if self.transport == "files":
+            return host.on_first_rank(lambda: self._served(host, urls))
+        from automodel_cli.rollout.weight_sync.broadcast import GroupTransfer
+
+        address = self.address or address_for(urls[0])
+        return host.on_first_rank(lambda: self._served(host, urls, GroupTransfer(address, self.port, host.device)))
+
+    def _engine(self, server: Server, host: Host, transfer: Transfer) -> LiveWeights:
+        from automodel_cli.rollout.engines.servers.sglang import SGLangEngine
+
+        return SGLangEngine(
+            server,
+            host.tokenizer,
+            transfer,
+            concurrency=self.concurrency,
+            stop_token_ids=host.stop_token_ids,
+            num_layers=host.num_layers,
+        )

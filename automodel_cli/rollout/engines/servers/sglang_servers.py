@@ -1,0 +1,59 @@
+"""The SGLang servers that a run starts itself. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch.generation_servers import HOST, PORT
+from automodel_cli.rollout.engines.servers.managed_servers import StartedServers, Wanted, unless
+
+_KEPT_BACK = 6
+"""Tokens of its context that SGLang fills with no prompt, and two of them with no response either (0.5.23:
+`TpWorker.get_worker_info`, `init_req_max_new_tokens`): it would end the longest samples so much earlier, and call that
+their length. A model whose own context ends where the longest samples do is asked for more than it was made for, which
+SGLang must be allowed; no token stands there."""
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+
+
+@dataclass(frozen=True)
+class SGLangServers(StartedServers):
+    """SGLang servers that the run starts and ends, each with the whole model (`sglang serve`, see `StartedServers`).
+
+    `expert_parallel` spreads the experts of a mixture over the GPUs of a copy, in the place of cutting each.
+    """
+
+    engine: ClassVar[str] = "SGLang"
+
+    port: int = 30_000
+    """Port of a machine's first SGLang server. The others follow."""
+    program: str | list[str] = field(default="sglang", metadata=unless("sglang"))
+    """First words of the server's command, for an engine in another environment; needs `--trust command`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "expert_parallel spreads experts over the GPUs of a copy in SGLang, and tensor_parallel=1 is its only "
+                "one",
+                keys=("expert_parallel", "tensor_parallel"),
+                fix=f"tensor_parallel={self.gpus}" if self.gpus > 1 else "expert_parallel=false",
+            )
+
+    def command(self, model: str, wanted: Wanted) -> list[str]:
+        """See `StartedServers`."""
+        words = ["env", _LONGER, *([] if self.gpus else ["SGLANG_USE_CPU_ENGINE=1"])]
+        words += [*self.words(), "serve", "--model-path", model, "--host", HOST, "--port", PORT]
+        words += ["--context-length", str(wanted.max_tokens + _KEPT_BACK), "--dtype", self.dtype]
+        words += [] if wanted.model.revision is None else ["--revision", wanted.model.revision]
+        words += ["--trust-remote-code"] if wanted.model.trust_remote_code else []
+        words += ["--enable-return-routed-experts"] if wanted.routing else []
+        return words + (self._on_gpus(colocated=wanted.colocated) if self.gpus else ["--device", "cpu"])
+
+    def _on_gpus(self, *, colocated: bool) -> list[str]:
+        words = ["--tp-size", str(self.tensor_parallel), "--dp-size", str(self.copies)]
+        words += ["--ep-size", str(self.tensor_parallel)] if self.expert_parallel else []
+        if (share := self.share(colocated=colocated)) is not None:
+            words += ["--mem-fraction-static", f"{share:g}"]
+        return [*words, "--enable-memory-saver"] if colocated else words

@@ -1,0 +1,158 @@
+"""vLLM as a server: its completions API, and weight updates through its public endpoints.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --generation-config vllm
+
+Its versions, what of this has been run and on what: docs/rollout.md. Nothing of vLLM is patched, and its package is
+imported only to send weights over NCCL (extra `vllm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.engines.base import Capabilities
+from automodel_cli.rollout.engines.live_update import LiveWeights
+from automodel_cli.rollout.engines.servers.launch_commands import VLLM
+from automodel_cli.rollout.engines.servers.openai import OpenAIEngine
+from automodel_cli.rollout.engines.servers.version_check import check_release
+from automodel_cli.rollout.http import Server, ServerError
+from automodel_cli.rollout.types import SamplingParams
+from automodel_cli.rollout.weight_sync.transports import Transfer, once
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OLDEST = (0, 31)
+"""The oldest release whose calls are these."""
+_GENERATE = "/inference/v1/generate"
+
+
+class VLLMEngine(LiveWeights, OpenAIEngine):
+    """An `OpenAIEngine` whose weights can be replaced.
+
+    Raises ConfigError for a server that is no vLLM, or too old a one, or was started without what training needs.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        tokenizer: PreTrainedTokenizerBase,
+        transfer: Transfer,
+        *,
+        model: str | None = None,
+        concurrency: int = 256,
+        stop_token_ids: Sequence[int] = (),
+    ):
+        self.version = str(check_release(server, "/version", "vLLM", OLDEST, start=VLLM)["version"])
+        super().__init__(
+            server,
+            tokenizer,
+            model=model,
+            concurrency=concurrency,
+            trust_logprobs=True,
+            stop_token_ids=stop_token_ids,
+        )
+        if not (self.capabilities.token_ids and self.capabilities.logprobs):
+            raise ConfigError(
+                f"{server.url} does not answer with token ids and log-probs",
+                keys=("rollout.engine.url",),
+                fix=VLLM,
+            )
+        self.capabilities = Capabilities(
+            logprobs=True,
+            weight_updates=True,
+            seeds=False,
+            hub_names=True,
+            at_once=concurrency,
+            in_flight_updates=True,
+            routing=self._tells_experts,
+        )
+        self.receive_by(transfer)
+        self._asks_by_tokens = self._probe_versions()
+        _check_dev_mode(server)
+
+    def pause(self) -> None:
+        self.server.post("/pause?mode=keep")
+
+    def go_on(self, *, retries: int | None = None) -> None:
+        self.server.request("POST", "/resume", {}, retries=retries)
+
+    def forget(self) -> None:
+        """See `LiveWeights`."""
+        self.server.post("/reset_prefix_cache?reset_running_requests=true")
+
+    def load_files(self, folder: Path) -> None:
+        """See `LiveWeights`."""
+        once(self.server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+
+    def num_ranks(self) -> int:
+        """See `LiveWeights`."""
+        return int(self.server.get("/get_world_size")["world_size"])
+
+    def name_weights(self, name: str) -> None:
+        self.server.post("/update_weight_version", {"new_version": name})
+
+    def weights_name(self) -> str | None:
+        """See `LiveWeights`."""
+        return (self.server.get("/weight_info") or {}).get("weight_version")
+
+    def sleep(self, *, weights_follow: bool) -> None:
+        """Level 2 drops the weights, level 1 keeps them in the machine's memory."""
+        once(self.server, f"/sleep?level={2 if weights_follow else 1}", {})
+
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """See `LiveWeights`."""
+        once(self.server, f"/wake_up?tags={what}", {})
+
+    def _body(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
+        return {**super()._body(prompt, params, seed), "return_weight_versions": True}  # 0.33; ignored before
+
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """See `OpenAIEngine._answer`; the answer of the tokens API as the completions API would give it."""
+        if not self._asks_by_tokens:
+            return super()._answer(body)
+        choice = self._choice(self.server.post(_GENERATE, _tokens_body(body)))
+        return {**choice, "logprobs": {"token_logprobs": [t["logprob"] for t in choice["logprobs"]["content"]]}}
+
+    def _drawn_by(self, choice: dict[str, Any], num_tokens: int, asked: int) -> tuple[int, list[int] | None]:
+        """See `OpenAIEngine._drawn_by`. Where the server does not say, all tokens count as drawn by the oldest weights
+        that can be: those that it had when the request was sent."""
+        return self.versions_in(choice.get("weight_versions"), num_tokens, asked)
+
+    def _probe_versions(self) -> bool:
+        """Whether it takes the tokens API to hear which weights drew a token, from one token each: the completions API
+        says so from 0.33 on, that of 0.32 does not, and its tokens API may be closed (`--enable-scale-out`)."""
+        prompt = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        body = self._body(prompt, SamplingParams(1, temperature=0.0), 0)
+        if super()._answer(body).get("weight_versions") is not None:
+            return False
+        try:
+            return self._choice(self.server.post(_GENERATE, _tokens_body(body))).get("weight_versions") is not None
+        except ServerError as error:
+            if error.is_busy_or_gone:
+                raise
+            return False
+
+
+def _tokens_body(body: dict[str, Any]) -> dict[str, Any]:
+    """What the completions API is asked, for the tokens API of vLLM."""
+    elsewhere = ("model", "prompt", "return_token_ids", "return_weight_versions")
+    params = {name: value for name, value in body.items() if name not in elsewhere}
+    return {"model": body["model"], "token_ids": body["prompt"], "sampling_params": {**params, "detokenize": False}}
+
+
+def _check_dev_mode(server: Server) -> None:
+    try:
+        server.get("/weight_info")
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        raise ConfigError(
+            f"{server.url} has no /weight_info, so its weights cannot be replaced: it was started without "
+            "VLLM_SERVER_DEV_MODE=1",
+            keys=("rollout.engine.url",),
+            fix="export VLLM_SERVER_DEV_MODE=1",
+        ) from error

@@ -1,0 +1,46 @@
+"""The vLLM servers that a run starts itself. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from automodel_cli.launch.generation_servers import HOST, PORT
+from automodel_cli.rollout.engines.servers.managed_servers import StartedServers, Wanted, unless
+
+
+@dataclass(frozen=True)
+class VLLMServers(StartedServers):
+    """vLLM servers that the run starts and ends, each with the whole model (`vllm serve`, see `StartedServers`).
+
+    `expert_parallel` spreads the experts of a mixture over all GPUs of a server.
+    """
+
+    engine: ClassVar[str] = "vLLM"
+    routing_needs_gpus: ClassVar[str | None] = "its second model runner needs Triton"
+
+    program: str | list[str] = field(default="vllm", metadata=unless("vllm"))
+    """First words of the server's command, for an engine in another environment; needs `--trust command`."""
+
+    def command(self, model: str, wanted: Wanted) -> list[str]:
+        """See `StartedServers`."""
+        backend = None if wanted.transport == "files" else wanted.transport
+        words = ["env", "VLLM_SERVER_DEV_MODE=1"]
+        words += ["VLLM_USE_V2_MODEL_RUNNER=1"] if wanted.routing else []  # the only one that tells experts
+        words += ["VLLM_ALLOW_INSECURE_SERIALIZATION=1"] if backend == "ipc" else []  # handles travel as pickles
+        words += [*self.words(), "serve", model, "--host", HOST, "--port", PORT]
+        words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        words += ["--max-model-len", str(wanted.max_tokens), "--dtype", self.dtype]
+        words += [] if wanted.model.revision is None else ["--revision", wanted.model.revision]
+        words += ["--trust-remote-code"] if wanted.model.trust_remote_code else []
+        words += ["--enable-return-routed-experts"] if wanted.routing else []
+        words += self._on_gpus(colocated=wanted.colocated) if self.gpus else []
+        return words if backend is None else [*words, "--weight-transfer-config", json.dumps({"backend": backend})]
+
+    def _on_gpus(self, *, colocated: bool) -> list[str]:
+        words = ["--tensor-parallel-size", str(self.tensor_parallel), "--data-parallel-size", str(self.copies)]
+        words += ["--enable-expert-parallel"] if self.expert_parallel else []
+        if (share := self.share(colocated=colocated)) is not None:
+            words += ["--gpu-memory-utilization", f"{share:g}"]
+        return [*words, "--enable-sleep-mode"] if colocated else words

@@ -1,0 +1,253 @@
+"""The engine that everything else is measured against: a plain Hugging Face replica and its own `generate`.
+
+Shape letters: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.distributed.expert_parallel.router_replay import Recorder, choosing
+from automodel_cli.rollout.engines.base import Capabilities, resolve_seeds
+from automodel_cli.rollout.engines.sampler.sampling import draw, streams
+from automodel_cli.rollout.routed_experts import compact
+from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+class HFEngine:
+    """Batched decoding with the library's `generate` on a model of its own, never the one that is being trained.
+
+    `stop_token_ids` end a completion; `pad_token_id` fills rows and is never attended to. A batch holds prompts of
+    similar length and at most `max_batch_tokens` tokens, prompts and room for the completions together (one prompt at
+    least).
+    """
+
+    capabilities = Capabilities(logprobs=True, weight_updates=True, routing=True)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        stop_token_ids: Sequence[int],
+        pad_token_id: int,
+        max_batch_tokens: int = 16_384,
+    ):
+        self.model = model.eval()
+        # A checkpoint may bring sampling defaults (top_k=50, a repetition penalty) that would leak into every call.
+        self.model.generation_config = GenerationConfig()
+        self.stop_token_ids = list(stop_token_ids)
+        self.pad_token_id = pad_token_id
+        self.max_batch_tokens = max_batch_tokens
+        self.weight_version = 0
+
+    @classmethod
+    def from_config(
+        cls,
+        hf_config: PretrainedConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attention: str | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> HFEngine:
+        """A replica that waits for its weights (`update_weights`). Leaves the caller's random state as it was, and the
+        config: the library writes the attention's name into the one it is given, which may be a training model's own.
+
+        `attention` None is sdpa, or eager where the family has no sdpa form (attention sinks, soft caps).
+        """
+
+        def build(name: str) -> Any:
+            with torch.random.fork_rng(devices=[]):
+                return AutoModelForCausalLM.from_config(
+                    copy.deepcopy(hf_config),
+                    attn_implementation=name,
+                    dtype=dtype,
+                    trust_remote_code=trust_remote_code,
+                )
+
+        if attention is not None:
+            return cls(build(attention).to(device), **options)
+        try:
+            model = build("sdpa")
+        except ValueError:
+            model = build("eager")
+        return cls(model.to(device), **options)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """One completion for each prompt, in the order of the prompts. Raises RunError for an empty prompt."""
+        seeds = resolve_seeds(prompts, params, seeds)
+        completions: dict[int, Completion] = {}
+        for batch in self._batches(prompts, params.max_new_tokens):
+            done = self._generate_batch([prompts[i] for i in batch], params, [seeds[i] for i in batch])
+            completions.update(zip(batch, done, strict=True))
+        return [completions[i] for i in range(len(prompts))]
+
+    @torch.no_grad()
+    def update_weights(self, stream: WeightStream) -> None:
+        """Copy every tensor into the parameter of its name, then count the version up.
+
+        Raises RunError for a name the model does not have, another shape, or a parameter that the stream left out: a
+        replica with a mixture of old and new weights must not generate.
+        """
+        # Tied parameters appear once, under the name that checkpoints use.
+        parameters = dict(self.model.named_parameters())
+        missing = set(parameters)
+        for bucket in stream:
+            for name, tensor in bucket:
+                if name not in parameters:
+                    # A checkpoint may hold a tied tensor under both of its names.
+                    if name in self.model.state_dict():
+                        continue
+                    raise RunError(f"weight update has {name!r}, which is no parameter of {type(self.model).__name__}")
+                if tensor.shape != parameters[name].shape:
+                    raise RunError(
+                        f"weight update has {name} as {list(tensor.shape)}, not {list(parameters[name].shape)}"
+                    )
+                parameters[name].copy_(tensor)
+                missing.discard(name)
+        if missing:
+            raise RunError(f"weight update left out {len(missing)} parameters: {', '.join(sorted(missing)[:3])}, ...")
+        self.weight_version += 1
+
+    def _batches(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[list[int]]:
+        """Indices of prompts that go through the model together: neighbours in length, so that little is padding."""
+        batch: list[int] = []
+        for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
+            # Prompts come in growing length: the newest one decides the width of the batch.
+            if batch and (len(batch) + 1) * (len(prompts[i]) + max_new_tokens) > self.max_batch_tokens:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _generate_batch(
+        self, prompts: list[Sequence[int]], params: SamplingParams, seeds: list[int]
+    ) -> list[Completion]:
+        width = max(len(prompt) for prompt in prompts)
+        input_ids_BT = torch.full((len(prompts), width), self.pad_token_id)
+        mask_BT = torch.zeros_like(input_ids_BT)
+        for row, prompt in enumerate(prompts):
+            input_ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask_BT[row, width - len(prompt) :] = 1
+        device = self.model.device
+        chooser = _Chooser(params, seeds, device)
+        record = _Record(self.model) if params.routing else None
+        with record or nullcontext():
+            output_BT = self.model.generate(
+                input_ids=input_ids_BT.to(device),
+                attention_mask=mask_BT.to(device),
+                logits_processor=LogitsProcessorList([*_warpers(params), chooser]),
+                generation_config=GenerationConfig(
+                    do_sample=False,  # the chooser has drawn: it leaves one token to take
+                    max_new_tokens=params.max_new_tokens,
+                    eos_token_id=self.stop_token_ids,
+                    pad_token_id=self.pad_token_id,
+                ),
+            )
+        logprobs_BT = chooser.logprobs_BT().cpu().tolist()
+        tokens_BT = output_BT[:, width:].cpu().tolist()
+        done = [self._completion(tokens, logprobs) for tokens, logprobs in zip(tokens_BT, logprobs_BT, strict=True)]
+        if record is None:
+            return done
+        found = zip(done, prompts, record.chosen_BTLK(), strict=True)
+        return [replace(c, routed_experts=_of_tokens(chosen, width, prompt, c)) for c, prompt, chosen in found]
+
+    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
+        """Cut one row after its first stop token; what `generate` wrote behind it is padding."""
+        stops = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
+        end = stops[0] + 1 if stops else len(tokens)
+        return Completion(tokens[:end], logprobs[:end], "stop" if stops else "length", self.weight_version)
+
+
+def _of_tokens(chosen_TLK: np.ndarray, width: int, prompt: Sequence[int], completion: Completion) -> np.ndarray:
+    """Without the padding before the prompt, and without what was read after the completion."""
+    return compact(chosen_TLK[width - len(prompt) : width + len(completion.tokens) - 1])
+
+
+class _Record:
+    """Around `generate`: which experts each token of each row went to."""
+
+    def __init__(self, model: PreTrainedModel):
+        self._model, self._recorder = model, Recorder()
+        self._steps: list[Tensor] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        handle = self._model.register_forward_hook(self._read, with_kwargs=True)
+        self._stack.callback(handle.remove)
+        self._stack.enter_context(choosing(self._recorder))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+    def _read(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        rows, tokens = kwargs["input_ids"].shape
+        chosen_NLK = self._recorder.stacked(rows * tokens).to(torch.int16)
+        self._steps.append(chosen_NLK.unflatten(0, (rows, tokens)))
+
+    def chosen_BTLK(self) -> np.ndarray:
+        found: np.ndarray = torch.cat(self._steps, 1).cpu().numpy()
+        return found
+
+
+def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
+    """The library's own, in its own order: temperature, top-k, top-p."""
+    warpers: list[LogitsProcessor] = []
+    if not params.greedy and params.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    return warpers
+
+
+class _Chooser(LogitsProcessor):
+    """Draws each row's token from that row's own random stream, and leaves `generate` nothing else to choose.
+
+    `generate` itself draws from one stream for the whole batch, so a sample would depend on its neighbours. Keeps the
+    log-probs of the drawn tokens in `[B, T]` memory, where `output_scores=True` would keep `[T, B, V]`.
+    """
+
+    def __init__(self, params: SamplingParams, seeds: list[int], device: torch.device):
+        self._columns: list[Tensor] = []
+        self._greedy = params.greedy
+        count = 0 if params.greedy else params.max_new_tokens
+        self._uniform_BT = torch.tensor(streams(seeds, [count] * len(seeds)), dtype=torch.float64, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logprobs_BV = torch.log_softmax(scores.float(), dim=-1)
+        if self._greedy:
+            token_B = logprobs_BV.argmax(-1)
+        else:
+            token_B = draw(logprobs_BV, self._uniform_BT[:, len(self._columns)])
+        self._columns.append(logprobs_BV.gather(1, token_B[:, None]).squeeze(1))
+        return torch.full_like(scores, -torch.inf).scatter_(1, token_B[:, None], 0.0)
+
+    def logprobs_BT(self) -> Tensor:
+        """`[B, new tokens]`, float32."""
+        return torch.stack(self._columns, dim=1)

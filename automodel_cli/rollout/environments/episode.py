@@ -1,0 +1,259 @@
+"""Multi-turn episodes: the model speaks, an environment (a tool, a game) answers, until one of them is done.
+
+Token in, token out: an episode's tokens are those the model read and wrote. What the environment says is rendered by
+the chat template behind the model's own tokens, which are never tokenised again (`token_turns.py`). Torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.rollout.engines.base import Engine, sample_seed
+from automodel_cli.rollout.environments.base import Turn
+from automodel_cli.rollout.environments.event_loop import in_thread
+from automodel_cli.rollout.environments.pool import EnvironmentPool, Failure
+from automodel_cli.rollout.environments.token_consistency import check_read, tokens_between
+from automodel_cli.rollout.routed_experts import first_known
+from automodel_cli.rollout.types import Account, Completion, EpisodeEnd, Message, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+    from automodel_cli.data.preparation.prompts import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Episode:
+    """One conversation played to its end.
+
+    `prompt` are its first tokens and `messages` what they say; `row` is for the environment, `tools` what the template
+    shows of tools. `tokens` are all after the prompt; `generated[i]` says whether the model drew `tokens[i]`: only
+    those have a log-prob (0 elsewhere) and belong in the loss. `said` are the messages after the prompt. `error` is why
+    the episode failed. `rendered`: what the template said before, between and after the model's messages so far.
+    `weight_versions` are the oldest weights that drew of each message, `versions` those of each token (of one that the
+    model did not draw: of the message before it).
+    `routed_experts`: as of a `Completion`, of all that was read.
+    """
+
+    name: str = ""
+    prompt: Sequence[int] = ()
+    messages: Sequence[Message] = ()
+    row: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    generated: list[bool] = field(default_factory=list)
+    said: list[Message] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    finish_reason: EpisodeEnd = "stop"
+    weight_versions: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    error: str | None = None
+    state: Any = None
+    account: Account = field(default_factory=Account)
+    rendered: list[str] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None
+
+    def about(self, index: int, prompt: Prompt) -> Episode:
+        """This one, as the `index`-th on a prompt."""
+        name, said = sample_name(index, prompt), prompt.messages
+        return replace(self, name=name, prompt=prompt.tokens, messages=said, row=prompt.row, tools=prompt.tools)
+
+    @property
+    def reward(self) -> float:
+        """Sum over turns."""
+        return sum(self.rewards)
+
+    @property
+    def weight_version(self) -> int:
+        """Of the oldest weights that drew a token."""
+        return min(self.weight_versions)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the newest message of the model is incomplete."""
+        return self.finish_reason == "length"
+
+    @property
+    def num_turns(self) -> int:
+        """Messages of the model."""
+        return len(self.weight_versions)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What follows a message of the model, for every rank that plays the same episode: the reward, and either the
+    messages with their tokens, up to where the model speaks again, or the end."""
+
+    reward: float = 0.0
+    observations: tuple[Message, ...] = ()
+    tokens: tuple[int, ...] = ()
+    end: EpisodeEnd | None = None
+    error: str | None = None
+
+
+Exchange = Callable[[Callable[[], list[Reply]]], tuple[list[Reply], bool]]
+"""Asks for the replies to the episodes still running here, in order; whether an episode goes on on any rank."""
+
+
+def alone(ask: Callable[[], list[Reply]]) -> tuple[list[Reply], bool]:
+    """The `Exchange` of one process."""
+    replies = ask()
+    return replies, any(reply.end is None for reply in replies)
+
+
+@dataclass(frozen=True)
+class Player:
+    """How episodes are played: `params.max_new_tokens` bounds one message, and an episode goes on only where a whole
+    message has room in `seq_len` tokens, prompt included. The seed of a turn is derived from the episode's, so what an
+    episode draws does not depend on the others, nor on which of them ends first."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    pool: EnvironmentPool
+    params: SamplingParams
+    seq_len: int
+    chat_template: str | None = None
+
+    def together(self, episodes: Sequence[Episode], exchange: Exchange = alone) -> None:
+        """Play all episodes, which must be new, turn by turn: one `generate` for all of them, then all environments
+        side by side. So an engine sees the same batches whichever environment is ready first, and a run is repeated to
+        the last bit. Where `generate` is collective, so is this: `exchange` carries one rank's replies to all that play
+        the same episodes, and every rank calls `generate` until no rank plays any more, in the end without prompts.
+
+        Raises DataError where the chat template cannot play several turns.
+        """
+        running, anyone = list(episodes), True
+        turn = 0
+        while anyone:
+            seeds = [seed for episode in running if (seed := _seed(episode, turn)) is not None]
+            prompts = [[*episode.prompt, *episode.tokens] for episode in running]
+            completions = self.engine.generate(prompts, self.params, seeds if seeds or not running else None)
+            for episode, prompt, completion in zip(running, prompts, completions, strict=True):
+                self._hear(episode, prompt, completion)
+            replies, anyone = exchange(partial(self._answered, running))
+            for episode, reply in zip(running, replies, strict=True):
+                _take_in(episode, reply)
+            running = [episode for episode, reply in zip(running, replies, strict=True) if reply.end is None]
+            turn += 1
+
+    def freely(self, episodes: Sequence[Episode], concurrency: int) -> None:
+        """Play all episodes, each at its own pace, up to `concurrency` of them in the engine at once: for an engine
+        whose `generate` may be called from several threads. No episode waits for another's turn."""
+        self.pool.run(self._all(episodes, concurrency))
+
+    async def _all(self, episodes: Sequence[Episode], concurrency: int) -> None:
+        places = asyncio.Semaphore(concurrency)
+
+        async def played(episode: Episode) -> None:
+            turn = 0
+            while True:
+                prompt, seed = [*episode.prompt, *episode.tokens], _seed(episode, turn)
+                seeds = None if seed is None else [seed]
+                async with places:
+                    (completion,) = await in_thread(partial(self.engine.generate, [prompt], self.params, seeds))
+                self._hear(episode, prompt, completion)
+                reply = await self._reply(episode)
+                _take_in(episode, reply)
+                if reply.end is not None:
+                    return
+                turn += 1
+
+        tasks = [asyncio.ensure_future(played(episode)) for episode in episodes]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # one raised: the others would go on for nobody
+            for task in tasks:
+                task.cancel()
+
+    def _hear(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
+        """The model's next message."""
+        if completion.prompt_tokens is not None:
+            check_read(prompt, completion.prompt_tokens, f"{episode.name}, turn {episode.num_turns + 1}")
+        _extend(episode, completion.tokens, completion.logprobs, completion.versions, generated=True)
+        episode.routed_experts = first_known(episode.routed_experts, completion.routed_experts)
+        episode.finish_reason = completion.finish_reason
+        episode.weight_versions.append(completion.weight_version)
+        text = str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        episode.said.append({"role": "assistant", "content": text})
+
+    def _answered(self, running: Sequence[Episode]) -> list[Reply]:
+        async def replies() -> list[Reply]:
+            return await asyncio.gather(*map(self._reply, running))
+
+        return self.pool.run(replies())
+
+    async def _reply(self, episode: Episode) -> Reply:
+        """What the environment makes of the model's newest message."""
+        environment = self.pool.of(episode.row)
+        messages = [*episode.messages, *episode.said]
+        try:
+            turn = await self.pool.turn(episode.name, messages, episode.row, episode.state, episode.account)
+        except DataError as error:
+            raise DataError(f"{episode.name}, turn {episode.num_turns}: {error.message}", fix=error.fix) from error
+        if isinstance(turn, Failure):
+            return _failed(episode, turn, environment.on_error)
+        if turn.done:
+            return Reply(turn.reward, end=episode.finish_reason)
+        if episode.cut or episode.num_turns == environment.max_turns:
+            return await self._broken_off(episode, turn, "length" if episode.cut else "turns")
+        try:
+            tokens = tokens_between(self.tokenizer, self.chat_template, episode, turn.observations)
+        except ConfigError:  # of the template, not of what it renders
+            raise
+        except Exception as error:  # a message that no template renders ends its episode
+            return _failed(episode, Failure("error", f"{type(error).__name__}: {error}"), environment.on_error)
+        if len(episode.prompt) + len(episode.tokens) + len(tokens) > self.seq_len - self.params.max_new_tokens:
+            return await self._broken_off(episode, turn, "length")
+        episode.state = turn.state
+        return Reply(turn.reward, tuple(dict(message) for message in turn.observations), tuple(tokens))
+
+    async def _broken_off(self, episode: Episode, turn: Turn, end: EpisodeEnd) -> Reply:
+        """The end of an episode whose environment would have gone on."""
+        last = await self.pool.ended(episode.name, episode.row, turn.state, episode.account)
+        if isinstance(last, Failure):
+            return _failed(episode, last, self.pool.of(episode.row).on_error)
+        return Reply(turn.reward + last.reward, end=end)
+
+
+def sample_name(index: int, prompt: Prompt) -> str:
+    """What messages call the `index`-th sample of a prompt."""
+    return f"sample {index} of {prompt.origin}"
+
+
+def _seed(episode: Episode, turn: int) -> int | None:
+    return None if episode.seed is None else sample_seed(episode.seed, turn)
+
+
+def _failed(episode: Episode, failure: Failure, rule: str) -> Reply:
+    logger.warning("environment of %s, turn %d: %s (on_error=%s)", episode.name, episode.num_turns, failure.words, rule)
+    return Reply(end=failure.end, error=failure.words)
+
+
+def _take_in(episode: Episode, reply: Reply) -> None:
+    episode.rewards.append(reply.reward)
+    if reply.end is not None:
+        episode.finish_reason, episode.error = reply.end, reply.error
+        return
+    episode.said += [dict(message) for message in reply.observations]
+    count = len(reply.tokens)
+    _extend(episode, reply.tokens, [0.0] * count, [episode.weight_versions[-1]] * count, generated=False)
+
+
+def _extend(
+    episode: Episode, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, generated: bool
+) -> None:
+    episode.tokens += tokens
+    episode.logprobs += logprobs
+    episode.versions += versions
+    episode.generated += [generated] * len(tokens)

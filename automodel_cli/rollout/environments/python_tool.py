@@ -1,0 +1,93 @@
+"""Python as the model's tool, in the sandbox of the rewards. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.environments.event_loop import in_thread
+from automodel_cli.rollout.environments.tools import Call, ToolEnvironment, ToolError
+from automodel_cli.rollout.rewards.code import code_blocks
+from automodel_cli.rollout.rewards.sandbox.host import Limits, check_memory, require_isolation, run_python
+
+_DEFINITION = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Runs a Python program and gives what it prints. Nothing is kept from one call to the next.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The program."}},
+            "required": ["code"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonTool(ToolEnvironment):
+    """Runs the code that the model writes and tells it what was printed (`docs/security.md` says what that code can and
+    cannot reach). Every call is a new process with `seconds` of time, `memory_mib` and 16 MiB of files, without
+    network, other processes, or files of this machine; it has the standard library, and an empty `stdin`.
+
+    The model calls the tool `python` with `{"code": ...}`; with `blocks` every ```python block of a message is a call
+    instead, and the template shows no tool.
+
+    Where the machine cannot isolate so, the run is refused; `allow_unisolated` runs the code all the same, with what
+    the machine does allow.
+    """
+
+    blocks: bool = False
+    """Run every ```python block of a message instead of showing a tool."""
+    seconds: float = 5.0
+    """Time limit of a call."""
+    memory_mib: int = 512
+    """Memory limit of a call."""
+    allow_unisolated: bool = False
+    """Run the code even where the machine cannot isolate it."""
+    concurrency: int = 4
+    """Calls that run at once on a rank."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.seconds > 0:
+            raise ConfigError(f"seconds={self.seconds} must be above 0", keys=("seconds",), fix="seconds=5")
+        check_memory(self.memory_mib)
+
+    def check(self) -> None:
+        """Raise ConfigError where foreign code is not cut off on this machine."""
+        require_isolation(allow=self.allow_unisolated)
+
+    @property
+    def tools(self) -> Any:
+        """None where blocks are calls."""
+        return () if self.blocks else super().tools
+
+    def definitions(self) -> list[dict[str, Any]]:
+        """See `ToolEnvironment.definitions`."""
+        return [_DEFINITION]
+
+    def _calls(self, text: str) -> Iterator[Call | ToolError]:
+        if not self.blocks:
+            yield from super()._calls(text)
+            return
+        for code in code_blocks(text):
+            yield Call("python", {"code": code})
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What the program printed, and the end of its error. Raises ToolError for one that failed, OSError where the
+        sandbox itself could not start."""
+        code = arguments.get("code")
+        if not isinstance(code, str) or len(arguments) != 1:
+            raise ToolError("python takes code, a text, and nothing else")
+        limits = replace(Limits(), seconds=self.seconds, memory_bytes=self.memory_mib * 2**20)
+        outcome = await in_thread(partial(run_python, code, "", limits))
+        if outcome.timed_out:
+            raise ToolError(f"the program was ended after {self.seconds:g} s")
+        if outcome.returncode:
+            last = outcome.stderr.strip().splitlines()[-1:] or [f"the program ended with {outcome.returncode}"]
+            raise ToolError(f"{outcome.stdout}{last[0]}")
+        return outcome.stdout or "(nothing was printed)"

@@ -1,0 +1,131 @@
+"""What samples are worth to the tokens in them, and the updates that learn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from automodel_cli.objectives.advantages import Advantages, group_advantages
+from automodel_cli.objectives.base import PolicyObjective, selection_of
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
+from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
+from automodel_cli.rollout.minibatches.token_advantages import TokenAdvantages
+from automodel_cli.rollout.samples import RowPlan, Update, kl_sums, plan_updates
+from automodel_cli.rollout.timers import Phases
+from automodel_cli.rollout.types import Sample
+
+if TYPE_CHECKING:
+    from automodel_cli.run.trainer import Session
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """This rank's updates with every column of the objective; of each of the N samples its advantage and whether its
+    group's rewards differ; numbers of those that are trained on; how far the trainer's experts are from the sampler's
+    (empty without `replay_routing`); and whether a model was asked anything before the first update."""
+
+    updates: list[Update]
+    advantages_N: Tensor
+    differs_N: Tensor
+    trained: list[int]
+    gaps: dict[str, float]
+    scored: bool
+
+
+class Credit:
+    """Advantages by the rules of a run's config."""
+
+    def __init__(
+        self,
+        session: Session,
+        config: RolloutConfig,
+        objective: PolicyObjective,
+        plan: RowPlan,
+        scorer: Scorer,
+        replay: RoutingReplay | None,
+    ):
+        self.config, self.objective, self.mesh = config, objective, session.mesh
+        self._plan, self._scorer, self._replay = plan, scorer, replay
+        self._num_updates = config.samples_per_step // session.recipe.train.global_batch_size
+        self._by_token = self._token_advantages()
+
+    def different(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+        """Those of groups with different rewards, and the others."""
+        differs_N = self._advantages(samples, _totals(samples)).differs_N.tolist()
+        pairs = list(zip(samples, differs_N, strict=True))
+        return [sample for sample, differs in pairs if differs], [sample for sample, differs in pairs if not differs]
+
+    def learn(self, samples: list[Sample], phases: Phases) -> Learnt:
+        """Groups without a difference and samples that do not count are left out; log-probs are measured for the rest
+        before the first update, under the distribution that was sampled from. Collective."""
+        differs_N = self._advantages(samples, _totals(samples)).differs_N
+        rewards_N = self._shaped_rewards(samples)
+        units = self._units(samples, rewards_N, differs_N)
+        mesh = self.mesh
+        updates = plan_updates(
+            samples, units, self._num_updates, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
+        )
+        if "pairs_P2" in self.objective.columns:
+            updates = [update.with_pairs(units) for update in updates]
+        with phases("score"):
+            planned, updates = updates, self._scorer.scored(updates, samples)
+            gaps = {} if self._replay is None else self._replay.gaps(updates, self._scorer)
+        scored = any(update is not bare for update, bare in zip(updates, planned, strict=True))
+        if self._by_token is not None:
+            updates, advantages_N = self._by_token.into(updates, samples, rewards_N, mesh)
+        else:
+            if (kl := self.objective.reward_kl) is not None:
+                rewards_N -= mesh.sum_over(mesh.dp, kl_sums(updates, samples, kl)).cpu()
+            advantages_N = self._advantages(samples, rewards_N).advantages_N
+            updates = [update.with_values("advantages_BT", advantages_N.float(), samples) for update in updates]
+        trained = [number for numbers in units for number in numbers]
+        return Learnt(updates, advantages_N, differs_N, trained, gaps, scored)
+
+    def _shaped_rewards(self, samples: Sequence[Sample]) -> Tensor:
+        overlong, limit = self.config.overlong, self.config.max_new_tokens
+        rewards = [overlong.shaped(s.score.total, s.num_generated, s.truncated, limit) for s in samples]
+        return torch.tensor(rewards, dtype=torch.float64)
+
+    def _units(self, samples: Sequence[Sample], rewards_N: Tensor, differs_N: Tensor) -> Sequence[Sequence[int]]:
+        """Numbers of the samples to train on; those of one unit belong in one row."""
+        valid_N = self._valid(samples)
+        if (selecting := selection_of(self.objective)) is not None:
+            spoken_N = torch.tensor([sample.num_generated > 0 for sample in samples])
+            return selecting.select(rewards_N, _groups(samples), valid_N & spoken_N)
+        by_group = self._by_token is None and "advantages_BT" in self.objective.columns
+        return [(number,) for number in (valid_N & (differs_N | (not by_group))).nonzero()[:, 0].tolist()]
+
+    def _valid(self, samples: Sequence[Sample]) -> Tensor:
+        cut = self.config.overlong.filter
+        return torch.tensor([s.score.valid and not (cut and s.truncated) for s in samples])
+
+    def _advantages(self, samples: Sequence[Sample], rewards_N: Tensor) -> Advantages:
+        return group_advantages(
+            rewards_N,
+            _groups(samples),
+            valid_N=self._valid(samples),
+            leave_one_out=self.config.leave_one_out,
+            normalise=self.config.normalise,
+            scale=self.config.scale,
+        )
+
+    def _token_advantages(self) -> TokenAdvantages | None:
+        """None where a sample is compared with its group."""
+        config, critic = self.config, self.config.baseline == "critic"
+        if config.baseline == "group":
+            return None
+        lam = config.gae_lambda if critic else 1.0
+        return TokenAdvantages(config.gamma, lam, critic, config.normalise, self.objective.reward_kl)
+
+
+def _groups(samples: Sequence[Sample]) -> Tensor:
+    return torch.tensor([sample.place for sample in samples])
+
+
+def _totals(samples: Sequence[Sample]) -> Tensor:
+    return torch.tensor([sample.score.total for sample in samples], dtype=torch.float64)

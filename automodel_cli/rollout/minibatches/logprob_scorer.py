@@ -1,0 +1,118 @@
+"""What models say of a rollout's tokens before its first update: the columns that the objective reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from automodel_cli.data.batch import ROUTED_EXPERTS
+from automodel_cli.data.head_output import HeadRequest
+from automodel_cli.models.config import TeacherConfig
+from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.objectives.base import PolicyObjective, selection_of
+from automodel_cli.objectives.distillation import Distillation
+from automodel_cli.objectives.grpo import GRPO
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.engines.sampler.sampling import shaping_of
+from automodel_cli.rollout.minibatches.entropy_mask import with_uncertain
+from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.types import Sample
+from automodel_cli.run.frozen_models.reference_model import (
+    ReferenceModel,
+    draws_while_training,
+    fields_of,
+    logprobs_of,
+    shaped,
+)
+from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
+from automodel_cli.run.frozen_models.teacher import taught
+from automodel_cli.training.stages import Stages
+
+if TYPE_CHECKING:
+    from automodel_cli.run.trainer import Session
+
+
+class Scorer:
+    """Runs the policy, the reference or a teacher over the rows of a rollout, each only where somebody reads what it
+    says. Build it before the first step. Collective."""
+
+    def __init__(
+        self,
+        session: Session,
+        config: RolloutConfig,
+        objective: PolicyObjective,
+        teacher: TeacherConfig | None,
+        reference_update: ReferenceUpdate | None,
+    ):
+        self._mesh, self._model, self._config, self._objective = session.mesh, session.model, config, objective
+        self._draws_while_training = draws_while_training(session.model)
+        self._reference = self._build_reference(session, teacher, reference_update)
+
+    @contextmanager
+    def as_sampled(self) -> Iterator[None]:
+        """Inside, the trainer's log-probs are those of the distribution that is sampled from; of the model as it is
+        where the objective chooses samples."""
+        plain = selection_of(self._objective) is not None
+        with shaped(self._model, Shaping() if plain else shaping_of(self._config.params())):
+            yield
+
+    def scored(self, updates: Sequence[Update], samples: Sequence[Sample]) -> list[Update]:
+        """The updates with what is measured before the first of them. Collective."""
+        updates = self._by_policy(updates, samples)
+        if self._reference is None:
+            return updates
+        with self._reference as stages:
+            if isinstance(self._objective, Distillation):
+                return [self._with_teacher(update, self._objective, stages) for update in updates]
+            device = self._mesh.device
+            # The reference's experts are its own, also where it is the model without its adapters.
+            own = [[batch.without_column(ROUTED_EXPERTS) for batch in update.batches] for update in updates]
+            found = [logprobs_of(stages, batches, device) for batches in own]
+            return [u.with_column("ref_logprobs_BT", column) for u, column in zip(updates, found, strict=True)]
+
+    def _by_policy(self, updates: Sequence[Update], samples: Sequence[Sample]) -> list[Update]:
+        """In one pass, or none: the log-probs of an only update are its own."""
+        objective = self._objective
+        several = len(updates) * self._config.passes > 1 or self._draws_while_training
+        columns = {}
+        if ("old_logprobs_BT" in objective.columns and several) or objective.reward_kl is not None:
+            columns["logprobs_BT"] = "old_logprobs_BT"
+        if "old_values_BT" in objective.columns:
+            columns |= {"logprobs_BT": "old_logprobs_BT", "values_BT": "old_values_BT"}
+        share = objective.top_entropy if isinstance(objective, GRPO) else None
+        if not columns and share is None:
+            return list(updates)
+        fields = [*columns, *([] if share is None else ["entropy_BT"])]
+        scored = []
+        for update in updates:
+            found = self._fields(update, fields)
+            for field, column in columns.items():
+                update = update.with_column(column, found[field])
+            if share is not None:
+                update = with_uncertain(update, found["entropy_BT"], samples, share, self._mesh)
+            scored.append(update)
+        return scored
+
+    def _fields(self, update: Update, names: Sequence[str]) -> dict[str, list[Tensor]]:
+        """These fields of the head for each microbatch."""
+        request = HeadRequest(entropy="entropy_BT" in names, values="values_BT" in names)
+        with self.as_sampled():
+            by_batch = fields_of(self._model.stages, update.batches, self._mesh.device, request, *names)
+        return {name: [found[i] for found in by_batch] for i, name in enumerate(names)}
+
+    def _with_teacher(self, update: Update, objective: Distillation, stages: Stages) -> Update:
+        return dataclasses.replace(update, batches=taught(stages, update.batches, objective.top_k, self._mesh.device))
+
+    def _build_reference(
+        self, session: Session, teacher: TeacherConfig | None, update: ReferenceUpdate | None
+    ) -> ReferenceModel | None:
+        objective = self._objective
+        if not {"ref_logprobs_BT", "teacher_ids_BTN"} & objective.columns and objective.reward_kl is None:
+            return None
+        lora = session.recipe.model.lora is not None
+        temperature = 1.0 if selection_of(objective) is not None else self._config.temperature
+        return ReferenceModel(session, without_adapters=lora, temperature=temperature, teacher=teacher, update=update)

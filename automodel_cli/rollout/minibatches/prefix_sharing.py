@@ -1,0 +1,37 @@
+"""Whether the responses of a group share a copy of their prompt in the update: settled once, before the first step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from automodel_cli.models.config import TeacherConfig
+from automodel_cli.models.hub.source import hf_config
+from automodel_cli.models.packing_support import why_not_shared
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.config_checks import refuse_shared_prompts, why_prompts_are_apart
+from automodel_cli.run.frozen_models.reference_model import draws_while_training
+
+if TYPE_CHECKING:
+    from automodel_cli.run.trainer import Session
+
+
+def why_apart(session: Session, config: RolloutConfig, teacher: TeacherConfig | None) -> str:
+    """What keeps this run's prompts from being shared, for a sentence; empty where nothing does. Raises ConfigError
+    where the config says that they must be."""
+    if config.share_prompts is False:
+        return "rollout.share_prompts=false"
+    reason = _reason(session, config, teacher)
+    refuse_shared_prompts(config, reason)
+    return reason
+
+
+def _reason(session: Session, config: RolloutConfig, teacher: TeacherConfig | None) -> str:
+    recipe = session.recipe
+    models = [recipe.model, *([] if teacher is None else [teacher.as_model()])]
+    for model in models:
+        if written := why_prompts_are_apart(config, recipe.data, model, recipe.mesh, recipe.parallelizer):
+            return written
+    if draws_while_training(session.model):
+        return "dropout draws other numbers for every copy of a prompt"
+    measured = (why_not_shared(hf_config(model), trust_remote_code=model.trust_remote_code) for model in models)
+    return next((found for found in measured if found), "")

@@ -1,0 +1,89 @@
+"""The sampler's choice of experts in the update (Rollout Routing Replay, arXiv:2510.11370).
+
+Sampler and trainer compute a router's logits with other kernels, precisions or weights, and a small difference changes
+which experts a token goes to: its log-prob then differs by much more than rounding. With replay the trainer's layers
+take the sampler's experts, with gate weights of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.data.batch import IGNORE_INDEX, ROUTED_EXPERTS, Batch
+from automodel_cli.models.moe.router_hooks import Routing, install_routing
+from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
+from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.types import Sample
+from automodel_cli.run.frozen_models.reference_model import logprobs_of
+
+if TYPE_CHECKING:
+    from automodel_cli.models.moe.router_hooks import Selectors
+    from automodel_cli.run.trainer import Session
+
+
+class RoutingReplay:
+    """On the parts of a run from now on. Collective to build; build it before the engine."""
+
+    def __init__(self, session: Session, selectors: Selectors):
+        self._model, self._mesh = session.model, session.mesh
+        self.routing: Routing = install_routing(
+            session.model.parts, selectors, session.mesh.device, session.model.pp_group
+        )
+        session.model.step_hooks.append(self.routing)
+
+    def of_layers(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with the experts of layers that have some, whatever layers their engine tells. Raises
+        RunError."""
+        return [
+            sample
+            if sample.routed_experts is None
+            else dataclasses.replace(sample, routed_experts=self.routing.of_layers(sample.routed_experts))
+            for sample in samples
+        ]
+
+    @staticmethod
+    def check_told(samples: Sequence[Sample]) -> None:
+        """Raise RunError where a token went to an expert twice: what an engine does not know of a layer stays 0."""
+        for sample in samples:
+            if sample.routed_experts is None:
+                continue
+            chosen_TLK = np.sort(sample.routed_experts, -1)
+            twice_TLK = (chosen_TLK[..., 1:] == chosen_TLK[..., :-1]) & (chosen_TLK[..., 1:] >= 0)
+            if twice_TLK.any():
+                token, layer, place = np.argwhere(twice_TLK)[0].tolist()
+                raise RunError(
+                    f"the engine told expert {chosen_TLK[token, layer, place]} twice of token {token} of a sample, in "
+                    f"the layer with experts {layer}: it does not know what that layer chose. A server with pipeline "
+                    "parallelism, or with kernels that choose by themselves, tells 0",
+                    keys=("rollout.replay_routing", "rollout.engine"),
+                    fix="rollout.replay_routing=false",
+                )
+
+    def gaps(self, updates: Sequence[Update], scorer: Scorer) -> dict[str, float]:
+        """`logprob_gap` and `logprob_gap_unreplayed`: mean |sampler's log-prob - trainer's| in nats over the tokens
+        that the model drew, with and without the sampler's experts, of a microbatch of each data-parallel rank (with
+        a pipeline of p stages of p of them) before the first update. Collective."""
+        if not updates:
+            return {}
+        batches = updates[0].batches[: self._mesh.pp.size()]
+        with scorer.as_sampled():
+            replayed = self._gap(batches)
+            unreplayed = self._gap([batch.without_column(ROUTED_EXPERTS) for batch in batches])
+        return {"logprob_gap": replayed, "logprob_gap_unreplayed": unreplayed}
+
+    def _gap(self, batches: Sequence[Batch]) -> float:
+        sums_2 = torch.zeros(2, dtype=torch.float64)
+        found = logprobs_of(self._model.stages, batches, self._mesh.device)
+        for batch, logprobs_BT in zip(batches, found, strict=True):
+            is_label_BT = batch.labels_BT != IGNORE_INDEX
+            gap_BT: Tensor = (logprobs_BT.cpu() - batch.extra["sampler_logprobs_BT"]).abs() * is_label_BT
+            sums_2 += torch.stack([gap_BT.sum().double(), is_label_BT.sum().double()])
+        gap, count = self._mesh.sum_over(self._mesh.dp, sums_2).tolist()
+        return gap / max(count, 1.0)

@@ -1,0 +1,89 @@
+"""Advantages by token: a sample's reward at its last token, its KL at each, and what a critic expects of them.
+
+Ranks hold the rows that they train on; numbers of all samples are sums over data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.objectives.base import RewardKL
+from automodel_cli.objectives.gae import generalised_advantages, moments, whitened
+from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.types import Sample
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """How tokens are judged: `gamma` and `lam` of GAE, over the values `old_values_BT` where `critic`; `whiten` over
+    all tokens of the rollout; `kl` is taken off each token's reward."""
+
+    gamma: float
+    lam: float
+    critic: bool
+    whiten: bool
+    kl: RewardKL | None
+
+    def into(
+        self, updates: Sequence[Update], samples: Sequence[Sample], rewards_N: Tensor, mesh: Mesh
+    ) -> tuple[list[Update], Tensor]:
+        """The updates with `advantages_BT` and, for a critic, `returns_BT`; and each sample's mean advantage, float64
+        `[N]`, 0 for those that are not trained on. Collective."""
+        found = [self._of_update(update, samples, rewards_N) for update in updates]
+        advantages = [advantages_BT for of_update in found for advantages_BT, _ in of_update]
+        labels = [batch.labels_BT.cpu() >= 0 for update in updates for batch in update.batches]
+        drawn = [a_BT[mask_BT] for a_BT, mask_BT in zip(advantages, labels, strict=True)]
+        if self.whiten:
+            mine = moments(torch.cat([torch.zeros(0, dtype=torch.float64), *drawn]))
+            total_3 = mesh.sum_over(mesh.dp, mine).cpu()
+            found = [[(whitened(a_BT, total_3), r_BT) for a_BT, r_BT in of_update] for of_update in found]
+        made, sums_N = [], torch.zeros(len(samples), dtype=torch.float64)
+        for update, of_update in zip(updates, found, strict=True):
+            masks = [batch.labels_BT.cpu() >= 0 for batch in update.batches]
+            columns = [a_BT * mask_BT for (a_BT, _), mask_BT in zip(of_update, masks, strict=True)]
+            for number, a_T in _of_samples(update, columns, samples):
+                sums_N[number] = a_T.mean()
+            made.append(update.with_column("advantages_BT", [column_BT.float() for column_BT in columns]))
+            if self.critic:
+                made[-1] = made[-1].with_column("returns_BT", [r_BT.float() for _, r_BT in of_update])
+        return made, mesh.sum_over(mesh.dp, sums_N).cpu()
+
+    def _of_update(self, update: Update, samples: Sequence[Sample], rewards_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Advantages and returns of each microbatch, float64 `[B, T]`, 0 where nothing was drawn."""
+        out = []
+        for batch, spread in zip(update.batches, update.spread, strict=True):
+            advantages_BT, returns_BT = (torch.zeros(batch.shape, dtype=torch.float64) for _ in range(2))
+            taken_BT = self._kl(batch)
+            values_BT = (
+                batch.extra["old_values_BT"].cpu().double() if self.critic else torch.zeros(batch.shape).double()
+            )
+            for row, first, number in spread:
+                drawn_T = first + samples[number].generated_T().nonzero()[:, 0]
+                rewards_T = -taken_BT[row, drawn_T]
+                rewards_T[-1] += rewards_N[number]
+                values_T = values_BT[row, drawn_T]
+                advantages_T = generalised_advantages(rewards_T, values_T, gamma=self.gamma, lam=self.lam)
+                advantages_BT[row, drawn_T] = advantages_T
+                returns_BT[row, drawn_T] = advantages_T + values_T
+            out.append((advantages_BT, returns_BT))
+        return out
+
+    def _kl(self, batch: Batch) -> Tensor:
+        """What is taken off the reward of each token, float64 `[B, T]`."""
+        if self.kl is None:
+            return torch.zeros(batch.shape, dtype=torch.float64)
+        old_BT, ref_BT = (batch.extra[f"{name}_logprobs_BT"].cpu() for name in ("old", "ref"))
+        return self.kl.of(old_BT, ref_BT)
+
+
+def _of_samples(update: Update, columns: Sequence[Tensor], samples: Sequence[Sample]) -> Iterator[tuple[int, Tensor]]:
+    """The number of each sample of an update, and the values at the tokens that were drawn."""
+    for column_BT, spread in zip(columns, update.spread, strict=True):
+        for row, first, number in spread:
+            yield number, column_BT[row, first + samples[number].generated_T().nonzero()[:, 0]]

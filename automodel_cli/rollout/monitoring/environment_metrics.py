@@ -1,0 +1,37 @@
+"""What a step's episodes tell about their environments, as numbers by name."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from automodel_cli.rollout.monitoring.reward_statistics import mean_reward
+from automodel_cli.rollout.types import Account, Sample
+
+
+def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """`environment_...` of all episodes; where they play in several environments, `environment_NAME_...` of each, with
+    its share of the samples and what these got. Nothing where there are no episodes."""
+    accounts = [(sample, sample.account) for sample in samples if sample.account is not None]
+    if not accounts:
+        return {}
+    found = dict(_of(accounts, "environment"))
+    names = sorted({str(sample.environment) for sample, _ in accounts})
+    if names == ["environment"]:
+        return found
+    for name in names:
+        mine = [(sample, account) for sample, account in accounts if sample.environment == name]
+        found |= _of(mine, f"environment_{name}")
+        found[f"environment_{name}_share"] = len(mine) / len(samples)
+        found[f"environment_{name}_reward"] = mean_reward([sample for sample, _ in mine])
+        found[f"environment_{name}_turns"] = statistics.fmean(sample.num_turns for sample, _ in mine)
+        found[f"environment_{name}_truncated"] = statistics.fmean(sample.truncated for sample, _ in mine)
+    return found
+
+
+def _of(accounts: Sequence[tuple[Sample, Account]], prefix: str) -> Iterator[tuple[str, float]]:
+    yield f"{prefix}_failed", statistics.fmean(sample.failed for sample, _ in accounts)
+    yield f"{prefix}_retries", sum(account.retries for _, account in accounts)
+    yield f"{prefix}_timeouts", sum(account.timeouts for _, account in accounts)
+    yield f"{prefix}_seconds", statistics.fmean(account.seconds for _, account in accounts)
+    yield f"{prefix}_seconds_max", max(account.slowest for _, account in accounts)

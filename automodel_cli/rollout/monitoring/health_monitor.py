@@ -1,0 +1,119 @@
+"""What goes wrong slowly in a run that learns from its own samples, said in a sentence, once. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from automodel_cli.training.metrics_file import read_metrics
+
+_TRUNCATED = 0.5  # share of responses that were cut off
+_EQUAL = 0.9  # share of groups that teach nothing
+_FAILED = 0.25  # share of episodes whose environment failed
+_COLLAPSED = 0.1  # of the first steps' entropy
+_STEPS = 5  # in a row, before something is said; and whose mean is the first entropy
+_ENOUGH = 8  # samples on which a reward that has never worked must have failed before it counts as broken
+
+
+@dataclass
+class Alarms:
+    """Looks at each step's numbers (as in metrics.jsonl) and says what a person should look at, each thing once."""
+
+    max_new_tokens: int
+    first_entropies: list[float] = field(default_factory=list)
+    """Of the first steps, which a resumed run has behind it; as many as are missing come from its own steps."""
+    _in_a_row: dict[str, int] = field(default_factory=dict)
+    _asked: Counter[str] = field(default_factory=Counter)
+    _worked: set[str] = field(default_factory=set)
+    _without_any: int = 0
+    _said: set[str] = field(default_factory=set)
+
+    def of(self, values: Mapping[str, float], failures: Mapping[str, tuple[int, int]]) -> list[str]:
+        """The sentences that are due after a step; `failures`: of each reward that should judge samples of the step, on
+        how many it failed, and how many those were."""
+        due = []
+        for name, sentence in (*self._found(values), *_failing(failures)):
+            self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if sentence else 0
+            if sentence and self._in_a_row[name] >= _STEPS and name not in self._said:
+                self._said.add(name)
+                due.append(f"WARNING: for {_STEPS} steps {sentence}")
+        return due
+
+    def broken(self, failures: Mapping[str, tuple[int, int]]) -> str | None:
+        """Return the reward for which the run must stop after a step: one that has failed on every sample since the
+        start, or any where for some steps no reward gave a number, so that nothing is learned."""
+        if not failures:
+            return None
+        for name, (failed, asked) in failures.items():
+            self._asked[name] += asked
+            if failed < asked:
+                self._worked.add(name)
+        for name, (failed, asked) in failures.items():
+            if failed == asked and name not in self._worked and self._asked[name] >= _ENOUGH:
+                return name
+        none = all(failed == asked for failed, asked in failures.values())
+        self._without_any = self._without_any + 1 if none else 0
+        return next(iter(failures)) if self._without_any >= _STEPS else None
+
+    def _found(self, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """What is wrong at this step, by name; an empty sentence where nothing is."""
+        truncated = values["truncated"]
+        yield (
+            "truncated",
+            f"more than {_TRUNCATED:.0%} of the responses (now {truncated:.0%}) did not end within "
+            f"rollout.max_new_tokens={self.max_new_tokens}: their rewards say little; raise it, or see rollout.overlong"
+            if truncated > _TRUNCATED
+            else "",
+        )
+        equal, groups = values["num_equal_groups"], values["num_groups"]
+        mean = values.get("reward_equal_groups", 0.0)
+        yield (
+            "equal",
+            f"more than {_EQUAL:.0%} of the groups (now {equal:g} of {groups:g}, mean reward {mean:.3g}) had no two "
+            "different rewards, and taught nothing: the prompts are too easy or too hard for this model, or all its "
+            "samples of a prompt have become one"
+            if min(equal, values["num_unused_groups"]) > _EQUAL * groups
+            else "",
+        )
+        lost = values.get("environment_failed", 0.0)
+        yield (
+            "environment",
+            f"more than {_FAILED:.0%} of the episodes (now {lost:.0%}) failed in their environment, and count as its "
+            "on_error says: see the warnings above, and environment_* in metrics.jsonl"
+            if lost > _FAILED
+            else "",
+        )
+        if (entropy := values.get("entropy")) is not None:  # a step without an update has none
+            yield "entropy", self._collapse(entropy)
+
+    def _collapse(self, entropy: float) -> str:
+        if len(self.first_entropies) < _STEPS:
+            self.first_entropies.append(entropy)
+            return ""
+        first = sum(self.first_entropies[:_STEPS]) / _STEPS
+        if entropy >= _COLLAPSED * first:
+            return ""
+        return (
+            f"the entropy is below {_COLLAPSED:.0%} of its beginning ({first:.3g} nats, now {entropy:.3g}): samples of "
+            "a prompt become the same, and nothing new is tried; objective.entropy_coef, a higher objective.clip_high "
+            "or a lower optimizer.lr hold against it"
+        )
+
+
+def measured_entropies(path: Path) -> list[float]:
+    """Those of the steps that a resumed run has behind it, in its metrics.jsonl; [] for a new run."""
+    return [row["entropy"] for row in read_metrics(path) if row.get("entropy") is not None]
+
+
+def _failing(failures: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, str]]:
+    """A reward that judges only rows of one kind counts the steps that have such rows."""
+    for name, (failed, asked) in failures.items():
+        yield (
+            f"reward {name}",
+            f"reward {name} failed on every sample that it should judge (now {failed} of {asked}): see the warnings "
+            "above, and `errors` in rollouts.jsonl"
+            if failed == asked
+            else "",
+        )

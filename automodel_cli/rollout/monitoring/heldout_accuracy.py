@@ -1,0 +1,50 @@
+"""Held-out questions with exact answers, asked before and after training, where the data is a task that has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from automodel_cli.data.config import answer_checker
+from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
+
+if TYPE_CHECKING:
+    from automodel_cli.run.heldout_accuracy import Accuracy
+    from automodel_cli.run.trainer import Session
+
+
+class HeldOutQuestions:
+    """Asks a replica of the model, fed by the stream of full weights: the same under every layout. Rank 0 generates."""
+
+    def __init__(self) -> None:
+        self.accuracy: dict[str, Accuracy] = {}
+        """By `before` and `after`; empty where the data has no such questions."""
+
+    def ask(self, session: Session, when: str) -> None:
+        """Measure and print the accuracy under the name `when`; nothing to do for data without a task
+        that knows right answers. Collective.
+        """
+        task = session.recipe.data.task
+        questions = [] if task is None else list(task.rows("validation"))
+        check = answer_checker(task, questions)
+        if check is None or not questions:
+            return
+        from automodel_cli.rollout.engines.policy_engine import build_replica, stop_token_ids
+        from automodel_cli.rollout.monitoring.accuracy import (
+            measure_accuracy,  # only runs with a task pay for generation
+        )
+
+        parts = session.model.parts
+        weights = iter_hf_weights(parts, dtype=parts[0].model.dtype, hub_names=False, pp_group=session.model.pp_group)
+        if not session.is_main:
+            for _ in weights:  # the stream is collective: every rank must exhaust it
+                pass
+            return
+        with session.meter.pause():
+            engine = build_replica(session, stop_token_ids(session))
+            engine.update_weights(weights)
+            found = measure_accuracy(engine, session.tokenizer, questions, check)
+        self.accuracy[when] = found
+        kinds = "  ".join(f"{kind} {share:.0%}" for kind, share in found.by_kind().items())
+        session.meter.print(
+            f"accuracy {when} training: {found.share:.1%} of {len(found.answers)} held-out questions ({kinds})"
+        )

@@ -1,0 +1,96 @@
+"""Before the first step: the engine's log-probs of tokens that it drew must be the trainer's.
+
+Whatever is wrong between a server and a trainer shows here: other weights, another tokenizer, a distribution that the
+server shapes in its own way, log-probs of another distribution. Trained on, it would be a policy gradient for a policy
+that nobody has.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.rollout.samples import Update
+from automodel_cli.rollout.types import Sample
+
+MAX_PROMPTS, MAX_NEW_TOKENS = 16, 16
+"""How many prompts over all ranks are answered, and how long the answers are at most."""
+
+
+Score = Callable[[Shaping], list[Tensor]]
+"""The trainer's log-probs [B, T] of the labels of every batch, under the distribution that the shaping makes."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One drawn token: its id, and its log-prob as the engine reported and as the trainer computes it."""
+
+    token: int
+    engine: float
+    trainer: float
+
+    @property
+    def gap(self) -> float:
+        return abs(self.engine - self.trainer)
+
+
+def check_agreement(
+    update: Update, samples: Sequence[Sample], score: Score, shaping: Shaping, *, limit: float, tokenizer: Any
+) -> None:
+    """Raise RunError where the samples' log-probs and those of `score(shaping)` differ by more than `limit` nats on
+    average. Collective."""
+    tokens = scored_tokens(update, score(shaping), samples)
+    if mean_gap(tokens) <= limit:
+        return
+    unshaped = scored_tokens(update, score(Shaping()), samples)
+    raise refusal(tokens, limit, tokenizer, unshaped=mean_gap(unshaped) <= limit)
+
+
+def scored_tokens(update: Update, trainer_logprobs: Sequence[Tensor], samples: Sequence[Sample]) -> list[Scored]:
+    """Every drawn token of all ranks, in the order of the samples; the same on every rank. Collective."""
+    mine: dict[int, list[Scored]] = {}
+    for spread, logprobs_BT in zip(update.spread, trainer_logprobs, strict=True):
+        for row, first, number in spread:
+            sample = samples[number]
+            of_trainer = logprobs_BT[row, first : first + len(sample.tokens)].tolist()
+            mine[number] = [*map(Scored, sample.tokens, sample.logprobs, of_trainer)]
+    everywhere: list[Mapping[int, list[Scored]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, mine)
+    found = {number: tokens for of_rank in everywhere for number, tokens in of_rank.items()}
+    return [token for number in sorted(found) for token in found[number]]
+
+
+def mean_gap(tokens: Sequence[Scored]) -> float:
+    """Nats."""
+    return statistics.fmean(token.gap for token in tokens)
+
+
+def refusal(tokens: Sequence[Scored], limit: float, tokenizer: Any, *, unshaped: bool) -> RunError:
+    """What is said of a `mean_gap` above `limit`. `unshaped`: the engine's numbers are those of the plain softmax."""
+    worst = max(tokens, key=lambda token: token.gap)
+    text = tokenizer.decode([worst.token])
+    what = (
+        f"the engine's log-probs are not the trainer's: token {worst.token} ({text!r}) was drawn with "
+        f"{worst.engine:.3f}, and the trainer gives it {worst.trainer:.3f}; over {len(tokens)} tokens they differ by "
+        f"{mean_gap(tokens):.3f} nats on average, and rollout.max_logprob_gap is {limit}. "
+    )
+    if unshaped:
+        return RunError(
+            what + "They are those before temperature, top-k and top-p",
+            keys=("rollout.engine", "rollout.max_logprob_gap"),
+            fix="vllm serve MODEL --logprobs-mode processed_logprobs",
+        )
+    return RunError(
+        what + "Likely: the server serves another model, or did not take the weights it was sent; it shapes the "
+        "distribution in a way of its own (a logits processor, speculative decoding with its own rule); it computes in "
+        "another precision (fp8, int4), for which the limit may be raised",
+        keys=("rollout.engine", "rollout.max_logprob_gap"),
+        fix="look into the server's log, or rollout.max_logprob_gap=<nats>",
+    )

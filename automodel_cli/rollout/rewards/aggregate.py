@@ -1,0 +1,351 @@
+"""Several rewards on many samples: a weighted sum, and an account of everything that went wrong. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import logging
+import math
+import queue
+import textwrap
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, cast, get_args
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.name_patterns import NameList, check_entries
+from automodel_cli.distributed.device_threads import threads_on_this_device
+from automodel_cli.rollout.rewards.base import Judged, JudgesTogether, Many, RewardNode, check_on_error
+from automodel_cli.rollout.rewards.worker_process import Helper
+from automodel_cli.rollout.types import Score
+
+logger = logging.getLogger(__name__)
+
+Judge = Callable[[Judged], float | None]
+Given = float | Exception | None
+"""What a reward gave a sample; None: it is not for it."""
+Way = Literal["single", "async", "group", "batch"]
+
+_RAISED = (Exception, SystemExit)  # belongs to the sample, also where a script exits, which would end the run unheard
+_CONCURRENCY = 32
+_MOST_WORDS = 300  # characters of an error that are printed and kept with the sample
+_SHOWN = 5  # errors of one reward that one call prints, each once in a run; the rest is counted
+
+
+class RewardSum:
+    """`sum of weight * score` over the named rewards. A reward that raises never ends the run: it counts as configured.
+
+    `num_helpers` processes and as many threads compute what has a timeout. Use as a context manager, or `close` it.
+    """
+
+    def __init__(self, rewards: Mapping[str, RewardNode], *, num_helpers: int = 2, required: bool = True):
+        """`required`: somebody learns from the sum, so it must not be the same for all samples."""
+        if required and not rewards:
+            raise ConfigError("there is no reward", keys=("rewards",), fix=f"rewards.exact._target_={_EXAMPLE}")
+        if required and not any(reward.weight != 0 for reward in rewards.values()):
+            raise ConfigError("every reward has weight 0: all samples would be worth the same", keys=("rewards",))
+        check_nodes(rewards)
+        for reward in rewards.values():
+            reward.check()
+        self.rewards, self._required = dict(rewards), required
+        self._silent: set[str] = set()
+        self._said: set[tuple[str, str]] = set()
+        self._num_helpers = num_helpers
+        self._helpers: dict[bool, queue.SimpleQueue[Helper]] = {}
+        for confined in (False, True):
+            self._helpers[confined] = queue.SimpleQueue()
+            for _ in range(num_helpers):
+                self._helpers[confined].put(Helper(confined=confined))
+
+    def __enter__(self) -> RewardSum:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __call__(self, samples: Sequence[Judged]) -> list[Score]:
+        """The score of each sample, in order. Rewards judge side by side: those without a timeout, which may be bound
+        to the main thread, one after another here, while the others wait for helpers and servers."""
+        mine = {name: _judged_by(reward, samples) for name, reward in self.rewards.items()}
+        here = [name for name, reward in self.rewards.items() if reward.timeout is None and way_of(reward) == "single"]
+        with threads_on_this_device(max(1, len(self.rewards))) as threads:
+            elsewhere = {
+                name: threads.submit(self._values, reward, [samples[i] for i in mine[name]])
+                for name, reward in self.rewards.items()
+                if name not in here
+            }
+            found = {name: [_attempt(self.rewards[name].score, samples[i]) for i in mine[name]] for name in here}
+            found |= {name: values.result() for name, values in elsewhere.items()}
+        results = {name: dict(zip(mine[name], found[name], strict=True)) for name in self.rewards}
+        if self._required:
+            _refuse_nothing(results, len(samples))
+        self._report(results, samples)
+        return [self._score({name: of[i] for name, of in results.items() if i in of}) for i in range(len(samples))]
+
+    def _values(self, reward: RewardNode, samples: Sequence[Judged]) -> list[Given]:
+        way = way_of(reward)
+        if way == "async":
+            return asyncio.run(_awaited(reward, samples))
+        if way != "single":
+            return _together(cast(JudgesTogether, reward), samples)
+        judge = reward.score if reward.limits_itself else self._with_helper(reward)
+        with threads_on_this_device(self._num_helpers) as threads:
+            return list(threads.map(partial(_attempt, judge), samples))
+
+    def close(self) -> None:
+        """End the helper processes."""
+        for helpers in self._helpers.values():
+            for _ in range(self._num_helpers):
+                helper = helpers.get()
+                helper.close()
+                helpers.put(helper)
+
+    def _with_helper(self, reward: RewardNode) -> Judge:
+        helpers = self._helpers[reward.confined]
+
+        def judge(sample: Judged) -> float | None:
+            helper = helpers.get()
+            try:
+                return helper.score(reward, sample)
+            finally:
+                helpers.put(helper)
+
+        return judge
+
+    def _score(self, values: Mapping[str, Given]) -> Score:
+        parts = {name: value for name, value in values.items() if isinstance(value, float)}
+        errors = {name: _words(value) for name, value in values.items() if isinstance(value, Exception)}
+        rules = {self.rewards[name].on_error for name in errors}
+        total = sum(self.rewards[name].weight * value for name, value in parts.items())
+        return Score(0.0 if "fail" in rules else total, parts, errors, valid="skip" not in rules)
+
+    def _report(self, results: Mapping[str, Mapping[int, Given]], samples: Sequence[Judged]) -> None:
+        for name, values in results.items():
+            if values and all(value is None for value in values.values()) and name not in self._silent:
+                self._silent.add(name)
+                logger.warning(
+                    "reward %s gave None for all %d samples that it was asked about, and adds nothing to them (not "
+                    "said again)",
+                    name,
+                    len(values),
+                )
+            failed = [(samples[i], v) for i, v in values.items() if isinstance(v, Exception)]
+            new: dict[str, str] = {}
+            for sample, error in failed:
+                new.setdefault(_words(error), sample.name)
+            shown = [(words, of) for words, of in new.items() if (name, words) not in self._said][:_SHOWN]
+            for words, of in shown:
+                self._said.add((name, words))
+                logger.warning("reward %s of %s: %s (on_error=%s)", name, of, words, self.rewards[name].on_error)
+            if len(failed) > len(shown):
+                logger.warning("reward %s: %d more samples of %d", name, len(failed) - len(shown), len(samples))
+
+
+def check_nodes(rewards: Mapping[str, RewardNode]) -> None:
+    """Refuse nodes, of the user's own classes too, that could not be called as they say. Raises ConfigError."""
+    for name, reward in rewards.items():
+        check_on_error(reward.on_error, f"rewards.{name}.on_error")
+        kind, several = type(reward).__name__, hasattr(reward, "scores")
+        method = cast(JudgesTogether, reward).scores if several else reward.score
+        if getattr(method, "__isabstractmethod__", False):
+            _refuse(name, f"{kind} defines no `{'scores' if several else 'score'}`, so it would judge nothing")
+        if not several:
+            continue
+        per = getattr(reward, "per", None)
+        if per not in get_args(Many):
+            _refuse(
+                name,
+                f"{kind} judges several samples at a time, and its `per` is {per!r}: it is one of "
+                f"{', '.join(get_args(Many))}, as of a subclass of RewardOfMany",
+            )
+        if inspect.iscoroutinefunction(method):
+            _refuse(name, f"{kind}.scores is async, and it is called in a thread of its own, where nobody awaits it")
+        if reward.timeout is not None and not reward.limits_itself:
+            raise ConfigError(
+                f"rewards.{name}.timeout={reward.timeout}: {kind} judges several samples at a time, which no helper "
+                "process does for it",
+                keys=(f"rewards.{name}.timeout",),
+                fix=f"rewards.{name}.timeout=null",
+            )
+
+
+def _refuse(name: str, what: str) -> None:
+    raise ConfigError(f"rewards.{name}: {what}", keys=(f"rewards.{name}",))
+
+
+def check_rows(
+    rewards: Mapping[str, RewardNode], rows: Iterable[tuple[str, Mapping[str, Any]]], *, all_judged: bool
+) -> None:
+    """Refuse rows (with where they come from) that lack a column which a reward that judges them reads, rows that no
+    reward judges where `all_judged`, and a reward that judges none of them. Raises ConfigError."""
+    judging, seen = set[str](), dict[str, set[str]]()
+    for origin, row in rows:
+        mine = []
+        for name, reward in rewards.items():
+            only = _only(reward)
+            _check_columns(origin, row, name, only)
+            for column in only:
+                seen.setdefault(column, set()).add(repr(row[column]))
+            if _judges(reward, row):
+                fix = f"rewards.{name}.column={_nearest(reward, row)}" if hasattr(reward, "column") else None
+                _check_columns(origin, row, name, getattr(reward, "columns", ()), fix)
+                mine.append(name)
+        if all_judged and not mine:
+            rules = ", ".join(f"rewards.{name}.only={dict(_only(reward))}" for name, reward in rewards.items())
+            raise ConfigError(
+                f"{origin}: no reward judges this row, so all responses to it would be worth 0: {rules}",
+                keys=tuple(f"rewards.{name}.only" for name in rewards),
+            )
+        judging |= set(mine)
+    for name, reward in rewards.items():
+        if (only := _only(reward)) and name not in judging:
+            have = "; ".join(f"{column}: {', '.join(sorted(seen.get(column, ()))[:_SHOWN])}" for column in only)
+            raise ConfigError(
+                f"rewards.{name}.only={dict(only)} holds for no row, so this reward would judge nothing; rows have "
+                f"{have}",
+                keys=(f"rewards.{name}.only",),
+                fix=f"~rewards.{name}",
+            )
+        _check_only(name, only, seen)
+
+
+def _check_only(name: str, only: Mapping[str, Any], seen: Mapping[str, set[str]]) -> None:
+    """Each value of a list in `only` must be that of some row."""
+    for column, values in only.items():
+        if isinstance(values, list) and column in seen:
+            absent = {str(value) for value in values if repr(value) not in seen[column]}
+            listed = NameList(f"rewards.{name}.only.{column}", [str(value) for value in values], "no row has")
+            present = {str(value) for value in values} - absent
+            check_entries(listed, present.__contains__, _texts(seen[column]))
+
+
+def _texts(values: Iterable[str]) -> list[str]:
+    """Values of rows as a config spells them."""
+    return [value.strip("'") for value in values]
+
+
+def _nearest(reward: RewardNode, row: Mapping[str, Any]) -> str:
+    """The row's column that `column` may have meant."""
+    found = difflib.get_close_matches(str(getattr(reward, "column", "")), row, 1)
+    return found[0] if found else "<the column>"
+
+
+def _check_columns(
+    origin: str, row: Mapping[str, Any], name: str, columns: Iterable[str], fix: str | None = None
+) -> None:
+    for column in columns:
+        if column not in row:
+            have = ", ".join(sorted(row)) or "none"
+            raise ConfigError(
+                f"{origin}: no column {column!r} for rewards.{name}; the row has {have}",
+                keys=(f"rewards.{name}",),
+                fix=fix,
+            )
+
+
+_EXAMPLE = "automodel_cli.rollout.rewards.text.ExactAnswer"
+
+
+def way_of(reward: RewardNode) -> Way:
+    """How a reward is called: with one sample, with one and awaited, or with several of them."""
+    if hasattr(reward, "scores"):  # what sets a `JudgesTogether` apart from a node that judges one at a time
+        return cast(JudgesTogether, reward).per
+    return "async" if inspect.iscoroutinefunction(reward.score) else "single"
+
+
+def _judged_by(reward: RewardNode, samples: Sequence[Judged]) -> list[int]:
+    """Numbers of the samples that a reward judges: those whose row has what `only` says."""
+    return [i for i, sample in enumerate(samples) if _judges(reward, sample.row)]
+
+
+def _judges(reward: RewardNode, row: Mapping[str, Any]) -> bool:
+    return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in _only(reward).items())
+
+
+def _only(reward: RewardNode) -> Mapping[str, Any]:
+    """Which rows it is for; a node without our base class judges every row."""
+    only: Mapping[str, Any] = getattr(reward, "only", {})
+    return only
+
+
+def _refuse_nothing(results: Mapping[str, dict[int, Given]], num_samples: int) -> None:
+    """Where all the rewards that are asked about a sample give None, each of them is an error."""
+    for i in range(num_samples):
+        asked = [of for of in results.values() if i in of]
+        if all(of[i] is None for of in asked):
+            for of in asked:
+                of[i] = ValueError("gave None, and no other reward judges this sample")
+
+
+def _together(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Given]:
+    """The values of a reward that judges groups, or everything, in the order of the samples."""
+    found: dict[int, Given] = {}
+    keys = [sample.group if reward.per == "group" else 0 for sample in samples]
+    for key in dict.fromkeys(keys):
+        numbers = [i for i, of in enumerate(keys) if of == key]
+        found |= dict(zip(numbers, _attempt_many(reward, [samples[i] for i in numbers]), strict=True))
+    return [found[i] for i in range(len(samples))]
+
+
+def _attempt_many(reward: JudgesTogether, samples: Sequence[Judged]) -> list[Given]:
+    try:
+        given = reward.scores(samples)
+        if given is None:
+            raise ValueError(f"gave None and not a list of {len(samples)} scores")
+        values = list(given)
+        if len(values) != len(samples):
+            raise ValueError(f"gave {len(values)} scores for {len(samples)} samples")
+    except _RAISED as error:
+        return [_error_of(error)] * len(samples)
+    return [_number(value) for value in values]
+
+
+async def _awaited(reward: RewardNode, samples: Sequence[Judged]) -> list[Given]:
+    """Up to `concurrency` scores at once."""
+    limit = getattr(reward, "concurrency", _CONCURRENCY)  # a node without our base class says nothing of it
+    places = asyncio.Semaphore(limit)
+    asyncio.get_running_loop().set_default_executor(threads_on_this_device(limit))  # of `asyncio.to_thread`
+
+    async def attempt(sample: Judged) -> Given:
+        async with places:
+            try:
+                score = cast(Awaitable[float | None], reward.score(sample))
+                return _number(await asyncio.wait_for(score, reward.timeout))
+            except TimeoutError:
+                return TimeoutError(f"took longer than {reward.timeout} s")
+            except _RAISED as error:
+                return _error_of(error)
+
+    return await asyncio.gather(*map(attempt, samples))
+
+
+def _attempt(judge: Judge, sample: Judged) -> Given:
+    try:
+        return _number(judge(sample))
+    except _RAISED as error:
+        return _error_of(error)
+
+
+def _error_of(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(f"called sys.exit({error})")
+
+
+def _number(value: Any) -> Given:
+    """Of a reward that judges many, one value that is no number is an error of that sample alone."""
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return ValueError(f"gave a {type(value).__name__} beyond the range of a float, which is no finite number")
+    except (TypeError, ValueError):
+        return ValueError(f"gave {value!r:.50}, which is no number")
+    return number if math.isfinite(number) else ValueError(f"gave {number}, which is no finite number")
+
+
+def _words(error: Exception) -> str:
+    """A line, cut where it is longer than a person reads. A plain RuntimeError is the helper's, and quotes the reward's
+    own error."""
+    text = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
+    return textwrap.shorten(text, _MOST_WORDS, placeholder=" ...")

@@ -1,1 +1,0 @@
-"""What runs inside the sandbox: plain scripts of the standard library, started by `rewards.sandbox`."""

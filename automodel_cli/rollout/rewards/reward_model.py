@@ -1,0 +1,92 @@
+"""A reward model as a reward: the score that it gives a whole conversation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.rollout.rewards.base import Judged, OnError, Reward
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel(Reward):
+    """The score of a reward model for the conversation with its completion (`automodel rm llm` makes such a folder).
+
+    `folder`: what `AutoModelForSequenceClassification` loads, with one label, and its tokenizer, which renders and
+    tokenises the conversation as rows were for its training. It is read once, by the process that asks first, onto that
+    process's device. `dtype`: what it computes in. `chat_template` as in the data section; the tokenizer's by default.
+    A sample that has no score is left out by default (`on_error`): a score of 0 is no bad one here.
+    """
+
+    on_error: OnError = "skip"
+    """Result where the model gives no score: `skip` leaves the sample out, since 0 is no bad score here."""
+
+    folder: str
+    """Hub id or folder of a sequence classifier with one label, and its tokenizer."""
+    dtype: Dtype = "float32"
+    """Dtype that the reward model computes in."""
+    chat_template: str = "auto"
+    """Template of the reward model's conversations, as in `data.chat_template`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype={self.dtype} is no dtype to compute in", keys=("dtype",), fix="dtype=bfloat16")
+
+    def check(self) -> None:
+        """The folder is a reward model: a run would go on with all its samples left out."""
+        from automodel_cli.models.checkpoint_io.sequence_classifier import check_classifier
+
+        check_classifier(self.folder)
+
+    def warm_up(self) -> None:
+        self._judge()
+
+    def score(self, sample: Judged) -> float:
+        return self._judge()([*sample.messages, {"role": "assistant", "content": sample.completion}])
+
+    def _judge(self) -> Callable[[list[dict[str, Any]]], float]:
+        return _loaded(self.folder, self.dtype, self.chat_template)
+
+
+@functools.cache
+def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[str, Any]]], float]:
+    """From messages to their score."""
+    import numpy as np
+    import torch
+    from transformers import AutoTokenizer
+
+    from automodel_cli.data.chat.chat_template import resolve_chat_template
+    from automodel_cli.data.formats.builtin import FORMATS
+    from automodel_cli.data.preparation.tokenize import EncodeSpec, RowEncoder
+    from automodel_cli.data.row_errors import RowError
+    from automodel_cli.data.tokenized import Encoded, as_ids
+    from automodel_cli.models.checkpoint_io.sequence_classifier import load_classifier
+
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    model: torch.nn.Module = load_classifier(folder, getattr(torch, dtype))
+    model.to(device).requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = resolve_chat_template(chat_template, tokenizer)
+    spec = EncodeSpec(FORMATS["messages"], {}, template, mask="all", turns="whole")
+    encoder = RowEncoder(tokenizer, spec)
+
+    def judge(messages: list[dict[str, Any]]) -> float:
+        (found,) = encoder.encode([{"messages": messages}])
+        if isinstance(found, RowError) and template is not None and not messages[-1]["content"].strip():
+            # no row of a dataset, but something that a model may say, and that must not go unpunished
+            ids: Any = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=False)
+            found = Encoded(as_ids(ids), np.ones(len(ids), np.uint8))
+        if not isinstance(found, Encoded):
+            reason = found.message if isinstance(found, RowError) else "it is no single document"
+            raise ValueError(f"the conversation cannot be rendered: {reason}")
+        ids_1T = torch.from_numpy(found.ids)[None].long().to(device)
+        with torch.no_grad():
+            return float(model(input_ids=ids_1T, use_cache=False).logits[0, 0].float())
+
+    return judge

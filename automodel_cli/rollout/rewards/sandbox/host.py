@@ -1,0 +1,304 @@
+"""Run foreign Python code in processes that can reach nothing: limited in time and memory, and cut off from the
+network, the machine's processes and its files.
+
+What the kernel does is in `linux_isolation.py`: namespaces with an empty root, or Landlock where a machine gives no
+namespaces, and in both cases seccomp. What a machine does not allow is measured once (`isolation`), never assumed. The
+code has the standard library, not the packages of this environment.
+
+A test is judged in another process than the code's (`judge`): the code sees arguments and gives results, and neither
+the test, nor what it expects, nor its verdict is ever in a process that the code runs in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from automodel_cli.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CUT_OFF = ("files", "network", "processes", "memory")
+_INSIDE = Path(__file__).parent
+_OUTPUT_BYTES = 64 * 1024
+_START_SECONDS = 20.0  # for the bootstrap itself on a busy machine; the code's own time starts after it
+_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds of wall clock, bytes of address space and of files. The code has one process, with up to 256 threads and
+    1,024 files, so the first two bound all that it can use of them."""
+
+    seconds: float = 5.0
+    memory_bytes: int = 512 * 2**20
+    file_bytes: int = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the code ended. `returncode` is 128 + n for signal n, None when time ran out. Outputs are cut off."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+    isolation: frozenset[str]
+
+    @property
+    def timed_out(self) -> bool:
+        return self.returncode is None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge says of one test, and why it failed."""
+
+    passed: bool
+    reason: str = ""
+
+
+def run_python(code: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+    """Run `code` as a script of its own in an empty working directory and environment.
+
+    Raises OSError when the sandbox itself could not start.
+    """
+    python = _interpreter()
+    return _run({"code": _process([python, "-I", "-S", "-B", "code"], {"code": code, "stdin": stdin}, limits)})
+
+
+def judge(code: str, test: str, limits: Limits | None = None, entry_point: str | None = None) -> Verdict:
+    """Whether `code` passes `test`, which is Python that raises if not; each in a process of its own.
+
+    `entry_point` is a name that is the code's even if Python has a function of that name. Raises OSError when the
+    sandbox could not start, and ValueError for a test that cannot be run.
+    """
+    limits = limits or Limits()
+    program = [_interpreter(), "-E", "-s", "-S", "-B"]
+    protocol = {"protocol.py": _script("protocol")}
+    task = json.dumps({"code": code, "test": test, "entry_point": entry_point})
+    judging = replace(limits, seconds=2 * limits.seconds + 5)
+    outcome = _run(
+        {
+            "player": _process(
+                [*program, "submission.py"], {**protocol, "submission.py": _script("submission"), "stdin": ""}, limits
+            ),
+            "judge": _process(
+                [*program, "grader.py"], {**protocol, "grader.py": _script("grader"), "stdin": task}, judging
+            ),
+        }
+    )
+    if outcome.timed_out:
+        return Verdict(False, "ran out of time")
+    try:
+        said = json.loads(outcome.stdout)
+    except ValueError:
+        return Verdict(False, f"the judge ended without a verdict: {outcome.stderr[-500:]}")
+    if "broken" in said:
+        raise ValueError(said["broken"])
+    return Verdict("passed" in said, said.get("failed", ""))
+
+
+@functools.cache
+def isolation() -> frozenset[str]:
+    """What foreign code is cut off from on this machine, of `files`, `network`, `processes` and `memory` (beyond its
+    limit). Measured once, on a process of that kind."""
+    try:
+        return run_python("pass").isolation
+    except OSError:
+        return frozenset()
+
+
+def check_memory(memory_mib: int) -> None:
+    """Refuse what a node's `memory_mib` cannot be. Raises ConfigError."""
+    if memory_mib < 64:
+        raise ConfigError(
+            f"memory_mib={memory_mib} must be at least 64: Python itself needs some",
+            keys=("memory_mib",),
+            fix="memory_mib=512",
+        )
+
+
+def require_isolation(*, allow: bool) -> None:
+    """Raise ConfigError where this machine cannot cut foreign code off; warn instead if the user allows that."""
+    lacking = [name for name in _CUT_OFF if name not in isolation()]
+    if not lacking:
+        logger.info("foreign code is cut off from this machine: %s", statement())
+        return
+    what = f"this machine cannot cut foreign code off from {', '.join(lacking)} (its kernel allows: {statement()})"
+    if not allow:
+        raise ConfigError(
+            what,
+            keys=("allow_unisolated",),
+            fix="a machine whose kernel has seccomp, and user namespaces or Landlock (docs/security.md)",
+        )
+    logger.warning("%s; IT RUNS ALL THE SAME (allow_unisolated=true): do not do so with models you do not trust", what)
+
+
+def statement() -> str:
+    """What is enforced on this machine, and by what, in words."""
+    try:
+        found = _run({"code": _process([_interpreter(), "-I", "-S", "-c", "pass"], {"stdin": ""}, None)}, raw=True)
+    except OSError as error:
+        return f"nothing: {error}"
+    how = found.isolation
+    words = {
+        "files": "empty root" if "root" in how else "Landlock" if "landlock" in how else None,
+        "network": " and ".join(w for w, k in (("seccomp", "seccomp"), ("a network namespace", "netns")) if k in how),
+        "processes": " and ".join(w for w, k in (("seccomp", "seccomp"), ("a process namespace", "pidns")) if k in how),
+        "memory": "one process (seccomp) with a limit" if "seccomp" in how else None,
+    }
+    cut = _cut_off(how)
+    return ", ".join(f"{name}: {words[name] if name in cut else 'OPEN'}" for name in words)
+
+
+def _cut_off(how: frozenset[str]) -> frozenset[str]:
+    """What the mechanisms together enforce."""
+    files = "root" in how or {"landlock", "seccomp", "user"} <= how
+    return frozenset(
+        name
+        for name, holds in {
+            "files": files,
+            "network": "seccomp" in how or {"netns", "root"} <= how,
+            "processes": {"pidns", "root"} <= how or ("seccomp" in how and files),
+            "memory": "seccomp" in how,
+        }.items()
+        if holds
+    )
+
+
+@functools.cache
+def _script(name: str) -> str:
+    return (_INSIDE / f"{name}.py").read_text()
+
+
+def _interpreter() -> str:
+    return os.path.realpath(sys.executable)
+
+
+@functools.cache
+def _visible() -> list[str]:
+    """What of the machine's files the code sees: the system's libraries and this interpreter with its own."""
+    own = {sys.base_prefix, os.path.dirname(_interpreter()), sysconfig.get_path("stdlib")}
+    paths = [p for p in _SYSTEM if os.path.lexists(p)]
+    for path in sorted(map(os.path.realpath, own)):
+        if path != "/" and not any(path == p or path.startswith(f"{p}/") for p in paths):
+            paths.append(path)
+    return [*paths, *filter(os.path.exists, _DEVICES)]
+
+
+def _process(program: list[str], files: dict[str, str], limits: Limits | None) -> dict[str, Any]:
+    limits = limits or Limits()
+    return {
+        "program": program,
+        "files": files,
+        "limits": asdict(limits),
+        "visible": _visible(),
+        "devices": list(_DEVICES),
+    }
+
+
+def _run(processes: dict[str, dict[str, Any]], *, raw: bool = False) -> Outcome:
+    """Run the processes to the end of the last one, whose outcome it is. `raw`: name mechanisms, not what they cut
+    off."""
+    last = list(processes)[-1]
+    with (
+        _folder() as folder,
+        tempfile.TemporaryFile() as stdout,
+        tempfile.TemporaryFile() as stderr,  # files, not pipes: what the code leaves running could hold a pipe open
+        tempfile.TemporaryFile() as ignored,
+    ):
+        os.chmod(folder, 0o755)  # the code runs as another user where it can
+        handles = [stdout.fileno(), stderr.fileno(), ignored.fileno()]
+        for name, process in processes.items():
+            mine = (stdout, stderr) if name == last else (ignored, ignored)
+            process |= {"name": name, "stdout": mine[0].fileno(), "stderr": mine[1].fileno(), "inherited": handles}
+        bootstrap = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", str(_INSIDE / "bootstrap.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+            start_new_session=True,
+            pass_fds=handles,
+        )
+        seconds = max(process["limits"]["seconds"] for process in processes.values())
+        said, errors, expired = b"", b"", False
+        try:
+            task = json.dumps({"processes": processes, "folder": folder}).encode()
+            said, errors = bootstrap.communicate(task, timeout=seconds + _START_SECONDS)
+        except subprocess.TimeoutExpired:
+            expired = True
+        finally:
+            _kill(bootstrap)
+        if not said and not expired:
+            raise OSError(
+                f"the sandbox could not start: {errors.decode(errors='replace').strip()[-500:] or 'no answer'}"
+            )
+        report = json.loads(said) if said else {}
+        # what all of them have in common
+        found = [frozenset(report.get(name, {}).get("isolation", ())) for name in processes]
+        common = frozenset.intersection(*found)
+        code = report.get(last, {}).get("returncode")
+        expired = expired or code == -signal.SIGALRM
+        return Outcome(None if expired else code, _text(stdout), _text(stderr), common if raw else _cut_off(common))
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A temporary folder that is removed however its contents were made."""
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """Remove a tree of any depth: what a folder holds moves up before it is removed, so that no path becomes long."""
+    with contextlib.suppress(OSError):
+        number = 0
+        while entries := list(os.scandir(folder)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for name in os.listdir(entry.path):
+                    inner = f"{entry.path}/{name}"
+                    if os.path.isdir(inner) and not os.path.islink(inner):
+                        os.chmod(inner, 0o700)  # a folder without the right to write cannot move
+                        number += 1
+                        os.rename(inner, f"{folder}/.{number}")
+                    else:
+                        os.unlink(inner)
+                os.rmdir(entry.path)
+        os.rmdir(folder)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(_OUTPUT_BYTES).decode(errors="replace")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+if __name__ == "__main__":
+    print(statement())

@@ -1,0 +1,313 @@
+"""One rollout after another: prompts to responses, rewards, advantages and the columns that the objective reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.data.config import answer_checker
+from automodel_cli.data.preparation.prompts import Prompt
+from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
+from automodel_cli.models.config import TeacherConfig
+from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.moe.router_hooks import selectors_of
+from automodel_cli.objectives.base import PolicyObjective
+from automodel_cli.rollout.collection.sample_collector import SampleSource, Seconds
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.engines.base import sample_seed
+from automodel_cli.rollout.engines.sampler.sampling import shaping_of
+from automodel_cli.rollout.minibatches.advantage_estimation import Credit
+from automodel_cli.rollout.minibatches.logprob_scorer import Scorer
+from automodel_cli.rollout.minibatches.prefix_sharing import why_apart
+from automodel_cli.rollout.minibatches.router_replay import RoutingReplay
+from automodel_cli.rollout.monitoring.health_monitor import Alarms, measured_entropies
+from automodel_cli.rollout.monitoring.logprob_check import MAX_NEW_TOKENS, MAX_PROMPTS, check_agreement
+from automodel_cli.rollout.monitoring.reward_statistics import counted, mean_reward, of_k_samples
+from automodel_cli.rollout.rewards.base import RewardNode
+from automodel_cli.rollout.rollout_log import RolloutLog, accuracy_of, disagreement, reward_line, sample_table, too_few
+from automodel_cli.rollout.rollout_result import Rollout
+from automodel_cli.rollout.samples import RowPlan, plan_updates
+from automodel_cli.rollout.timers import Idle, Phases
+from automodel_cli.rollout.types import Sample
+from automodel_cli.run.checks.token_ids import num_embeddings, pad_id
+from automodel_cli.run.frozen_models.reference_model import logprobs_of, shaped
+from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
+from automodel_cli.run.heldout_accuracy import Accuracy
+from automodel_cli.training.callback import Callback, Run
+
+if TYPE_CHECKING:
+    from automodel_cli.run.trainer import Session
+    from automodel_cli.training.callback import Number
+
+_HELD_OUT = 0
+"""The step in the seeds of samples to held-out prompts: the same ones at each validation."""
+
+
+class Rollouts(Callback):
+    """What GRPO has besides a session: an engine, rewards, and a reference model where the objective needs one. Of the
+    run's callbacks the one that measures held-out prompts, and that keeps what was drawn ahead. Collective to build.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: RolloutConfig,
+        rewards: Mapping[str, RewardNode],
+        objective: PolicyObjective,
+        teacher: TeacherConfig | None = None,
+        reference_update: ReferenceUpdate | None = None,
+    ):
+        self.session, self.recipe, self.config = session, session.recipe, config
+        self.mesh, self.model = session.mesh, session.model
+        selectors = None
+        if config.replay_routing:
+            of_parts, trust = self.model.parts[0].source_config, self.recipe.model.trust_remote_code
+            selectors = selectors_of(of_parts, trust_remote_code=trust)
+        replay = None if selectors is None else RoutingReplay(session, selectors)
+        judged = teacher is None and not config.played
+        self._rewards = rewards
+        self._source = SampleSource(session, config, rewards, all_judged=judged, selectors=selectors, replay=replay)
+        self._scorer = Scorer(session, config, objective, teacher, reference_update)
+        self._prompts_are_apart = why_apart(session, config, teacher)
+        self._plan = RowPlan(
+            seq_len=self.recipe.data.seq_len,
+            packed=self.recipe.data.packing != "none",
+            pad_multiple=self.recipe.data.pad_multiple,
+            microbatch_size=self.recipe.train.microbatch_size,
+            pad_id=pad_id(session.tokenizer, num_embeddings(self.recipe.model)),
+            fits=session.model.stages.takes,
+            share_prompts=not self._prompts_are_apart,
+        )
+        self._credit = Credit(session, config, objective, self._plan, self._scorer, replay)
+        self.accuracy: dict[str, Accuracy] = {}
+        self._answers: list[Sample] = []
+        self._log = RolloutLog(session.run_dir, session.first_step, is_main=session.is_main)
+        self._told: set[str] = set()
+        self._alarms = Alarms(config.max_new_tokens, measured_entropies(session.run_dir / "metrics.jsonl"))
+        self._phases, self._idle, self._scored = Phases(), Idle(0.0, 0.0), False
+        self.sync(session.first_step)
+        self._check_agreement()
+
+    # -- what the run tells
+
+    @property
+    def about(self) -> list[tuple[str, str]]:
+        """Rows of the header."""
+        shared = "in the update read once for all responses of a group in a row"
+        apart = f"in the update read once for each response: {self._prompts_are_apart}"
+        prompts = ("prompts", apart if self._prompts_are_apart else shared)
+        sampler = getattr(self._source.engine, "about", "") if self.mesh.device.type == "cuda" else ""
+        return [("sampler", sampler), prompts] if sampler else [prompts]
+
+    def on_start(self, run: Run, state: Any) -> None:
+        """Samples that were drawn ahead of the checkpoint are taken instead of drawn again."""
+        self._source.restore(state)
+
+    def on_checkpoint(self, run: Run, step: int) -> Any:
+        """What is drawn and not yet trained on. Collective."""
+        return self._source.state()
+
+    def on_step(self, run: Run, step: int, values: Mapping[str, Number]) -> dict[str, Number]:
+        """Where the time of the step went besides drawing and judging, and how much of it nothing was trained, or
+        asked of servers."""
+        self._phases.end("train")
+        self._phases.end("step")
+        seconds_of = dict(self._phases.taken())
+        idle = self._idle.of_step(seconds_of.pop("step_seconds") + seconds_of["sync_seconds"])
+        found: dict[str, Number] = {**seconds_of, **idle}
+        if (share := self._source.idle_share()) is not None:
+            found["engine_idle_share"] = share
+        passes = {"train": 1}
+        if self._scored:
+            passes["score"] = self.config.passes  # training reads the rows in each pass, scoring in one
+        for name, times in passes.items():
+            if seconds := found.get(f"{name}_seconds"):
+                found[f"{name}_tokens_per_second"] = values["num_tokens"] / (times * seconds)
+        return found
+
+    def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """The mean reward of greedy responses to the held-out prompts, and of more samples; of what could not be judged
+        only the number. Collective."""
+        validation = self.session.data.validation
+        if validation is None:
+            return {}
+        limit = self.recipe.validation.num_batches
+        prompts = validation.prompts
+        if limit is not None:
+            prompts = prompts[: limit * self.recipe.train.microbatch_size * self.mesh.dp_size]
+        mine = list(enumerate(prompts))[self.mesh.dp_rank :: self.mesh.dp_size]
+        requests = [(place, 0, prompt) for place, prompt in mine]
+        answers = self._answers = self._source.judged(requests, self.config.params(greedy=True))
+        more, drawn = self.config.validation_samples, {}
+        if more:
+            requests = [(place, index, prompt) for place, prompt in mine for index in range(more)]
+            seeds = [sample_seed(self.recipe.seed, _HELD_OUT, place, index) for place, index, _ in requests]
+            drawn = of_k_samples(self._source.judged(requests, self.config.validation_params(), seeds))
+        left_out = len(answers) - len(counted(answers))
+        found = {
+            **drawn,
+            "val_reward": mean_reward(answers),
+            **({"val_num_left_out": left_out} if left_out else {}),
+            "val_response_length": statistics.fmean(sample.num_generated for sample in answers),
+        }
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+    def on_end(self, run: Run, succeeded: bool) -> None:
+        """End what generates and judges in other threads and processes."""
+        self._source.close()
+        self._log.close()
+
+    # -- a rollout
+
+    def collect(self, step: int, prompts: Sequence[Sequence[Prompt]]) -> Rollout:
+        """Samples to the prompts of this rank and, with dynamic sampling, to more of them; and their updates.
+
+        With `max_staleness` the former were drawn while steps before this one trained, and as many rollouts ahead are
+        begun as it allows. Further prompts are those of the next rollout drawn ahead; where there is none, the newest
+        weights answer. Collective over all ranks.
+        """
+        began, source = time.perf_counter(), self._source
+        took = source.seconds = Seconds()
+        self._phases.begin("step")
+        dynamic = self.config.dynamic_sampling
+        samples = source.sample(step, prompts)
+        drawn, num_batches = list(samples), 1
+        if dynamic is not None:
+            samples, equal = self._credit.different(samples)
+            while len(samples) < self.config.samples_per_step and num_batches < dynamic.max_batches:
+                more = source.sample(step, self.session.loader.next_step())
+                drawn, num_batches = drawn + more, num_batches + 1
+                different, rest = self._credit.different(more)
+                samples, equal = samples + different, equal + rest
+            if len(samples) < self.config.samples_per_step:
+                self._tell_once("dynamic_sampling", too_few(step, samples, equal, self.config))
+            samples = (samples + equal)[: self.config.samples_per_step]
+        seconds = time.perf_counter() - began
+        self._idle = Idle.of_rollout(seconds, took.reward, draws_elsewhere=source.is_elsewhere)
+        seconds += took.ahead - took.wait  # what was waited for is a part of the drawing
+        source.draw_ahead(step)
+        source.rest(weights_follow=True)
+        learnt = self._credit.learn(samples, self._phases)
+        self._scored = learnt.scored
+        self._phases.begin("train")
+        of_engine = {**getattr(source.engine, "metrics", {}), **learnt.gaps}
+        return Rollout(
+            version=step - 1,
+            samples=samples,
+            advantages_N=learnt.advantages_N,
+            differs_N=learnt.differs_N,
+            trained=learnt.trained,
+            updates=learnt.updates,
+            num_passes=self.config.passes,
+            num_sampled=len(drawn),
+            num_drawn_tokens=sum(sample.num_generated for sample in drawn),
+            seconds=seconds,
+            reward_seconds=took.reward,
+            wait_seconds=source.wait_seconds,
+            of_engine=of_engine,
+        )
+
+    def _tell_once(self, subject: str, text: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            self.session.meter.print(text)
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """Inside, the trainer's log-probs are those that the objective compares with the sampler's."""
+        return self._scorer.as_sampled()
+
+    # -- weights, and how good they are
+
+    def sync(self, version: int) -> None:
+        """Give the engine the weights as they are after step `version`. Collective."""
+        parts = self.model.parts
+        stream = iter_hf_weights(
+            parts,
+            dtype=parts[0].model.dtype,
+            hub_names=self._source.engine.capabilities.hub_names,
+            pp_group=self.model.pp_group,
+        )
+        with self._phases("sync"):
+            self._source.update(stream, version)
+
+    def _check_agreement(self) -> None:
+        """Raise RunError where an engine with weights of its own gives its tokens other log-probs than the trainer.
+        Collective."""
+        if self._source.engine.capabilities.live_weights:
+            return
+        session, loader = self.session, self.session.loader
+        requests, seeds = self._source.requests(session.first_step + 1, loader.peek_step(), loader.position)
+        size = self.config.group_size
+        few = slice(0, size * max(1, MAX_PROMPTS // self.mesh.dp_size), size)  # one sample of each prompt
+        params = self.config.params()
+        params = dataclasses.replace(params, max_new_tokens=min(MAX_NEW_TOKENS, params.max_new_tokens))
+        samples = self._source.responses(requests[few], params, seeds[few])
+        RoutingReplay.check_told(samples)
+        self._source.rest(weights_follow=False)
+        mesh, stages = self.mesh, self.model.stages
+        every = [(number,) for number in range(len(samples))]
+        (update,) = plan_updates(samples, every, 1, self._plan, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+
+        def score(shaping: Shaping) -> list[Tensor]:
+            with shaped(self.model, shaping):
+                return logprobs_of(stages, update.batches, mesh.device)
+
+        limit = self.config.max_logprob_gap
+        check_agreement(update, samples, score, shaping_of(params), limit=limit, tokenizer=session.tokenizer)
+
+    def print_validation(self, when: str) -> None:
+        """The line about held-out prompts before and after training. Collective where they are not yet measured."""
+        session, task = self.session, self.recipe.data.task
+        step = 0 if when == "before" else session.last_step
+        if session.data.validation is None or (when == "before" and session.first_step > 0):
+            return
+        if session.last_validation[0] != step:
+            session.validate(step)
+        elif when == "after" and session.best_restored is not None:
+            session.callbacks.validation(step)  # its answers are those of other weights
+        if line := reward_line(self._answers, when):
+            session.meter.print(line)
+        check = answer_checker(task, (sample.prompt.row for sample in self._answers))
+        if check is not None:
+            self.accuracy[when] = accuracy_of(self._answers, check)
+
+    def _stop_for(self, name: str, step: int, rollout: Rollout) -> None:
+        failed, asked = rollout.failures[name]
+        words = next(s.score.errors[name] for s in rollout.samples if name in s.score.errors)
+        raise RunError(
+            f"step {step}: reward {name} failed on every sample that it should judge ({failed} of {asked}), so nothing "
+            f"is learned from it: {words}",
+            keys=(f"rewards.{name}",),
+            fix=f"mend it (`errors` in {self.session.run_dir / 'rollouts.jsonl'}), or set rewards.{name}.weight=0",
+        )
+
+    def record(self, step: int, rollout: Rollout, measured: Mapping[str, Tensor]) -> None:
+        """Every sample into rollouts.jsonl; a table now and then; a warning where sampler and trainer disagree, or
+        where something has gone wrong for some steps."""
+        self._log.write(step, rollout)
+        meter, config = self.session.meter, self.config
+        if config.show_every is not None and (step == 1 or step % config.show_every == 0):
+            meter.print(sample_table(step, rollout, config.show))
+        values = dict(rollout.unshown)
+        if "entropy" in measured:
+            values["entropy"] = measured["entropy"].item()
+        for sentence in self._alarms.of(values, rollout.failures):
+            meter.print(f"step {step}: {sentence}")
+        counted = {name: of for name, of in rollout.failures.items() if self._rewards[name].weight != 0}
+        if (name := self._alarms.broken(counted)) is not None:
+            self._stop_for(name, step, rollout)
+        if "token_mult_prob_error" in measured:
+            warning = disagreement(measured["token_mult_prob_error"].item(), config.max_mult_prob_error)
+            if warning is not None and not rollout.staleness:
+                meter.print(f"step {step}: {warning}")
+            elif warning is not None:  # stale samples always differ by what the weights have moved
+                reason = "the samples are drawn by older weights, as rollout.max_staleness allows; not said again"
+                self._tell_once("staleness", f"step {step}: {warning} ({reason})")

@@ -1,0 +1,127 @@
+"""Weights by broadcast: rank 0 of the run and the workers of all servers are one `torch.distributed` group.
+
+The servers' side is SGLang's `/init_weights_update_group` and `/update_weights_from_distributed` (0.5.21 and later:
+between `/begin_weight_update` and `/end_weight_update`). What is sent is the same for each server, so several take no
+longer than one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.distributed.process_group import group_beside
+from automodel_cli.rollout.weight_sync.transports import Bucket, Paused, Receiver, Watch, begun, once, posted
+
+if TYPE_CHECKING:
+    from automodel_cli.rollout.http import Server
+
+
+class GroupTransfer:
+    """The trainer is rank 0 of the group, which meets at `address`:`port`; `device` is where it sends from."""
+
+    def __init__(self, address: str, port: int, device: torch.device):
+        self._address, self._port, self._device = address, port, device
+        self._store: dist.TCPStore | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._name = ""
+        self._servers: tuple[str, ...] = ()
+
+    def send(self, receiver: Receiver, buckets: Iterator[Bucket], paused: Paused) -> None:
+        """See `Transfer`."""
+        self.send_to([receiver], buckets, [paused])
+
+    def send_to(self, receivers: Sequence[Receiver], buckets: Iterator[Bucket], paused: Sequence[Paused]) -> None:
+        """See `SharedTransfer`. Where a server was lost, or is back, the others meet in a new group."""
+        servers = [receiver.server for receiver in receivers]
+        with ExitStack() as stack:
+            for pause in paused:
+                stack.enter_context(pause())
+            watch = Watch(servers[0])
+            self._meet(receivers, watch)
+            _asked(servers, watch, "/begin_weight_update", {})
+            try:
+                first = True
+                for bucket in buckets:
+                    about = {
+                        "names": [name for name, _ in bucket],
+                        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                        "shapes": [list(tensor.shape) for _, tensor in bucket],
+                        "group_name": self._name,
+                        "flush_cache": first,  # nothing is computed before the last
+                    }
+                    _asked(servers, watch, "/update_weights_from_distributed", about, partial(self._broadcast, bucket))
+                    first = False
+            except BaseException:
+                for server in servers:  # or none could begin another
+                    with suppress(RunError):
+                        once(server, "/end_weight_update", {})
+                raise
+            _asked(servers, watch, "/end_weight_update", {})
+
+    def _meet(self, receivers: Sequence[Receiver], watch: Watch) -> None:
+        """A group with exactly these servers: the one that is there, or a new one where one was lost or is back."""
+        servers = tuple(receiver.server.url for receiver in receivers)
+        if self._group is not None and servers == self._servers:
+            return
+        limit = timedelta(seconds=receivers[0].server.timeout)
+        if self._store is None:
+            self._store = dist.TCPStore(
+                self._address, self._port, is_master=True, wait_for_workers=False, timeout=limit, multi_tenant=True
+            )
+        for receiver in receivers:
+            with suppress(RunError):  # of a run that was killed in between
+                once(receiver.server, "/end_weight_update", {})
+        self._name, self._servers = f"weights-{uuid.uuid4().hex[:8]}", servers
+        workers = [receiver.num_ranks() for receiver in receivers]
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        bodies = [
+            {
+                "master_address": self._address,
+                "master_port": self._port,
+                "rank_offset": 1 + sum(workers[:number]),
+                "world_size": 1 + sum(workers),
+                "group_name": self._name,
+                "backend": backend,
+            }
+            for number in range(len(workers))
+        ]
+        join = partial(group_beside, self._store, self._name, 1 + sum(workers), backend, limit)
+        posts = [
+            begun(partial(posted, receiver.server, "/init_weights_update_group", body, watch))
+            for receiver, body in zip(receivers, bodies, strict=True)
+        ]
+        self._group = watch.run(join)
+        for post in posts:
+            post.result()
+
+    def _broadcast(self, bucket: Bucket) -> None:
+        assert self._group is not None
+        for _, tensor in bucket:
+            dist.broadcast(tensor.detach().to(self._device).contiguous(), src=0, group=self._group)
+
+
+def _asked(
+    servers: Sequence[Server],
+    watch: Watch,
+    path: str,
+    body: dict[str, Any],
+    ours: Callable[[], None] = lambda: None,
+) -> None:
+    """Every server together, while `ours` is our half."""
+    posts = [begun(partial(posted, server, path, body, watch)) for server in servers]
+
+    def both() -> None:
+        ours()
+        for post in posts:
+            post.result()
+
+    watch.run(both)

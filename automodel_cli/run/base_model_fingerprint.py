@@ -1,0 +1,60 @@
+"""Which weights a run was begun from: what a resumed run reads of them again must be the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.data.storage.checksums import Checksum
+from automodel_cli.models.hub.source import model_files
+
+if TYPE_CHECKING:
+    from automodel_cli.models.config import ModelConfig
+    from automodel_cli.run.recipe import Recipe
+
+_END = 1 << 20  # bytes at each end of a file
+
+
+def begun_from(config: ModelConfig) -> dict[str, str] | None:
+    """The weights that a config names, as a checkpoint keeps them: how it names them, and a fingerprint that does not
+    depend on where they lie (sizes, and the first and last MiB of each file: another training of a model differs in
+    both). None for random weights. Collective.
+    """
+    found: list[dict[str, str] | None] = [None]
+    if config.config is None and dist.get_rank() == 0:
+        keys = ("pretrained", "gguf_file", "revision")
+        named = " ".join(f"model.{key}={value}" for key in keys if (value := getattr(config, key)) is not None)
+        weights = sorted(path for path in model_files(config) if path.suffix not in (".json", ".py"))
+        found = [{"named": named, "fingerprint": _fingerprint(weights)}]
+    dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+    return found[0]
+
+
+def other_weights(recipe: Recipe, mine: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> str | None:
+    """What to tell where a checkpoint is of a run that was begun from other weights than this start names. Raises
+    RunError where they would be read: adapters belong to their base, and a reference is what training began with.
+    """
+    if mine is None or theirs is None or mine["fingerprint"] == theirs["fingerprint"]:
+        return None
+    told = f"the run was begun from {theirs['named']}, and the weights of {mine['named']} are others"
+    if not recipe.reads_loaded_weights:
+        return f"{told}: training goes on from the checkpoint's, and reads none of these"
+    what = "its adapters belong to that model" if recipe.model.lora is not None else "its reference is that model"
+    raise RunError(f"{told}; {what}", keys=("model.pretrained", "model.gguf_file"), fix=theirs["named"])
+
+
+def _fingerprint(files: list[Path]) -> str:
+    digest = Checksum()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_END))
+            file.seek(max(0, size - _END))
+            digest.update(file.read(_END))
+    return digest.hexdigest()

@@ -1,0 +1,44 @@
+"""Which checkpoint of a run a command means: the best, the last, or that of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.config.fix_syntax import word
+from automodel_cli.training.checkpoint.directory import CheckpointDir, step_of
+
+BEST, LAST = "best", "last"
+
+
+def chosen_checkpoint(run_dir: Path, choice: str | None, *, prefers_best: bool = False) -> Path:
+    """Return the folder of a whole checkpoint. `choice`: `best`, `last`, a step, or a checkpoint's name.
+
+    None is the last one, or the best one where the run `prefers_best` and has it. Raises RunError.
+    """
+    folder = CheckpointDir(run_dir / "checkpoints")
+    whole, best = folder.whole(), folder.best()
+    if not whole:
+        raise RunError(f"{run_dir} has no checkpoint", fix=f"automodel resume {word(run_dir)}")
+    if choice is None:
+        return best if prefers_best and best is not None else whole[-1]
+    if choice == LAST:
+        return whole[-1]
+    if choice == BEST:
+        if best is None:
+            raise RunError(
+                f"{run_dir} has no best checkpoint: none was written at a validation",
+                keys=("validation.every", "checkpoint.every"),
+                fix="--checkpoint last",
+            )
+        return best
+    steps = {step_of(path): path for path in whole}
+    wanted = int(number) if (number := choice.removeprefix("step-")).isdigit() else None
+    if wanted in steps:
+        return steps[wanted]
+    known = sorted(step for step in steps if step is not None)
+    near = min(known, key=lambda step: abs(step - wanted)) if wanted is not None else LAST
+    raise RunError(
+        f"{run_dir} has no checkpoint {choice!r}: it has those of the steps {', '.join(map(str, known))}",
+        fix=f"--checkpoint {near}",
+    )

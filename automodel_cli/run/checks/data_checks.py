@@ -1,0 +1,62 @@
+"""What `check` and `submit` know of a run from its data files, before a rank is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.data.preparation.preview import head_problems, most_rows
+
+if TYPE_CHECKING:
+    from automodel_cli.data.config import DataConfig
+    from automodel_cli.training.config import TrainConfig
+    from automodel_cli.training.optimizers.lr_scheduler import ScheduleNode
+
+
+def data_problems(
+    data: DataConfig,
+    train: TrainConfig,
+    lr_scheduler: ScheduleNode,
+    *,
+    global_batch_size: int,
+    preferences: bool,
+    prompts: bool,
+) -> Iterator[ConfigError]:
+    """Data that no format reads, and a schedule that is longer than the data can make the run."""
+    found = list(head_problems(data, preferences=preferences, prompts=prompts))
+    yield from found
+    if not found and (problem := _schedule_problem(data, train, lr_scheduler, global_batch_size)) is not None:
+        yield problem
+
+
+def _schedule_problem(
+    data: DataConfig, train: TrainConfig, lr_scheduler: ScheduleNode, global_batch_size: int
+) -> ConfigError | None:
+    warmup = getattr(lr_scheduler, "num_warmup_steps", None)
+    num_steps = _most_steps(data, train, global_batch_size)
+    if warmup is None or num_steps is None:
+        return None
+    try:
+        warmup(num_steps)
+    except ConfigError as error:
+        key = f"lr_scheduler.{error.keys[0]}"
+        fix = {
+            "lr_scheduler.warmup_steps": "lr_scheduler.warmup_steps=null lr_scheduler.warmup_ratio=0.1",
+            "lr_scheduler.decay_steps": "lr_scheduler.decay_steps=null",
+        }.get(key, error.fix)
+        why = f"; the run has at most {num_steps}" if train.max_steps is None else ""
+        return ConfigError(f"{error.message}{why}", keys=(key,), fix=fix)
+    return None
+
+
+def _most_steps(data: DataConfig, train: TrainConfig, global_batch_size: int) -> int | None:
+    """Optimizer steps that the run has at most; None where nothing bounds it."""
+    try:
+        rows = most_rows(data)
+    except DataError:
+        rows = None
+    if rows is None:
+        return train.max_steps
+    return train.num_steps(math.ceil(rows / global_batch_size))

@@ -1,0 +1,196 @@
+"""What a mesh asks of a model, as far as the model's config says it in writing. Nothing is built; no torch.
+
+The config is the YAML's `model.config` or the `config.json` of a local folder. What neither says (a hub id, a family's
+own default) is checked when the model is built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.pipelining.cut.layer_ranges import stage_count
+from automodel_cli.pipelining.cut.layout_string import StageLayout, parse_layout, validate_layout
+from automodel_cli.pipelining.error_keys import as_yaml
+from automodel_cli.pipelining.schedule.schedules import find_schedule
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class Written:
+    """The fields of a model's config and how messages name one; `key` is the setting that they come from."""
+
+    fields: Mapping[str, Any]
+    key: str
+    folder: str | None
+
+    def number(self, names: tuple[str, ...]) -> tuple[str, int] | None:
+        """The first of the names that holds a whole number."""
+        for name in names:
+            value = self.fields.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return name, value
+        return None
+
+    def place(self, name: str) -> str:
+        return f"{self.folder}/config.json" if self.folder else f"model.config.{name}"
+
+    def key_of(self, name: str) -> str:
+        return self.key if self.folder or name not in self.fields else f"{self.key}.{name}"
+
+
+def check_sizes(
+    model: ModelConfig, mesh: MeshConfig, pipeline: PipelineConfig | None, *, has_own_plan: bool = False
+) -> None:
+    """Compare layers with `pp_size`, experts with `ep_size`, and heads with `tp_size` unless a tensor-parallel plan of
+    the user's may leave them whole. Raises ConfigError."""
+    if all((size or 1) == 1 for size in (mesh.pp_size, mesh.ep_size, mesh.tp_size)):
+        return
+    written = written_config(model)
+    if written is None:
+        return
+    if pipeline is not None and (mesh.pp_size or 1) > 1:
+        _check_layers(written, mesh.pp_size or 1, pipeline, model)
+    if (mesh.ep_size or 1) > 1:
+        _check_experts(written, mesh.ep_size or 1)
+    if (mesh.tp_size or 1) > 1 and not has_own_plan:
+        _check_heads(written, mesh.tp_size or 1)
+
+
+def written_config(model: ModelConfig) -> Written | None:
+    """The model's config as far as it is at hand."""
+    if model.config is not None:
+        return Written(_text_fields(model.config), "model.config", None)
+    if model.pretrained is None or model.gguf_file is not None:
+        return None
+    try:
+        fields = json.loads((Path(model.pretrained) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # a hub id, or a folder that the loader will refuse with its own words
+    return Written(_text_fields(fields), "model.pretrained", model.pretrained) if isinstance(fields, dict) else None
+
+
+def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Models of several modalities keep the sizes of their language model in a section of its own."""
+    text = fields.get("text_config")
+    return text if isinstance(text, dict) else fields
+
+
+def _check_layers(written: Written, pp_size: int, pipeline: PipelineConfig, model: ModelConfig) -> None:
+    found = written.number(_LAYERS)
+    if found is None or pipeline.csv is not None or pipeline.module_fqns_per_model_part is not None:
+        return
+    name, num_layers = found
+    assert pipeline.schedule is not None
+    keys = ("mesh.pp_size", written.key_of(name))
+    if pipeline.layout is not None:
+        try:
+            layout = parse_layout(pipeline.layout)
+            validate_layout(layout, pp_size, num_layers, _num_depths(model, layout))
+        except ConfigError as error:
+            raise ConfigError(error.message, keys=("pipeline.layout", *keys), fix=error.fix) from None
+        return
+    kind = find_schedule(pipeline.schedule).kind
+    rounding = pipeline.round_virtual_stages_to_pp_multiple
+    try:
+        with as_yaml():
+            count, per_rank = stage_count(num_layers, pipeline.layers_per_stage, pp_size, kind, rounding)
+    except ConfigError as error:
+        raise ConfigError(error.message, keys=(*error.keys, *keys), fix=error.fix) from None
+    if count > num_layers:
+        fits = max(1, num_layers // per_rank)
+        fix = f"mesh.pp_size={fits}" if fits > 1 else "mesh.pp_size=1 pipeline=null"
+        raise ConfigError(
+            f"mesh.pp_size={pp_size} makes {count} stages, but the model has {num_layers} layers "
+            f"({written.place(name)}), and every stage needs one",
+            keys=keys,
+            fix=fix,
+        )
+
+
+def _num_depths(model: ModelConfig, layout: StageLayout) -> int:
+    """Layers for multi-token prediction, of which a checkpoint has as many as the layout places or is refused later."""
+    if model.mtp is not None:
+        return model.mtp.depths or max(1, layout.count("m"))
+    if layout.count("m"):
+        raise ConfigError(
+            f"it places {layout.count('m')} layers for multi-token prediction (m), which only model.mtp builds",
+            fix="model.mtp={}",
+        )
+    return 0
+
+
+def _check_experts(written: Written, ep_size: int) -> None:
+    found = written.number(_EXPERTS)
+    if found is None:
+        if _is_dense(written.fields):
+            family = written.fields.get("model_type")
+            raise ConfigError(
+                f"mesh.ep_size={ep_size} distributes experts, but {family} is dense: it has none",
+                keys=("mesh.ep_size", written.key_of("model_type")),
+                fix="mesh.ep_size=1",
+            )
+        return
+    name, num_experts = found
+    if num_experts % ep_size:
+        raise ConfigError(
+            f"mesh.ep_size={ep_size} does not divide the {num_experts} experts of the model ({written.place(name)})",
+            keys=("mesh.ep_size", written.key_of(name)),
+            fix=f"mesh.ep_size={math.gcd(num_experts, ep_size)}",
+        )
+
+
+def _check_heads(written: Written, tp_size: int) -> None:
+    """Refuse heads that `tp_size` does not divide, where the family's published plan shards them by columns."""
+    source = _source_of_config(written.fields) or ""
+    sharded = {"num_key_value_heads": "k_proj", "num_attention_heads": "q_proj"}
+    plan = '"layers.*.self_attn.{}": "colwise"'
+    counts = {name: written.fields.get(name) for name, layer in sharded.items() if plan.format(layer) in source}
+    known = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
+    for name, count in known.items():
+        if count % tp_size:
+            sizes = [size for size in range(1, tp_size) if all(of % size == 0 for of in known.values())]
+            raise ConfigError(
+                f"mesh.tp_size={tp_size} does not divide {name}={count} of the model ({written.place(name)}): tensor "
+                "parallelism shards whole heads",
+                keys=("mesh.tp_size", written.key_of(name)),
+                fix=f"mesh.tp_size={max(sizes)}",
+            )
+
+
+def _is_dense(fields: Mapping[str, Any]) -> bool:
+    """Whether nothing in the config, nor in the source of its family's config class, speaks of experts.
+
+    The source is read as text, because importing it imports torch. A family whose class is derived from another's
+    stays undecided.
+    """
+    if any("expert" in name or "moe" in name for name in fields):
+        return False
+    source = _source_of_config(fields)
+    if source is None:
+        return False
+    return "expert" not in source and "moe" not in source and not re.search(r"^from \.\.\w", source, re.M)
+
+
+def _source_of_config(fields: Mapping[str, Any]) -> str | None:
+    """Read the source of the family's config class; None where the library has none of that name."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    family = str(fields.get("model_type", "")).replace("-", "_")
+    path = Path(spec.submodule_search_locations[0]) / "models" / family / f"configuration_{family}.py"
+    if not family.isidentifier() or not path.is_file():
+        return None
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,67 @@
+"""Names of modules and parameters in sections besides `model`: each must be one of the whole model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from automodel_cli.config.name_patterns import NameList, check_entries
+from automodel_cli.distributed.tensor_parallel.plan import custom_plan, wildcard
+from automodel_cli.models import transformers_compat
+from automodel_cli.training.optimizers.nodes import Muon
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from automodel_cli.models.config import ModelConfig
+    from automodel_cli.run.recipe import Recipe
+
+_OF_ADAPTERS = ("lora_A", "lora_B")
+_OF_PARTS = ("value_head", "multi_token")
+
+
+def check_names(recipe: Recipe, hf_config: PretrainedConfig) -> None:
+    """Refuse an entry of `optimizer.adamw_names` or `parallelizer.tp_plan` that no parameter or module has.
+
+    The names are those of the whole model, so every layout refuses the same. Raises ConfigError.
+    """
+    names = _adamw_names(recipe.optimizer)
+    plan = recipe.parallelizer.axis_options().tp_plan
+    if not names and plan is None:
+        return
+    model = _whole(hf_config, recipe.model)
+    if names:
+        _check_adamw_names(names, model)
+    if plan is not None:
+        _check_plan(plan, model)
+
+
+def _whole(hf_config: PretrainedConfig, config: ModelConfig) -> PreTrainedModel:
+    dtype = getattr(torch, config.dtype)
+    return transformers_compat.meta_model(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
+
+
+def _adamw_names(optimizer: Any) -> tuple[str, ...]:
+    """The user's own: the default names those of many families."""
+    if not isinstance(optimizer, Muon):
+        return ()
+    own = tuple(optimizer.adamw_names)
+    return () if own == Muon.adamw_names else own
+
+
+def _check_adamw_names(names: tuple[str, ...], model: PreTrainedModel) -> None:
+    have = [f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)]
+    words = {word for name in have for word in name.split(".") if not word.isdigit()} - {"weight", "bias"}
+    listed = NameList("optimizer.adamw_names", names, "no parameter's name contains")
+    have += [*_OF_ADAPTERS, *_OF_PARTS]
+    check_entries(listed, lambda entry: any(entry in name for name in have), words)
+
+
+def _check_plan(plan: object, model: PreTrainedModel) -> None:
+    styles = plan if isinstance(plan, Mapping) else custom_plan(plan, model)
+    names = {name for name, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    known = {wildcard(name) for name in names if name}
+    listed = NameList("parallelizer.tp_plan", styles, "no module or parameter is called", empty="null")
+    check_entries(listed, lambda entry: entry in names or entry in known, known)

@@ -1,0 +1,109 @@
+"""The ids of a tokenizer beside the rows of the embedding that they select."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.hub.source import hf_config
+
+_MULTIPLE = 64  # of rows: what tensor parallelism and matrix units divide
+
+
+class _Rows(Protocol):
+    def largest_id(self) -> tuple[int, str]: ...
+
+
+class _Prepared(Protocol):
+    @property
+    def train(self) -> Any: ...
+    @property
+    def validation(self) -> Any: ...
+
+
+def num_embeddings(config: ModelConfig) -> int:
+    """Return the number of rows of the model's embedding."""
+    rows: int = hf_config(config).get_text_config().vocab_size
+    return rows
+
+
+def check_prepared(prepared: _Prepared, tokenizer: Any, config: ModelConfig) -> None:
+    """Raise ConfigError where a token of the training or validation rows has no row in the embedding.
+
+    Padding beyond the table is replaced by a token that the table holds: nothing attends to it.
+    """
+    rows = _rows_if_too_few(tokenizer, config)
+    if rows is None:
+        return
+    for name, dataset in (("training", prepared.train), ("validation", prepared.validation)):
+        if dataset is not None:
+            _check(dataset, name, rows, tokenizer, config)
+            if getattr(dataset, "pad_id", 0) >= rows:
+                dataset.pad_id = pad_id(tokenizer, rows)
+
+
+def check_tokens(
+    documents: Sequence[tuple[str, Sequence[int]]], what: str, tokenizer: Any, config: ModelConfig
+) -> None:
+    """Raise ConfigError where a token of `documents` (place, ids) has no row in the embedding."""
+    rows = _rows_if_too_few(tokenizer, config)
+    if rows is not None and documents:
+        _check(_Listed(documents), what, rows, tokenizer, config)
+
+
+def pad_id(tokenizer: Any, num_rows: int) -> int:
+    """Return the tokenizer's padding or end token, whichever comes first and has a row; else 0."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((i for i in candidates if i is not None and i < num_rows), 0)
+
+
+class _Listed:
+    def __init__(self, documents: Sequence[tuple[str, Sequence[int]]]):
+        self._documents = documents
+
+    def largest_id(self) -> tuple[int, str]:
+        return max((max(ids, default=-1), place) for place, ids in self._documents)
+
+
+def _rows_if_too_few(tokenizer: Any, config: ModelConfig) -> int | None:
+    """Return the rows of the embedding where the tokenizer has ids beyond them, else None."""
+    rows = num_embeddings(config)
+    return rows if max(tokenizer.get_vocab().values(), default=-1) >= rows else None
+
+
+def _check(dataset: _Rows, what: str, rows: int, tokenizer: Any, config: ModelConfig) -> None:
+    largest, place = dataset.largest_id()
+    if largest < rows:
+        return
+    token = tokenizer.convert_ids_to_tokens(largest)
+    raise ConfigError(
+        f"token {token!r} of the {what} rows ({place}) has id {largest}, but the embedding has {rows} rows "
+        f"(ids 0 to {rows - 1})",
+        keys=("model.tokenizer", "model.config.vocab_size" if config.config is not None else "model.pretrained"),
+        fix=_fix(max(tokenizer.get_vocab().values()) + 1, config),
+    )
+
+
+def _fix(needed: int, config: ModelConfig) -> str:
+    """Return overrides where they suffice, else a command that writes the model with a longer table."""
+    longer = -(-needed // _MULTIPLE) * _MULTIPLE
+    if config.config is not None:
+        return f"model.config.vocab_size={longer}"
+    own = "" if config.tokenizer is None else "model.tokenizer=null   (the tokenizer that came with the model), or "
+    source = config.pretrained
+    if source is None or config.gguf_file is not None:
+        return own + "model.pretrained=<the model with a longer embedding>"
+    target = f"{Path(source).name}-{longer}-rows"
+    tokenizer = config.tokenizer if isinstance(config.tokenizer, str) else source
+    model, tokens, folder = map(json.dumps, (source, tokenizer, target))
+    code = (
+        "from transformers import AutoModelForCausalLM as M; from transformers import AutoTokenizer as T; "
+        f"m = M.from_pretrained({model}); m.resize_token_embeddings({longer}); m.save_pretrained({folder}); "
+        f"T.from_pretrained({tokens}).save_pretrained({folder})"
+    )
+    return f"{own}python -c {shlex.quote(code)}   (then model.pretrained={target})"

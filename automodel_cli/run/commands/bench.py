@@ -1,0 +1,174 @@
+"""What `automodel bench` does: runs of a config that a stopwatch ends, and what their times say.
+
+A run is the same command that a user types, in a folder of its own that is removed afterwards. Two configs are compared
+in turns (A B, B A, ...), so that a machine that gets slower slows both; every step of a round trains on the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.errors import RunError
+
+_QUIET = (
+    "validation.every=null",
+    "validation.at_start=false",
+    "checkpoint.every=null",
+    "checkpoint.resume=null",
+    "logging.every=1",
+    "logging.display=plain",
+    "logging.trackers=[]",
+    "logging.report=false",
+)
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured: arguments of `automodel finetune llm`, and what to call it."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Measured steps of one run; see `stopwatch.Stopwatch`."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    tokens: list[int]
+    label_tokens: list[int]
+    memory_gib: float
+    ranks: int
+    layout: str
+    device: str
+    breakdown: dict[str, float]
+    mfu: list[float]
+    """Of the steps; empty where the GPU's peak or the model's FLOPs are not known."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def cpu_median(self) -> float:
+        return statistics.median(self.cpu_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.tokens) / sum(self.seconds)
+
+
+def measure(config: Config, *, warmup: int, steps: int, profile: bool) -> Times:
+    """Raises RunError, with the end of what the run said, where it fails."""
+    with tempfile.TemporaryDirectory(prefix="automodel-bench-") as folder:
+        output = Path(folder) / "times.json"
+        watch = (
+            f"callbacks=[{{_target_: automodel_cli.run.commands.benchmark_callback.Stopwatch, output: '{output}', "
+            f"warmup: {warmup}, steps: {steps}, profile: {str(profile).lower()}}}]"
+        )
+        command = [sys.executable, "-m", "automodel_cli", "finetune", "llm", *config.arguments]
+        command += [*_QUIET, f"output_dir={folder}", "run_name=null", watch]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, check=False)
+        if not output.is_file():
+            said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_LAST_LINES:])
+            raise RunError(f"{config.name} could not be measured (exit code {done.returncode}):\n{said}")
+        found = json.loads(output.read_text(encoding="utf-8"))
+        (rows,) = Path(folder).glob("*/metrics.jsonl")
+        steps_of_run = map(json.loads, rows.read_text(encoding="utf-8").splitlines())
+        mfu = [row["mfu"] for row in steps_of_run if warmup < row["step"] <= warmup + steps and row.get("mfu")]
+        return Times(**found, mfu=mfu)
+
+
+def bench(config: Config, *, warmup: int, steps: int, json_file: Path | None) -> int:
+    """Measure one config and print it. Returns 0."""
+    found = measure(config, warmup=warmup, steps=steps, profile=True)
+    print("\n".join(_lines(config.name, found, warmup)))
+    _write(json_file, {"name": config.name, "warmup": warmup, **_as_json(found)})
+    return 0
+
+
+def compare(a: Config, b: Config, *, warmup: int, steps: int, rounds: int, json_file: Path | None) -> int:
+    """Measure two configs in turns and print their ratio. Returns 0."""
+    found: dict[str, list[Times]] = {"A": [], "B": []}
+    for turn in range(rounds):
+        for label in ("AB", "BA")[turn % 2]:
+            config = a if label == "A" else b
+            print(f"round {turn + 1} of {rounds}: {label} ...", file=sys.stderr, flush=True)
+            found[label].append(measure(config, warmup=warmup, steps=steps, profile=turn == 0))
+    for label, config in (("A", a), ("B", b)):
+        print("\n".join(_lines(f"{label}  {config.name}", _joined(found[label]), warmup)) + "\n")
+    pairs = list(zip(found["A"], found["B"], strict=True))
+    same = all(x.tokens == y.tokens and x.label_tokens == y.label_tokens for x, y in pairs)
+    clocks: dict[str, Callable[[Times], float]] = {"wall": lambda t: t.median, "CPU": lambda t: t.cpu_median}
+    ratios = {name: [clock(x) / clock(y) for x, y in pairs] for name, clock in clocks.items()}
+    if found["A"][0].device != "cpu":
+        del ratios["CPU"]
+    for name, of_rounds in ratios.items():
+        middle = statistics.median(of_rounds)
+        print(f"A's {name} time of a step over B's: {middle:.2f} ({_range(of_rounds)} over rounds)")
+    print(_verdict(ratios["CPU" if "CPU" in ratios else "wall"]))
+    if not same:
+        print("their steps do not hold the same numbers of tokens: compare tokens/s, and not for a few percent")
+    sides = {label: [_as_json(times) for times in runs] for label, runs in found.items()}
+    _write(json_file, {"a": a.name, "b": b.name, "same_rows": same, "a_over_b": ratios, **sides})
+    return 0
+
+
+def _verdict(ratios: Sequence[float]) -> str:
+    if min(ratios) > 1:
+        return "B is faster in every round"
+    return "A is faster in every round" if max(ratios) < 1 else "no difference that every round shows"
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def _joined(runs: Sequence[Times]) -> Times:
+    """All steps of several runs; the breakdown is the first one's."""
+
+    def all_of(name: str) -> list[Any]:
+        return [value for run in runs for value in getattr(run, name)]
+
+    lists: dict[str, Any] = {name: all_of(name) for name in ("seconds", "cpu_seconds", "tokens", "label_tokens", "mfu")}
+    return replace(runs[0], memory_gib=max(run.memory_gib for run in runs), **lists)
+
+
+def _lines(name: str, times: Times, warmup: int) -> list[str]:
+    ordered = sorted(times.seconds)
+    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+    rate = times.tokens_per_second
+    lines = [
+        f"{name}: {len(ordered)} steps after {warmup}, {times.ranks} x {times.device} ({times.layout})",
+        f"  step      {times.median:.4g} s median, {low:.4g} to {high:.4g} (10% to 90%)",
+        f"  CPU       {times.cpu_median:.4g} s a step (rank 0's process)",
+        f"  tokens/s  {rate:,.0f}, {rate / times.ranks:,.0f} a rank",
+        f"  memory    {times.memory_gib:.2f} GiB at the peak of a rank",
+    ]
+    if times.mfu:
+        lines.append(f"  MFU       {statistics.median(times.mfu):.1%}")
+    whole = sum(times.breakdown.values())
+    shares = [f"{kind} {seconds / whole:.0%}" for kind, seconds in times.breakdown.items() if whole]
+    return [*lines, f"  one step  {', '.join(shares)}"] if shares else lines
+
+
+def _as_json(times: Times) -> dict[str, Any]:
+    derived = {"median_seconds": times.median, "tokens_per_second": times.tokens_per_second}
+    return {**vars(times), **derived}
+
+
+def _write(path: Path | None, found: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        print(f"written to {path}")

@@ -1,0 +1,20 @@
+"""What `automodel data inspect` prints: rows as a run of this recipe reads them."""
+
+from __future__ import annotations
+
+from automodel_cli.data.preparation.inspect_rows import show, show_prompts
+from automodel_cli.data.preparation.prompts import PreparedPrompts
+from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.run.checks.cross_section_checks import check_exported
+from automodel_cli.run.recipe import Recipe
+
+
+def inspect_data(recipe: Recipe, *, rows: int) -> None:
+    """Print prepared rows with trained tokens marked, or prompts as the model reads them; and the totals."""
+    check_exported(recipe.model)
+    tokenizer = load_tokenizer(recipe.model)
+    prepared = recipe.prepared(tokenizer)
+    if isinstance(prepared, PreparedPrompts):
+        show_prompts(prepared, tokenizer, rows=rows)
+    else:
+        show(prepared, tokenizer, rows=rows)

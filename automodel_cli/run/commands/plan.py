@@ -1,0 +1,116 @@
+"""What `automodel plan` prints: the plan of a recipe on a number of GPUs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.mesh_config import Layout
+from automodel_cli.launch.process_startup import collect_again, hold_garbage
+from automodel_cli.models.hub import bundled_configs
+from automodel_cli.planning.reserve import CARD_GIB, RESERVE_GIB, usable_bytes
+from automodel_cli.run.memory.auto_activation_checkpointing import decided
+from automodel_cli.run.plan_request import plan_request
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+    from automodel_cli.planning.plan import Plan
+    from automodel_cli.planning.report import Traced
+    from automodel_cli.run.recipe import Recipe
+
+
+def print_plan(
+    recipe: Recipe,
+    source: Composed,
+    *,
+    num_gpus: int,
+    memory_gib: float | None,
+    svg: Path | None,
+    trace: Callable[[], Sequence[Traced]] | None = None,
+) -> int:
+    """Returns the exit code. `memory_gib`: of a GPU, None: of one of 80 GB. `trace` measures the memory of every
+    pipeline rank, which is estimated without it. Raises ConfigError where the mesh does not fit the GPUs, or the
+    schedule the step."""
+    memory_gib = CARD_GIB if memory_gib is None else memory_gib
+    layout = _layout(recipe, source, num_gpus)
+    num_microbatches = recipe.train.num_microbatches(layout.dp)
+    if recipe.pipeline is not None:
+        recipe.pipeline.check(layout.pp, num_microbatches)
+    elif svg is not None:
+        raise ConfigError(
+            "--svg draws the timeline of a pipeline, and mesh.pp_size=1 has none",
+            keys=("mesh.pp_size",),
+            fix="mesh.pp_size=2 pipeline=1f1b, or leave --svg out",
+        )
+    hold_garbage()
+    from automodel_cli.planning import report
+    from automodel_cli.planning.plan import make_plan
+
+    collect_again()
+
+    with bundled_configs.preferred():
+        recipe, recomputed = decided(recipe, layout, memory_gib * 2**30)
+        plan = make_plan(plan_request(recipe, layout))
+        export_check = _export_check(recipe, plan)
+    traced = trace() if trace is not None else ()
+    width = shutil.get_terminal_size((120, 24)).columns
+    if recomputed is not None:
+        print(f"recompute: {recomputed}\n")
+    print(report.render(plan, memory_gib=memory_gib, traced=traced, width=width))
+    for line in (_while_it_generates(recipe, plan, memory_gib), recipe.packs_fewer, export_check):
+        if line is not None:
+            print(line)
+    if svg is not None:
+        svg.write_text(report.svg(plan), encoding="utf-8")
+        print(f"\ntimeline written to {svg}")
+    return 0
+
+
+def _while_it_generates(recipe: Recipe, plan: Plan, memory_gib: float) -> str | None:
+    """What stays of the trainer beside servers that share its GPUs: parameters and the optimizer's states."""
+    servers = recipe.generation_servers()
+    if servers is None or not servers.colocated or servers.memory_share is None:
+        return None
+    stays = max(memory.parameters + memory.frozen + memory.optimizer for memory in plan.memory) / 2**30
+    taken = servers.memory_share * memory_gib
+    fits = (stays + taken) * 2**30 <= usable_bytes(memory_gib)
+    verdict = "fits" if fits else "DOES NOT FIT (a smaller rollout.engine.servers.memory_share)"
+    return (
+        f"while it generates, {verdict}: {taken:.1f} GiB of a server (memory_share={servers.memory_share:g}) beside "
+        f"{stays:.1f} GiB of parameters and optimizer and {RESERVE_GIB:g} set aside, of {memory_gib:g} GiB"
+    )
+
+
+def _export_check(recipe: Recipe, plan: Plan) -> str | None:
+    """What the comparison at the end of the run takes from rank 0's host."""
+    import torch
+
+    from automodel_cli.models.checkpoint_io.export_check import host_bytes
+    from automodel_cli.models.hub.source import hf_config
+    from automodel_cli.run.export import NUM_TOKENS
+
+    minutes = recipe.checkpoint.export_check_minutes
+    if not minutes:
+        return None
+    stored = hf_config(recipe.model).dtype if recipe.model.config is None else None
+    dtype = stored if isinstance(stored, torch.dtype) else getattr(torch, recipe.model.dtype)
+    needed = host_bytes(plan.num_parameters * dtype.itemsize) / 2**30
+    flops = 2 * 2 * plan.num_parameters * NUM_TOKENS  # two passes, a product and a sum for each weight
+    return (
+        f"export check: rank 0 reloads the export into {needed:.1f} GiB of host memory and runs it twice on "
+        f"{NUM_TOKENS} tokens (at most {flops / 1e12:.2g} TFLOP) in at most {minutes:g} minutes; the other ranks wait"
+    )
+
+
+def _layout(recipe: Recipe, source: Composed, num_gpus: int) -> Layout:
+    """The mesh on these GPUs; a refusal says where the sizes come from."""
+    try:
+        return recipe.mesh.resolve(num_gpus)
+    except ConfigError as error:
+        keys = [f"mesh.{key}" for key in error.keys]
+        said = [f"{key} ({source.nearest_origin(key)})" for key in keys]
+        fix = error.fix and error.fix.replace(" ranks", " GPUs")
+        raise ConfigError(error.message, keys=keys, origin="; ".join(said), fix=fix) from None

@@ -1,0 +1,226 @@
+"""What `automodel verify` does: a recipe's layouts on a tiny copy of its model, each against one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.launch import fork_server
+from automodel_cli.launch.process_startup import collect_again, hold_garbage
+from automodel_cli.parity import report as parity_report
+from automodel_cli.parity.case_selection import choose_rows, pick, small_attention
+from automodel_cli.parity.cases import Row
+from automodel_cli.parity.option_cases import with_settings
+from automodel_cli.parity.report import Result
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from automodel_cli.config.compose import Composed
+    from automodel_cli.parity.reference import Original
+    from automodel_cli.run.recipe import Recipe
+
+_SECONDS_PER_ROW = 300.0
+_MAY_BE_ROUNDING = 1e-3  # mistakes cost more
+
+
+def verify(recipe: Recipe, source: Composed, *, wanted: Sequence[str], tolerance: float, as_json: bool) -> int:
+    """Returns 0 if every row that this recipe uses gives one process's numbers, else 1.
+
+    Raises ConfigError where the model's config cannot be had, or a small copy of it cannot be built.
+    """
+    fork_server.preload("automodel_cli.parity.compare")
+    fork_server.start_server()  # it imports while this process does
+    hold_garbage()
+    hf_config = _hf_config(recipe, source)
+    collect_again()
+    layouts = choose_rows(recipe.mesh, recipe.parallelizer, recipe.pipeline, recipe.objective)
+    chosen = with_settings(recipe, layouts, hf_config.get_text_config().num_hidden_layers)
+    rows = pick(chosen.rows, wanted)
+    report = _Report(rows, tolerance, as_json, packs=recipe.data.packing != "none")
+    with tempfile.TemporaryDirectory(prefix="automodel-verify-") as folder:
+        copies = _Copies(recipe, hf_config, Path(folder), rows)
+        report.begin(copies.description, chosen.not_covered)
+        refusals = {packed: _packing_refusal(recipe, hf_config, packed) for packed in {row.packed for row in rows}}
+        for row in rows:
+            report.running(row)
+            report.add(_measure(copies.of(row), row, refusals[row.packed], tolerance))
+    return report.end()
+
+
+def _hf_config(recipe: Recipe, source: Composed) -> PretrainedConfig:
+    """The config alone: no weights are read. A refusal says where the model's name comes from."""
+    from automodel_cli.models.hub.source import hf_config
+
+    try:
+        return hf_config(recipe.model)
+    except ConfigError as error:
+        keys = [f"model.{key}" for key in error.keys]
+        said = "; ".join(f"{key} ({source.nearest_origin(key)})" for key in keys)
+        fix = error.fix
+        if recipe.model.pretrained is not None:
+            fix = f"{fix}; a folder that holds nothing but its config.json is enough here"
+        raise ConfigError(error.message, keys=keys, origin=said or None, fix=fix) from None
+
+
+class _Copies:
+    """The small copy of the model, saved, with its numbers in one process, and the one with all its layers, where a row
+    asks for it."""
+
+    def __init__(self, recipe: Recipe, hf_config: PretrainedConfig, folder: Path, rows: Sequence[Row]):
+        self._recipe, self._hf_config, self._folder, self._rows = recipe, hf_config, folder, rows
+        self._made: dict[bool, Original] = {}
+        self.description = ""
+        self.of(Row())
+
+    def of(self, row: Row) -> Original:
+        """The copy on which this row is measured. Raises ConfigError where it cannot be built."""
+        if row.own_layers not in self._made:
+            self._made[row.own_layers] = self._write(row.own_layers)
+        return self._made[row.own_layers]
+
+    def _write(self, own_layers: bool) -> Original:
+        import torch
+
+        from automodel_cli.models import transformers_compat
+        from automodel_cli.models.probes.tiny_model import LAYERS, build_small, shrink
+        from automodel_cli.parity.reference import Original
+
+        recipe, hf_config = self._recipe, self._hf_config
+        trust = recipe.model.trust_remote_code
+        num_layers = hf_config.get_text_config().num_hidden_layers if own_layers else LAYERS
+        small = shrink(hf_config, num_layers=num_layers)
+        small.__dict__.pop("quantization_config", None)  # how the hub stores the weights; the copy has its own, float32
+        small = _untied(small, recipe)
+        try:
+            model = build_small(
+                small,
+                lambda c: transformers_compat.causal_lm(c, dtype=torch.float32, trust_remote_code=trust),
+                seed=recipe.seed,
+            )
+        except Exception as error:  # any class of the library may fail in its own way on sizes it never saw
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ConfigError(
+                f"a small copy of {hf_config.model_type} cannot be built, so nothing can be measured: {reason[:200]}",
+                keys=("model",),
+            ) from error
+        text, size = small.get_text_config(), sum(p.numel() for p in model.parameters())
+        self.description = self.description or (
+            f"{hf_config.model_type}: a random copy with {text.num_hidden_layers} layers of width {text.hidden_size} "
+            f"({size / 1e6:.2f}M parameters), float32, CPU ranks"
+        )
+        return Original.write(
+            self._folder / ("whole" if own_layers else "small"),
+            model,
+            recipe.objective,
+            kinds=sorted({row.packed for row in self._rows if row.own_layers == own_layers} or {True}),
+            attention=small_attention(recipe.model.attention),
+            trust_remote_code=trust,
+        )
+
+
+def _untied(small: PretrainedConfig, recipe: Recipe) -> PretrainedConfig:
+    """The copy's config, with a head of its own where an adapter reaches a tied one: the closed form of the adapter's
+    gradients has one use of each weight."""
+    if recipe.model.lora is None:
+        return small
+    from automodel_cli.models.builder import part_of
+
+    exact = replace(recipe.model.lora, base_quantization="none")
+    part = part_of(copy.deepcopy(small), replace(recipe.model, lora=exact, mtp=None), device="meta")
+    return part.untied(small)
+
+
+def _packing_refusal(recipe: Recipe, hf_config: PretrainedConfig, packed: bool) -> str | None:
+    """Why a run would refuse such rows for this model, if it would."""
+    from automodel_cli.models.packing_support import probe_packing
+
+    try:
+        probe_packing(
+            hf_config,
+            attention=small_attention(recipe.model.attention),
+            rows="packed" if packed else "padded",
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _measure(original: Original, row: Row, refusal: str | None, tolerance: float) -> Result:
+    from automodel_cli.parity.compare import TIMES_ROUNDING, Refused, run_rows
+
+    started = time.monotonic()
+    if refusal is not None:
+        return Result(row, "refused", 0.0, reason=refusal)
+    try:
+        (outcome,) = fork_server.launch(run_rows, row.world_size, original, [row], timeout=_SECONDS_PER_ROW)
+    except fork_server.RankFailure as failure:
+        return Result(row, "FAILED", time.monotonic() - started, reason=str(failure).strip()[-1500:])
+    seconds = time.monotonic() - started
+    if isinstance(outcome, Refused):
+        return Result(row, "refused", seconds, reason=outcome.reason)
+    verdict: parity_report.Verdict = "ok" if outcome.within(*row.bounds(tolerance)) else "WRONG"
+    note = ""
+    of_rounding = row.bounds(max(tolerance, TIMES_ROUNDING * outcome.rounding))
+    if verdict == "WRONG" and outcome.worst < _MAY_BE_ROUNDING and outcome.within(*of_rounding):
+        verdict = "ok"
+        own = f"{outcome.rounding:.1e}"
+        note = f"rounding: the library's own float32 pass in one process is off by {own} on this copy"
+    return Result(row, verdict, seconds, outcome.loss, outcome.grad_norm, outcome.gradient, outcome.name, note)
+
+
+@dataclass
+class _Report:
+    """Prints rows as they come; with `as_json` one object at the end, and the rows to stderr. `packs`: whether the
+    recipe does; that the other kind of rows is refused is no failure of the recipe.
+    """
+
+    rows: Sequence[Row]
+    tolerance: float
+    as_json: bool
+    packs: bool
+    results: list[Result] = field(default_factory=list)
+    description: str = ""
+    without: Sequence[str] = ()
+
+    def begin(self, description: str, without: Sequence[str]) -> None:
+        self.description, self.without = description, without
+        self._say(description)
+        self._say("relative differences to the library's own model in one process, one document at a time\n")
+        self._say(parity_report.header(self.rows))
+
+    def running(self, row: Row) -> None:
+        if sys.stderr.isatty():
+            print(f"{len(self.results) + 1} of {len(self.rows)}: {row} ...", end="", file=sys.stderr, flush=True)
+
+    def add(self, result: Result) -> None:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self.results.append(result)
+        self._say(parity_report.line(result, self.rows))
+
+    def end(self) -> int:
+        passed = all(self._passes(result) for result in self.results)
+        passed = passed and any(result.verdict == "ok" for result in self.results)
+        if self.as_json:
+            more = {"model": self.description, "not_covered": list(self.without)}
+            print(json.dumps(parity_report.as_json(self.results, self.tolerance, passed=passed, **more), indent=2))
+        self._say("\n" + parity_report.summary(self.results, self.tolerance, passed=passed))
+        for setting in self.without:
+            self._say(f"not covered: {setting}")
+        return 0 if passed else 1
+
+    def _passes(self, result: Result) -> bool:
+        return result.verdict == "ok" or (result.verdict == "refused" and result.row.packed != self.packs)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr if self.as_json else sys.stdout, flush=True)

@@ -1,0 +1,268 @@
+"""What a run learnt as a folder that others load: written, compared with the trained model, put in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.config.fix_syntax import word
+from automodel_cli.distributed import process_group
+from automodel_cli.models.checkpoint_io.export import (
+    LAST,
+    MARK,
+    discard_staged,
+    export_hf,
+    is_first_rank,
+    publish,
+    rounds_weights,
+    staging,
+    trained_values,
+)
+from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, Unfinished, measure
+from automodel_cli.models.lora import adapters_off, save_adapters
+from automodel_cli.run.memory.host_memory import available_bytes
+
+if TYPE_CHECKING:
+    from automodel_cli.data.preparation.dataset import PackedDataset
+    from automodel_cli.run.model_builder import Model
+    from automodel_cli.run.recipe import Recipe
+
+_NUM_PROMPTS, _PROMPT_TOKENS = 8, 128
+NUM_TOKENS = _NUM_PROMPTS * _PROMPT_TOKENS
+"""Most tokens that are compared."""
+_NUM_SCORES = 32  # a row has one score, but a log-prob for each token
+_LOW_SHARE = 0.8
+_LOAD_MINUTES = 60.0  # that the other ranks wait besides, while rank 0 reads the export
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How the comparison ended. `agreement` is None where it did not: `reason` is why, `problem` what is wrong."""
+
+    agreement: Agreement | None = None
+    reason: str | None = None
+    problem: str | None = None
+
+    @property
+    def verified(self) -> bool:
+        return self.reason is None and self.problem is None
+
+
+def export_and_verify(
+    recipe: Recipe,
+    model: Model,
+    tokenizer: Any,
+    rows: PackedDataset,
+    folder: Path,
+    summary: str,
+    checkpoint: Path | None = None,
+) -> str:
+    """Write the folder (adapters also apart, in `adapter/`), reload it with stock transformers, compare, put in place.
+
+    Whatever happens, an older export in `folder` stays until a whole new one replaces it. An export that does not agree
+    is kept as `<folder>-unverified`, with its figures in `unverified.json`. `checkpoint`: the newest one, for the
+    messages. Collective. Returns what the comparison found, in words. Raises RunError when the two do not agree, or the
+    disk is full or read-only.
+    """
+    folder = folder.resolve()
+    written = folder
+    try:
+        written = staging(folder) if is_first_rank() else folder
+        _write(recipe, model, tokenizer, written, _title(folder), summary, rows.taught_stops())
+        checked = _compare(recipe, model, rows, written)
+        if is_first_rank():
+            if not checked.verified:
+                _mark(written, checked)
+            publish(written, folder if checked.problem is None else _unverified(folder))
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RunError(
+            f"the export {folder} could not be written: {reason}; {_what_is_left(checkpoint)}",
+            keys=("output_dir",),
+            fix=f"automodel export {word(folder.parent)} --out another-disk/export" if checkpoint else None,
+        ) from error
+    except Exception:  # whatever it was, what is written whole is kept
+        if is_first_rank() and written != folder and (written / LAST).exists():
+            publish(written, _unverified(folder))
+        raise
+    finally:
+        if is_first_rank():
+            discard_staged(folder)
+    if checked.problem is not None:
+        raise RunError(
+            f"the export does not compute what was trained: {checked.problem}. It is kept in {_unverified(folder)}, "
+            f"marked by {MARK}; {_what_is_left(checkpoint)}",
+            fix="compare it with your own evaluation, and report this with the config.yaml and report.html of the run",
+        )
+    return _in_words(recipe, checked)
+
+
+def _unverified(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-unverified")
+
+
+def _what_is_left(checkpoint: Path | None) -> str:
+    return "there is no checkpoint" if checkpoint is None else f"the checkpoint is whole: {checkpoint}"
+
+
+def _title(folder: Path) -> str:
+    return folder.parent.name if folder.name == "export" else folder.name
+
+
+def _write(
+    recipe: Recipe, model: Model, tokenizer: Any, folder: Path, title: str, summary: str, stop_ids: Sequence[int]
+) -> None:
+    export_hf(
+        model.parts,
+        recipe.model,
+        tokenizer,
+        folder,
+        title=title,
+        summary=summary,
+        pp_group=model.pp_group,
+        as_classifier=recipe.as_classifier,
+        stop_ids=stop_ids,
+        trained=True,
+    )
+    if recipe.model.lora is not None and not recipe.as_classifier:  # adapters alone have no score
+        save_adapters(
+            model.parts,
+            recipe.model.lora,
+            folder / "adapter",
+            base_model=recipe.model.pretrained or recipe.model.gguf_file or "",
+            write=is_first_rank(),
+            pp_group=model.pp_group,
+        )
+
+
+def _compare(recipe: Recipe, model: Model, rows: PackedDataset, folder: Path) -> Checked:
+    """Run the trained model on some rows, then the export on rank 0. Collective; every rank gets the same answer."""
+    minutes = recipe.checkpoint.export_check_minutes
+    if not minutes:
+        return Checked(reason="checkpoint.export_check_minutes=0")
+    count = _NUM_SCORES if recipe.as_classifier else _NUM_PROMPTS
+    prompts = [rows.tokens(row)[0][:_PROMPT_TOKENS].tolist() for row in range(min(count, len(rows)))]
+    score = model.values if recipe.as_classifier else model.score
+    with _most_exact(recipe, model) as arithmetic:
+        ours = trained_values(model.parts, prompts, score)
+        base = _without_adapters(recipe, model, prompts, score)
+    precision = Precision(arithmetic, rounds_weights(model.parts))
+    compare = partial(
+        measure,
+        folder,
+        prompts,
+        precision=precision,
+        trust_remote_code=recipe.model.trust_remote_code,
+        as_classifier=recipe.as_classifier,
+        device=model.mesh.device,
+        available_bytes=available_bytes(),
+        seconds=60 * minutes,
+    )
+    work = partial(_judged, compare, ours, base, _compared(recipe), precision)
+    with _all_threads(model.mesh.device):
+        return process_group.from_first_rank(work, timedelta(minutes=minutes + _LOAD_MINUTES))
+
+
+def _judged(
+    compare: Callable[..., Agreement],
+    ours: list[torch.Tensor],
+    base: list[torch.Tensor] | None,
+    compared: str,
+    precision: Precision,
+) -> Checked:
+    try:
+        found = compare(ours, base=base)
+        if found.passed:
+            return Checked(found)
+        problem = _described(found, compared, precision)
+        if base is not None and compare(base).passed:
+            problem = f"it computes what the model computes without its adapters: {problem}"
+        return Checked(found, problem=problem)
+    except Unfinished as error:
+        return Checked(reason=str(error))
+    except RunError as error:
+        return Checked(problem=error.message)
+    except Exception as error:  # a forward of the library may fail in any way; the export is whole all the same
+        return Checked(reason=f"its forward failed, {type(error).__name__}: {error}")
+
+
+def _without_adapters(recipe: Recipe, model: Model, prompts: list[list[int]], score: Any) -> list[torch.Tensor] | None:
+    """The same of the base model, by which a dropped adapter is recognized."""
+    if recipe.model.lora is None or recipe.as_classifier:
+        return None
+    with adapters_off([part.model for part in model.parts]):
+        return trained_values(model.parts, prompts, score)
+
+
+def _described(found: Agreement, compared: str, precision: Precision) -> str:
+    (prompt, token), (ours, theirs) = found.place, found.values
+    share = "" if found.share is None else f"it has {found.share:.0%} of what the adapters changed; "
+    return (
+        f"{share}"
+        f"mean |{compared} difference| {found.mean:.1e} over {found.num_values} values, allowed "
+        f"{found.mean_allowed:.1e}; 99% of them below {found.tail:.1e}, allowed {found.tail_allowed:.1e}; the largest "
+        f"is in row {prompt} of the training data at token {token + 1}: trained {ours:.4f}, export {theirs:.4f} "
+        f"(trained side in {_name(precision.arithmetic)})"
+    )
+
+
+def _in_words(recipe: Recipe, checked: Checked) -> str:
+    if checked.agreement is None:
+        return f"not compared with the trained model: {checked.reason}"
+    found = checked.agreement
+    words = f"reloaded with transformers, max |{_compared(recipe)} difference| {found.worst:.1e}, mean {found.mean:.1e}"
+    if found.share is not None and found.share < _LOW_SHARE:
+        words += (
+            f"; rounding took {1 - found.share:.0%} of what the adapters changed (the base with adapter/ has all of it)"
+        )
+    return words
+
+
+def _compared(recipe: Recipe) -> str:
+    return "score" if recipe.as_classifier else "log-prob"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _mark(folder: Path, checked: Checked) -> None:
+    found = None if checked.agreement is None else asdict(checked.agreement)
+    content = {"reason": checked.problem or checked.reason, "found": found}
+    (folder / MARK).write_text(json.dumps(content, indent=2) + "\n")
+
+
+@contextmanager
+def _most_exact(recipe: Recipe, model: Model) -> Iterator[torch.dtype]:
+    """Inside, the trained side computes in float32 on a CPU, where its strategy can. On a GPU it stays as it was:
+    memory is short at the end of a run, and fast kernels take 16 bits only. Gives the dtype of its products."""
+    if recipe.compute_dtype == torch.float32 or model.mesh.device.type != "cpu":
+        yield recipe.compute_dtype
+        return
+    if recipe.parallelizer.autocast_dtype is not None or recipe.model.transformer_engine is not None:
+        yield recipe.compute_dtype
+        return
+    with model.stages.in_float32() as changed:
+        yield torch.float32 if changed else recipe.compute_dtype
+
+
+@contextmanager
+def _all_threads(device: torch.device) -> Iterator[None]:
+    """On a host with GPUs the other ranks wait: rank 0 may use their cores."""
+    before = torch.get_num_threads()
+    if device.type == "cuda" and is_first_rank():
+        torch.set_num_threads(max(before, process_group.num_cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,146 @@
+"""The end of a run: what it learnt, in the form that others load, checked; and the pictures and numbers for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.fix_syntax import word
+from automodel_cli.distributed import process_group
+from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.distributed.mesh_config import Layout, MeshConfig
+from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.report.html_page import ShownSample
+from automodel_cli.run.checkpoint_selection import chosen_checkpoint
+from automodel_cli.run.export import export_and_verify
+from automodel_cli.run.heldout_accuracy import Accuracy, Answer, before_and_after
+from automodel_cli.run.memory.auto_activation_checkpointing import decided
+from automodel_cli.run.resumed_schedule import needs_choice
+from automodel_cli.run.startup_summary import step_size
+from automodel_cli.runs.report_page import write_own_page
+from automodel_cli.runs.run_record import summary_of
+from automodel_cli.training.checkpoint.checkpointer import Checkpointer
+
+if TYPE_CHECKING:
+    from automodel_cli.run.recipe import Recipe
+    from automodel_cli.run.trainer import Session
+
+
+def finish(session: Session, accuracy: Mapping[str, Accuracy] = MappingProxyType({})) -> int:
+    """Export and check, write the report, and say what to do next. `accuracy`: on held-out questions, `before` and
+    `after`. Returns the exit code of the run.
+    """
+    session.checkpointer.wait()
+    folder = session.run_dir / "export"
+    with session.meter.pause():
+        found = export_and_verify(
+            session.recipe,
+            session.model,
+            session.tokenizer,
+            session.data.train,
+            folder,
+            _card(session),
+            session.checkpointer.latest(),
+        )
+    if session.best_restored is not None:
+        found += f"; step {session.best_restored}, the best"
+    footer = [("ended", _ended_by(session))]
+    footer += [("export", f"{folder}   {found}")]
+    _record(session, accuracy)
+    if session.is_main and session.recipe.logging.report:
+        footer.append(("report", str(write_own_page(session.run_dir, state="finished"))))
+    footer += [("answer", _shown(after, before)) for after, before in before_and_after(accuracy, 3)]
+    footer.append(("next", _next_commands(session)))
+    session.meter.footer(footer)
+    return 0
+
+
+def export_run(recipe: Recipe, run_dir: Path, output: Path, choice: str | None = None) -> int:
+    """What `automodel export RUN` does, in one process: a checkpoint as a Hugging Face folder, checked.
+
+    `choice`: see `chosen_checkpoint`; None is the newest, and the best one of a run with early stopping.
+    """
+    from automodel_cli.run.model_builder import Model
+
+    whole, _ = decided(dataclasses.replace(recipe, mesh=MeshConfig(), pipeline=None), Layout(), None)
+    tokenizer = load_tokenizer(recipe.model)
+    data = recipe.prepared(tokenizer)
+    with process_group.joined("gloo") as device:
+        model = Model.build(whole, build_mesh(Layout(), device.type))
+        checkpointer = Checkpointer(run_dir, recipe.checkpoint)
+        path = chosen_checkpoint(run_dir, choice, prefers_best=recipe.validation.patience is not None)
+        resumed = checkpointer.load(path, model.parts)
+        summary = f"Exported after step {resumed.step}."
+        found = export_and_verify(whole, model, tokenizer, data.train, output, summary, path)
+    print(f"{path.name} -> {output}\n{found}")
+    return 0
+
+
+def _card(session: Session) -> str:
+    summary = session.meter.summary()
+    lines = [f"- {line.strip()}" for line in session.data.report.lines()[:-1]]
+    lines.append(f"- {session.last_step} steps of {step_size(session)}")
+    if session.best_restored is not None:
+        lines.append(f"- weights of step {session.best_restored}, the best by {session.early_stop.goal.metric}")
+        summary |= session.last_validation[1]
+    for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
+        if summary.get(key) is not None:
+            lines.append(f"- {name}: {summary[key]:.4f}")
+    return "\n".join(lines)
+
+
+def _record(session: Session, accuracy: Mapping[str, Accuracy]) -> None:
+    """Keep final figures and answers in the run's record."""
+    numbers = summary_of(session.meter.summary())
+    early = session.early_stop
+    if early.patience is not None and early.best is not None:
+        numbers[f"best {early.goal.metric}"] = f"{early.best:.4g} (step {early.best_step})"
+    for when, found in accuracy.items():
+        numbers[f"accuracy {when}"] = f"{found.share:.1%}"
+    samples = [
+        ShownSample(after.question, after.completion, before.completion if before else None, after.answer)
+        for after, before in before_and_after(accuracy, 8)
+    ]
+    session.record.describe(numbers=numbers, samples=[dataclasses.asdict(sample) for sample in samples])
+
+
+def _shown(after: Answer, before: Answer | None) -> str:
+    mark = "right" if after.correct else f"wrong, it is {after.answer!r}"
+    said = f"   (before training: {before.completion[:24]!r})" if before else ""
+    return f"{after.question!r} -> {after.completion!r} {mark}{said}"
+
+
+def _next_commands(session: Session) -> str:
+    use = f"automodel chat {word(session.run_dir)}    talks to it; serve, eval and push are others"
+    if session.recipe.as_classifier:
+        target = "automodel_cli.rollout.rewards.reward_model.RewardModel"
+        node = f"{{_target_: {target}, folder: {session.run_dir / 'export'}}}"
+        use = f"automodel grpo llm -c CONFIG 'rewards.model={node}'    rewards samples with it"
+    return "\n".join(
+        [
+            use,
+            f"automodel resume {word(session.run_dir)} {_further(session)}    trains on",
+            "automodel recipes ls    more recipes; `automodel recipes cp` gives you one to edit",
+        ]
+    )
+
+
+def _ended_by(session: Session) -> str:
+    """Return what ended the run, for its last lines."""
+    if session.early_stop.is_over:
+        key = f"validation.patience={session.early_stop.patience}"
+        return f"by {key}, after step {session.last_step}: {session.early_stop}"
+    limit = session.recipe.train.limit(session.loader.steps_per_epoch)
+    return f"by {limit}, after step {session.last_step}"
+
+
+def _further(session: Session) -> str:
+    """Return the overrides with which a resumed run trains on."""
+    if session.early_stop.is_over and session.last_step < session.num_steps:
+        return "validation.patience=null"
+    num_steps = 2 * session.num_steps
+    choice = " train.extend_schedule=restart" if needs_choice(session.recipe, session.schedule, num_steps) else ""
+    return f"train.max_steps={num_steps}{choice}" + (" validation.patience=null" if session.early_stop.is_over else "")

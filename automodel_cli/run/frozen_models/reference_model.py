@@ -1,0 +1,140 @@
+"""Models as they score tokens: under the distribution that was sampled from, and the reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput, HeadRequest
+from automodel_cli.distributed.sharded_module import weights_changed
+from automodel_cli.models.lm_head.sampling_transform import Shaping
+from automodel_cli.models.lora import adapters_off
+from automodel_cli.run.frozen_models.teacher import build_teacher
+from automodel_cli.run.model_builder import Model
+from automodel_cli.training.checkpoint.state_dict import copy_state, model_state
+from automodel_cli.training.stages import Stages
+
+if TYPE_CHECKING:
+    from automodel_cli.models.config import TeacherConfig
+    from automodel_cli.run.frozen_models.reference_sync import ReferenceUpdate
+    from automodel_cli.run.trainer import Session
+
+
+class ReferenceModel:
+    """A context in which the reference model can be run: a frozen copy of the model as it was loaded, or with
+    `without_adapters` the model itself, its adapters switched off; or a `teacher`. Its log-probs are those at
+    `temperature`.
+
+    With `update` it is a frozen copy in any case, with adapters of its own where the model has them; it follows the
+    model after each step that is due, and checkpoints hold what is in it of the model's trained weights.
+
+    Build it before the first step. Collective.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        without_adapters: bool,
+        temperature: float = 1.0,
+        teacher: TeacherConfig | None = None,
+        update: ReferenceUpdate | None = None,
+    ):
+        without_adapters = without_adapters and update is None
+        if teacher is not None:
+            without_adapters = False
+            self._model = build_teacher(session, teacher)
+        else:
+            model = session.model
+            self._model = model if without_adapters else Model.build(session.recipe, session.mesh, frozen=True)
+        self._without_adapters = without_adapters
+        self._shaping = Shaping(temperature)  # no filters: a token that they would drop here has been drawn
+        self._stack = ExitStack()
+        if update is not None:
+            self._follow(session, update)
+
+    def _follow(self, session: Session, update: ReferenceUpdate) -> None:
+        policy, copies = session.model.parts, self._model.parts
+        theirs = copy_state(copies, policy)
+        session.checkpointer.keep("reference", theirs, copies)
+
+        def after(step: int) -> None:
+            if update.due(step):
+                for name, mine in model_state(policy).items():
+                    mix(theirs[name], mine, update.alpha)
+                weights_changed(copies)
+
+        session.after_step.append(after)
+
+    def __enter__(self) -> Stages:
+        self._stack = ExitStack()
+        self._stack.enter_context(shaped(self._model, self._shaping))
+        if self._without_adapters:
+            self._stack.enter_context(adapters_off([part.model for part in self._model.parts]))
+        return self._model.stages
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+
+@torch.no_grad()
+def mix(into: Tensor, other: Tensor, alpha: float) -> None:
+    """`into` becomes alpha x other + (1 - alpha) x into, each rank its shard; numbers that are no fractions are
+    copied."""
+    to, of = (t.to_local() if isinstance(t, DTensor) else t for t in (into, other))
+    if alpha == 1 or not to.is_floating_point():
+        to.copy_(of)
+    else:
+        to.lerp_(of, alpha)
+
+
+def draws_while_training(model: Model) -> bool:
+    """Whether a training forward may use random numbers (dropout, jitter of routers): then it does not score tokens as
+    an evaluation does. By the modules and by the config, of which any such share above 0 counts.
+    """
+    for part in model.parts:
+        if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in part.modules()):
+            return True
+        fields = part.model.config.get_text_config().to_dict()
+        if any(_is_random(name) and isinstance(value, float) and value > 0 for name, value in fields.items()):
+            return True
+    return False
+
+
+def _is_random(name: str) -> bool:
+    return "drop" in name or name.endswith("jitter_noise")
+
+
+def logprobs_of(stages: Stages, batches: Sequence[Batch], device: torch.device) -> list[Tensor]:
+    """Log-probs [B, T] of the labels of every batch, as the model is now. Collective."""
+    return stages.forward([batch.to(device) for batch in batches], lambda output, _: output.logprobs_BT)
+
+
+def fields_of(
+    stages: Stages, batches: Sequence[Batch], device: torch.device, request: HeadRequest, *names: str
+) -> list[tuple[Tensor, ...]]:
+    """These fields of `HeadOutput`, all [B, T], of one pass over every batch. Collective."""
+
+    def asked(output: HeadOutput, _: Batch) -> Tensor:
+        return torch.stack([getattr(output, name) for name in names])
+
+    return [found.unbind() for found in stages.forward([batch.to(device) for batch in batches], asked, request)]
+
+
+@contextmanager
+def shaped(model: Model, shaping: Shaping) -> Iterator[None]:
+    """Inside, the log-probs of `model` are those of the distribution that `shaping` makes of its logits."""
+    before = [part.head.shaping for part in model.parts]
+    for part in model.parts:
+        part.head.shaping = None if shaping == Shaping() else shaping
+    try:
+        yield
+    finally:
+        for part, earlier in zip(model.parts, before, strict=True):
+            part.head.shaping = earlier

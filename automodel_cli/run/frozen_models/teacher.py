@@ -1,0 +1,72 @@
+"""Another, frozen model that a run learns from: its log-probs of the run's own batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import Batch
+from automodel_cli.data.head_output import HeadOutput, HeadRequest
+from automodel_cli.models.config import TeacherConfig
+from automodel_cli.models.hub.source import hf_config
+from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.run.model_builder import Model
+from automodel_cli.training.stages import Stages
+
+if TYPE_CHECKING:
+    from automodel_cli.run.trainer import Session
+
+
+def build_teacher(session: Session, config: TeacherConfig) -> Model:
+    """The teacher, sharded and cut like the student and frozen. Collective. Raises ConfigError where its tokens are not
+    the student's."""
+    model = config.as_model()
+    check_vocabulary(session, config)
+    return Model.build(dataclasses.replace(session.recipe, model=model), session.mesh, frozen=True)
+
+
+def taught(stages: Stages, batches: Sequence[Batch], top_k: int | None, device: torch.device) -> list[Batch]:
+    """The batches, on the device, with the tokens that the teacher thinks likeliest in each label's place and their
+    log-probs (`teacher_ids_BTN`, `teacher_logprobs_BTN`); all tokens of its vocabulary for None. Collective."""
+    request = HeadRequest(topk=num_logits(stages) if top_k is None else top_k)
+
+    def likeliest(output: HeadOutput, _: Batch) -> Tensor:
+        assert output.topk_logprobs_BTK is not None and output.topk_ids_BTK is not None
+        return torch.stack([output.topk_logprobs_BTK.double(), output.topk_ids_BTK.double()])  # ids are exact in it
+
+    given = [batch.to(device) for batch in batches]
+    return [
+        batch.with_columns(teacher_logprobs_BTN=logprobs_BTN.float(), teacher_ids_BTN=ids_BTN.long())
+        for batch, (logprobs_BTN, ids_BTN) in zip(given, stages.forward(given, likeliest, request), strict=True)
+    ]
+
+
+def num_logits(stages: Stages) -> int:
+    """Of the teacher, padded entries of its vocabulary included."""
+    from automodel_cli.models.model_part import ModelPart
+
+    part = next(part for part in stages.parts if isinstance(part, ModelPart))
+    size: int = part.model.config.get_text_config().vocab_size
+    return size
+
+
+def check_vocabulary(session: Session, config: TeacherConfig) -> None:
+    """Ids must mean the same to both. A model without a tokenizer of its own is taken at the size of its vocabulary."""
+    model = config.as_model()
+    sizes = [hf_config(of).get_text_config().vocab_size for of in (session.recipe.model, model)]
+    try:
+        theirs = load_tokenizer(model).get_vocab()
+    except ConfigError:
+        theirs = None
+    if sizes[0] != sizes[1] or (theirs is not None and theirs != session.tokenizer.get_vocab()):
+        raise ConfigError(
+            f"teacher.pretrained={config.pretrained} has other tokens than the student (vocabularies of {sizes[1]:,} "
+            f"and {sizes[0]:,}), so their distributions cannot be compared",
+            keys=("teacher.pretrained",),
+            fix="teacher.pretrained=<a model of the student's family>",
+        )

@@ -1,0 +1,67 @@
+"""`activation_checkpointing: auto`: decided once, before anything is built, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.distributed.compile_modes import AUTO
+from automodel_cli.distributed.mesh_config import Layout
+from automodel_cli.distributed.strategies.base import ParallelizerConfig
+from automodel_cli.run.plan_request import plan_request
+
+if TYPE_CHECKING:
+    from automodel_cli.distributed.mesh import Mesh
+    from automodel_cli.planning.activation_checkpointing import Choice
+    from automodel_cli.run.recipe import Recipe
+
+
+def is_open(recipe: Recipe) -> bool:
+    """Whether the config leaves it to the machine."""
+    return recipe.parallelizer.activation_checkpointing == AUTO
+
+
+def decide(recipe: Recipe, layout: Layout, memory: float | None) -> Choice:
+    """For GPUs of `memory` bytes; None: a CPU, where time is short and memory is not."""
+    from automodel_cli.planning.activation_checkpointing import Choice, choose
+
+    if memory is None:
+        return Choice(False, refused="on a CPU memory is not what is short")
+    if recipe.held_besides is not None:
+        return Choice("full", refused=f"no estimate of {recipe.held_besides}")
+    return choose(plan_request(recipe, layout), memory)
+
+
+def with_choice(recipe: Recipe, choice: Choice) -> Recipe:
+    assert isinstance(recipe.parallelizer, ParallelizerConfig)
+    parallelizer: Any = replace(recipe.parallelizer, activation_checkpointing=choice.mode)
+    if choice.keeps_experts:
+        parallelizer = parallelizer.keeping_experts()
+    return replace(recipe, parallelizer=parallelizer)
+
+
+def decided(recipe: Recipe, layout: Layout, memory: float | None) -> tuple[Recipe, str | None]:
+    """The recipe with a mode in place of `auto`, and a sentence with the numbers; unchanged and None without `auto`."""
+    if not is_open(recipe):
+        return recipe, None
+    choice = decide(recipe, layout, memory)
+    return with_choice(recipe, choice), str(choice)
+
+
+def decided_together(recipe: Recipe, mesh: Mesh) -> tuple[Recipe, str | None]:
+    """The same for a run's ranks: rank 0 decides for the smallest of their GPUs. Collective."""
+    if not is_open(recipe):
+        return recipe, None
+    import torch
+    import torch.distributed as dist
+
+    from automodel_cli.training.metrics.peak_memory import max_over_ranks
+
+    memory = None
+    if mesh.device.type == "cuda":
+        memory = -max_over_ranks(-float(torch.cuda.get_device_properties(mesh.device).total_memory), mesh.device)
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        found = [decide(recipe, mesh.layout, memory)]
+    dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+    return with_choice(recipe, found[0]), str(found[0])

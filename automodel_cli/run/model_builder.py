@@ -1,0 +1,223 @@
+"""The model of a run on this rank: built, cut, parallelised and loaded; what everything else asks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.batch import one_document
+from automodel_cli.data.head_output import HeadOutput, HeadRequest
+from automodel_cli.distributed.expert_parallel import empty_groups
+from automodel_cli.distributed.expert_parallel.apply import experts_modules
+from automodel_cli.distributed.fusion import compiled_regions
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.sharded_module import weights_changed
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention.packed import PACKED
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
+from automodel_cli.models.hub.source import hf_config
+from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.moe.load_balancing import RouterWatch
+from automodel_cli.models.nf4 import packed_layers
+from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
+from automodel_cli.objectives.base import request_of
+from automodel_cli.objectives.segment_reduce import at_last_token
+from automodel_cli.pipelining.build_stages import build_stages
+from automodel_cli.run.checks.module_names import check_names
+from automodel_cli.training.metrics.flops import training_flops_per_token
+from automodel_cli.training.monitors.recompile_monitor import CompileWatch
+from automodel_cli.training.stages import Stages
+from automodel_cli.training.step import StepHook
+
+if TYPE_CHECKING:
+    from automodel_cli.run.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Model:
+    """`stages` runs it; `parts` are this rank's modules as what they are (`Stages` promises modules only)."""
+
+    mesh: Mesh
+    stages: Stages
+    parts: list[ModelPart]
+    num_parameters: int
+    num_trained: int
+    step_hooks: list[StepHook] = field(default_factory=list)
+
+    @classmethod
+    def build(cls, recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Model:
+        """From config to loaded weights under the parallelizer, whole or cut into pipeline stages; see `empty_stages`.
+        Collective."""
+        stages = empty_stages(recipe, mesh, frozen=frozen)
+        device = recipe.parallelizer.parameter_device(mesh.device)
+        for part in _parts(stages):
+            load_weights(part, recipe.model, device=device, buffer_device=mesh.device, seed=recipe.seed)
+        return cls.filled(stages, recipe, mesh)
+
+    @classmethod
+    def filled(cls, stages: Stages, recipe: Recipe, mesh: Mesh) -> Model:
+        """Around `empty_stages` that have since been given their weights. Collective."""
+        parts = _parts(stages)
+        weights_changed(parts)
+        hooks = [
+            *_watch_routers(parts, recipe, mesh),
+            *([CompileWatch()] if compiled_regions.last() or _whole(recipe) else []),
+        ]
+        return cls(mesh, stages, parts, *_count_parameters(parts, mesh), hooks)
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other stages; None for a whole model."""
+        return self.stages.pp_group
+
+    def values(self, rows: list[list[int]]) -> list[Tensor]:
+        """What the value head makes of each row's last token, scalars on the CPU. Collective."""
+        batches = [one_document(ids).to(self.mesh.device) for ids in rows]
+        request = HeadRequest(values=True, logprobs=False)
+        found = self.stages.forward(batches, lambda output, batch: at_last_token(_values(output), batch)[0], request)
+        return [value.cpu() for value in found]
+
+    def score(self, prompts: list[list[int]]) -> list[Tensor]:
+        """Log-probs of each prompt's tokens after the first, `[len - 1]` on the CPU. Collective."""
+        batches = [one_document(ids).to(self.mesh.device) for ids in prompts]
+        scores = self.stages.forward(batches, lambda output, _: output.logprobs_BT[0, :-1])
+        return [score.cpu() for score in scores]
+
+
+def _values(output: HeadOutput) -> Tensor:
+    assert output.values_BT is not None, "this model has no value head"
+    return output.values_BT
+
+
+def flops_per_token(recipe: Recipe, part: ModelPart, context_length: float, num_trained: int) -> float | None:
+    """What training a token takes, recomputation not counted: `training_flops_per_token` of the model that `part` is or
+    is cut from, which trains so many parameters. A head whose logits nobody reads gives values only."""
+    config, head = recipe.model, request_of(recipe.trained_objective)
+    return training_flops_per_token(
+        part.source_config,
+        context_length,
+        frozen_base=config.lora is not None,
+        num_adapter_params=0 if config.lora is None else num_trained,
+        num_depths=0 if part.depth_names is None else len(part.depth_names.depths),
+        num_outputs=None if head.logprobs else int(head.values),
+    )
+
+
+def empty_stages(recipe: Recipe, mesh: Mesh, *, frozen: bool = False) -> Stages:
+    """The model as the config says, probed, cut and under the parallelizer, its parameters still on meta. A `frozen`
+    one is told so before it is sharded, so that no strategy makes room for gradients. Collective. Raises
+    ConfigError."""
+    config = recipe.model
+    _check_compile(recipe, mesh)
+    if config.attention == PACKED:
+        kernel_selection.choose(config.attention_kernel, mesh.device)
+    if recipe.parallelizer.assumes_unpacked:
+        transformers_compat.assume_unpacked()
+    probe_packing(
+        hf_config(config),
+        attention=config.attention,
+        rows=rows_of(recipe),
+        trust_remote_code=config.trust_remote_code,
+    )
+    if mesh.layout.cp > 1:
+        probe_context(hf_config(config), trust_remote_code=config.trust_remote_code)
+    recipe.check_model(hf_config(config))
+    check_names(recipe, hf_config(config))
+    part = build_part(config, request=request_of(recipe.trained_objective))
+    if frozen:
+        part.requires_grad_(False)
+    _check_one_graph(recipe, mesh.device, part)
+    if experts_modules(part) and empty_groups.torch_leaves_garbage(mesh.device, recipe.compute_dtype):
+        transformers_compat.clear_empty_experts()
+    return build_stages(
+        part,
+        mesh,
+        recipe.pipeline,
+        recipe.parallelizer,
+        num_microbatches=recipe.train.num_microbatches(mesh.dp_size),
+    )
+
+
+def _parts(stages: Stages) -> list[ModelPart]:
+    """This rank's parts as what they are."""
+    return [part for part in stages.parts if isinstance(part, ModelPart)]
+
+
+def rows_of(recipe: Recipe) -> Rows:
+    """What a microbatch's rows hold. A row alone needs no padding, unless all are made equally long."""
+    if recipe.data.packing != "none":
+        return "packed"
+    return "whole" if recipe.train.microbatch_size == 1 and recipe.data.pad_to == "longest" else "padded"
+
+
+_ONE_GRAPH = "enable_compile=true with activation_checkpointing=selective is one graph for each layer, and "
+_ONE_GRAPH_KEYS = ("parallelizer.enable_compile", "parallelizer.activation_checkpointing", "model.attention")
+
+
+def _layers_are_one_graph(recipe: Recipe) -> bool:
+    """Each, with packed attention inside."""
+    parallelizer = recipe.parallelizer
+    one_graph = parallelizer.enable_compile is True and parallelizer.activation_checkpointing == "selective"
+    return one_graph and recipe.model.attention == PACKED
+
+
+def _check_one_graph(recipe: Recipe, device: torch.device, part: ModelPart) -> None:
+    """What no flash kernel takes goes to FlexAttention, which the graph of a layer cannot hold."""
+    if not _layers_are_one_graph(recipe) or device.type != "cuda" or recipe.model.attention_kernel == "dense":
+        return
+    dtype = recipe.parallelizer.compute_dtype() or next(part.parameters()).dtype
+    if reason := kernel_selection.why_no_flash_on_cuda(part.model, dtype):
+        raise ConfigError(
+            f"{_ONE_GRAPH}no flash kernel takes {reason}, so that attention is a graph of its own (FlexAttention)",
+            keys=_ONE_GRAPH_KEYS,
+            fix="parallelizer.activation_checkpointing=full, or parallelizer.enable_compile=glue",
+        )
+
+
+def _check_compile(recipe: Recipe, mesh: Mesh) -> None:
+    """Packed attention on the CPU reads document boundaries on the host, where a checkpointed graph may not break."""
+    if not _layers_are_one_graph(recipe):
+        return
+    keys = _ONE_GRAPH_KEYS
+    if recipe.model.attention_kernel == "flex":
+        raise ConfigError(
+            f"{_ONE_GRAPH}attention_kernel=flex is a graph of its own",
+            keys=keys,
+            fix="parallelizer.activation_checkpointing=full, or model.attention_kernel=auto",
+        )
+    if mesh.device.type == "cpu":
+        raise ConfigError(
+            "enable_compile=true with activation_checkpointing=selective cannot run packed attention on the CPU",
+            keys=keys,
+            fix="parallelizer.activation_checkpointing=full, or model.attention=sdpa",
+        )
+
+
+def _whole(recipe: Recipe) -> bool:
+    return recipe.parallelizer.enable_compile is True
+
+
+def _watch_routers(parts: list[ModelPart], recipe: Recipe, mesh: Mesh) -> list[StepHook]:
+    """None for a dense model. Compiled layers are left whole unless the hooks are there to act on training."""
+    moe = recipe.model.moe
+    if _whole(recipe) and not (moe.aux_loss_coef or moe.bias_update_speed):
+        return []
+    watch = RouterWatch(parts, moe, mesh)
+    return [] if watch.is_empty else [watch]
+
+
+def _count_parameters(parts: list[ModelPart], mesh: Mesh) -> tuple[int, int]:
+    """Parameters of the whole model and how many of them are trained; a tied table on two stages counts once."""
+    mine = {name: (p.numel(), p.requires_grad) for part in parts for name, p in part.named_parameters()}
+    mine |= {f"{name}.weight": (layer.num_weights, False) for part in parts for name, layer in packed_layers(part)}
+    everywhere: list[dict[str, tuple[int, bool]]] = [{} for _ in range(mesh.layout.pp)]
+    dist.all_gather_object(everywhere, mine, group=mesh.pp.get_group())
+    found = {name: entry for of_rank in everywhere for name, entry in of_rank.items()}
+    return sum(n for n, _ in found.values()), sum(n for n, trained in found.values() if trained)

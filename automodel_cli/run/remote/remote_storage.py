@@ -1,0 +1,268 @@
+"""Run folders on object storage: what a URL means, what lies there, and how it comes back to this disk.
+
+A run works in a local folder as ever (`local_root`); `run.mirror` copies it to the URL. A checkpoint there is whole if
+and only if it has its metadata file, which is written last and removed first. Torch-free; fsspec is imported only where
+`output_dir` is a URL.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Collection
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.safe_files import open_own, replace
+from automodel_cli.runs.lock import is_held
+from automodel_cli.training.checkpoint.directory import META, CheckpointDir, step_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHECKPOINTS, BEST = "checkpoints", "checkpoints/best"
+MARK = ".storage"
+"""In a local folder: the URL that it is a copy of."""
+_RECORDS = ("config.yaml", "run.json", "metrics.jsonl")
+_DEPTH = 3
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def is_url(folder: str) -> bool:
+    return _URL.match(folder) is not None
+
+
+def check_url(url: str) -> None:
+    """Whether something is installed that reads and writes such URLs; asks nobody. Raises ConfigError."""
+    import fsspec
+
+    protocol = _URL.match(url)
+    assert protocol is not None
+    try:
+        fsspec.get_filesystem_class(protocol[1])
+    except ImportError as error:
+        extra = "'automodel-cli[s3]'" if protocol[1] in ("s3", "s3a") else _package_of(str(error))
+        raise ConfigError(
+            f"output_dir={url} needs a package that is not installed: {error}",
+            keys=("output_dir",),
+            fix=f"pip install {extra}, or output_dir=runs",
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"output_dir={url}: fsspec knows no {protocol[1]}://",
+            keys=("output_dir",),
+            fix="output_dir=runs",
+        ) from error
+
+
+def _package_of(reason: str) -> str:
+    found = re.search(r"[Ii]nstall (?:the )?`?([\w-]+)", reason)
+    return found[1] if found else "the package"
+
+
+def local_root(url: str) -> Path:
+    """Where runs of `output_dir` URL work: a folder of runs/ in the current one that is named after it."""
+    return Path("runs") / re.sub(r"[^\w.-]+", "_", url.rstrip("/"))
+
+
+def reason_of(error: BaseException) -> str:
+    """One line; storage libraries raise whatever they like, often without a text."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A folder at a URL. Methods raise what its file system raises (`reason_of`)."""
+
+    url: str
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        import fsspec
+
+        # Buckets have no folders; a disk has, and makes them where asked to.
+        options = {"auto_mkdir": True} if self.url.startswith(("file://", "local://")) else {}
+        fs, path = fsspec.core.url_to_fs(self.url.rstrip("/"), use_listings_cache=False, **options)
+        return fs, path.rstrip("/")
+
+    def at(self, name: str) -> Remote:
+        return Remote(f"{self.url.rstrip('/')}/{name}")
+
+    def folders(self) -> list[str]:
+        """Names of the entries below, files too; [] where nothing is."""
+        fs, path = self._opened
+        fs.invalidate_cache()
+        try:
+            return [str(entry).rstrip("/").rpartition("/")[2] for entry in fs.ls(path, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def files(self) -> dict[str, int]:
+        """Relative path -> bytes of all files below; {} where nothing is."""
+        fs, path = self._opened
+        fs.invalidate_cache()
+        found = fs.find(path, detail=True).items()
+        return {name[len(path) + 1 :]: int(info["size"] or 0) for name, info in found if name.startswith(f"{path}/")}
+
+    def read(self, name: str) -> bytes:
+        fs, path = self._opened
+        content: bytes = fs.cat_file(f"{path}/{name}")
+        return content
+
+    def written(self, name: str) -> float:
+        """When, in seconds since 1970."""
+        fs, path = self._opened
+        found: datetime = fs.modified(f"{path}/{name}")
+        return found.timestamp()
+
+    def write(self, name: str, content: bytes) -> None:
+        fs, path = self._opened
+        fs.pipe_file(f"{path}/{name}", content)
+
+    def upload(self, source: Path, name: str) -> None:
+        fs, path = self._opened
+        fs.put_file(str(source), f"{path}/{name}")
+
+    def download(self, name: str, target: Path) -> None:
+        """Whole or not at all."""
+        fs, path = self._opened
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            fs.get_file(f"{path}/{name}", str(temporary))
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """A file, or all files below a folder."""
+        fs, path = self._opened
+        fs.rm(f"{path}/{name}", recursive=True)
+
+
+def checkpoints_in(files: Collection[str]) -> dict[str, bool]:
+    """Names of the checkpoints among the files of a run -> whether they are whole, oldest first."""
+    found: dict[str, bool] = {}
+    for file in files:
+        top, _, rest = file.partition("/")
+        name, _, leaf = rest.partition("/")
+        if top == CHECKPOINTS and step_of(Path(name)) is not None:
+            found[name] = found.get(name, False) or leaf == META
+    return dict(sorted(found.items(), key=lambda item: step_of(Path(item[0])) or 0))
+
+
+def newest_in(files: Collection[str]) -> str | None:
+    """The name of the newest whole checkpoint among the files of a run."""
+    return next((name for name, whole in reversed(checkpoints_in(files).items()) if whole), None)
+
+
+def runs_at(url: str) -> list[str]:
+    """The run at `url`, or those below it (sweeps too), as URLs. Raises ConfigError and RunError where it cannot be
+    read."""
+    check_url(url)
+    remote = Remote(url.rstrip("/"))
+    with _readable(url):
+        configs = [name for name in remote.files() if name.rpartition("/")[2] == "config.yaml"]
+    folders = [name.rpartition("/")[0] for name in sorted(configs) if name.count("/") <= _DEPTH]
+    return [remote.at(folder).url if folder else remote.url for folder in folders]
+
+
+def records(url: str, target: Path) -> Path:
+    """What `runs ls` reads of the run at `url`, in a new folder of `target`; with the times at which it was written
+    there. Raises RunError."""
+    remote, folder = Remote(url.rstrip("/")), target / Path(url.rstrip("/")).name
+    with _readable(url):
+        for name in _RECORDS:
+            with suppress(FileNotFoundError):
+                remote.download(name, folder / name)
+                written = remote.written(name)
+                os.utime(folder / name, (written, written))
+    return folder
+
+
+@contextmanager
+def _readable(url: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the storage's library raises
+        raise RunError(
+            f"{url} cannot be read: {reason_of(error)}", fix="credentials and a network that reach it"
+        ) from error
+
+
+def fetch(url: str, wanted: Collection[str] = ()) -> Path:
+    """The local folder of the run at `url`, with what is missing of it; its records come along always.
+
+    `wanted`: "checkpoint" (the newest whole one, and the best) and "export". Where the URL has a newer checkpoint than
+    this disk, its records replace those here; a folder that a run works in is left alone.
+    Raises ConfigError where no run is there, and RunError where it cannot be read.
+    """
+    parent, _, name = url.rstrip("/").rpartition("/")
+    folder, remote = (local_root(parent) / name).resolve(), Remote(url.rstrip("/"))
+    check_url(url)
+    with _alone(folder):
+        if folder.is_dir() and is_held(folder):
+            return folder
+        with _readable(url):
+            files = remote.files()
+            if "config.yaml" not in files:
+                known = [name for name in Remote(parent).folders() if not name.startswith(".")]
+                raise ConfigError(
+                    f"no run at {url}: it has no config.yaml" + (f"; there are {', '.join(known[:5])}" if known else "")
+                )
+            _bring(remote, files, folder, wanted)
+    return folder
+
+
+def _bring(remote: Remote, files: dict[str, int], folder: Path, wanted: Collection[str]) -> None:
+    here = CheckpointDir(folder / CHECKPOINTS)
+    newest, latest = newest_in(files), here.latest()
+    is_newer = newest is not None and (latest is None or (step_of(Path(newest)) or 0) > (step_of(latest) or 0))
+    if "checkpoint" in wanted and is_newer and newest is not None:
+        best = remote.read(BEST).decode() if BEST in files else newest
+        for name in dict.fromkeys([best, newest]):
+            if checkpoints_in(files).get(name) and not (here.path / name).is_dir():
+                _bring_checkpoint(remote, files, here.path, name)
+        if BEST in files and (here.path / best).is_dir():
+            link = here.path / "best"
+            link.unlink(missing_ok=True)
+            link.symlink_to(best)
+    for file in files:
+        top = file.partition("/")[0]
+        if top == CHECKPOINTS or (top == "export" and "export" not in wanted):
+            continue
+        if is_newer or not (folder / file).exists():
+            remote.download(file, folder / file)
+    replace(folder / MARK, remote.url)
+
+
+def _bring_checkpoint(remote: Remote, files: dict[str, int], checkpoints: Path, name: str) -> None:
+    temporary = checkpoints / f"{name}.tmp-{uuid.uuid4().hex[:8]}"
+    try:
+        for file in files:
+            if file.startswith(prefix := f"{CHECKPOINTS}/{name}/"):
+                remote.download(file, temporary / file[len(prefix) :])
+        os.rename(temporary, checkpoints / name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The ranks of one host ask for the same run at the same time: one brings it, the others find it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open_own(folder.parent / f".{folder.name}.fetch", "w") as file:
+        with suppress(OSError):  # no locks here
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,57 @@
+"""How the learning rate of a run goes on that is resumed with another number of steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.training.checkpoint.directory import read_meta
+from automodel_cli.training.optimizers.schedule_plan import SchedulePlan, differ
+
+if TYPE_CHECKING:
+    from automodel_cli.run.recipe import Recipe
+
+KEY = "schedule"
+"""Of the plan in what a checkpoint keeps."""
+_MEANINGS = {
+    "continue": "the rate stays at that of the last step of the old schedule",
+    "restart": "a new schedule over the steps that are left",
+    "stretch": "the schedule as if the run had had this length from its start",
+}
+
+
+def planned(recipe: Recipe, num_steps: int, checkpoint: Path | None) -> tuple[SchedulePlan, str | None]:
+    """Return the schedules of a run of `num_steps`, and what to print where the run has another length than before.
+
+    Raises RunError where the run that goes on had finished its schedule, and the config does not choose.
+    """
+    if checkpoint is None:
+        return SchedulePlan.whole(num_steps), None
+    meta = read_meta(checkpoint)
+    kept, done = meta["extra"].get(KEY), meta["step"]
+    before = SchedulePlan.whole(num_steps) if kept is None else SchedulePlan.from_json(kept)
+    if before.num_steps == num_steps:
+        return before, None
+    how = recipe.train.extend_schedule
+    stretched = before.extended(done, num_steps, "stretch")
+    if not differ(recipe.lr_scheduler, before.extended(done, num_steps, "continue"), stretched, done):
+        return stretched, None
+    if how is None and done >= before.num_steps:
+        choices = "; ".join(f"{name}: {meaning}" for name, meaning in _MEANINGS.items())
+        raise RunError(
+            f"the learning-rate schedule ended with step {before.num_steps}, and the run goes on to step {num_steps}. "
+            f"Choose how: {choices}",
+            keys=("train.extend_schedule", "train.max_steps"),
+            fix="train.extend_schedule=restart, or train.extend_schedule=continue, or train.extend_schedule=stretch",
+        )
+    chosen = how or "stretch"
+    text = f"{chosen} ({_MEANINGS[chosen]}): {before.num_steps} steps before, {num_steps} now"
+    return before.extended(done, num_steps, chosen), text
+
+
+def needs_choice(recipe: Recipe, plan: SchedulePlan, num_steps: int) -> bool:
+    """Return whether a finished run asks how its schedule goes on to `num_steps`."""
+    done = plan.num_steps
+    one, other = (plan.extended(done, num_steps, how) for how in ("continue", "stretch"))
+    return differ(recipe.lr_scheduler, one, other, done)

@@ -1,0 +1,135 @@
+"""What a run says before its first step, and keeps in its record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from automodel_cli import __version__
+from automodel_cli.config import bundled_recipes
+from automodel_cli.config.safe_files import replace
+from automodel_cli.distributed.fusion import compiled_regions
+from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.launch import process_startup
+from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention.packed import PACKED
+from automodel_cli.report.software_versions import environment
+from automodel_cli.run.recipe import Recipe
+from automodel_cli.runs.report_page import SCHEDULE
+
+if TYPE_CHECKING:
+    from automodel_cli.run.trainer import Session
+
+
+def _of_cuda(recipe: Recipe) -> list[tuple[str, str]]:
+    """What was settled for this GPU."""
+    packed = recipe.model.attention == PACKED
+    attention = [("attention", str(kernel_selection.chosen()))] if packed else []
+    return [*attention, ("allocator", process_startup.allocator())]
+
+
+def show_header(session: Session, further: Sequence[tuple[str, str]] = ()) -> None:
+    """Show what is about to run, before the first step, and keep it in the run's record.
+
+    `further` rows: (short label, text).
+    """
+    rows = [*_header_rows(session), *further]
+    session.meter.header(rows)
+    if session.is_main:
+        _describe(session, dict(rows[1:]))
+
+
+def _header_rows(session: Session) -> list[tuple[str, str]]:
+    """What is about to run: (short label, text)."""
+    recipe, model = session.recipe, session.model
+    share = "" if model.num_trained == model.num_parameters else f", {_count(model.num_trained)} trained"
+    num_rows = session.loader.global_batch_size
+    epochs = session.num_steps * num_rows / session.loader.stream.rows_per_epoch
+    steps = f"{session.num_steps} = {epochs:.2f} epochs, by {recipe.train.limit(session.loader.steps_per_epoch)}"
+    ranks = f"{_plural(dist.get_world_size(), 'rank')} on {session.mesh.device.type}"
+    begin = f", from step {session.first_step}" if session.first_step else ""
+    return [
+        ("automodel", f"{__version__}   run {session.run_dir}"),
+        (
+            "config",
+            f"{bundled_recipes.display(session.source.path)}   {_plural(len(session.source.overrides), 'override')}",
+        ),
+        (
+            "model",
+            f"{_model_name(recipe)}   {_count(model.num_parameters)} parameters{share}   {_precision(recipe)}",
+        ),
+        ("layout", f"{ranks}   {_layout(recipe, session.mesh)}"),
+        *([("recompute", session.recomputed)] if session.recomputed else []),
+        *([("glue", compiled_regions.last())] if compiled_regions.last() else []),
+        *(_of_cuda(recipe) if session.mesh.device.type == "cuda" else []),
+        ("data", "\n".join(session.data.report.lines())),
+        ("steps", f"{steps}   {step_size(session)} a step{begin}"),
+        *([("schedule", session.extended)] if session.extended else []),
+    ]
+
+
+def step_size(session: Session) -> str:
+    """Return what one step trains: `8 rows (about 61.3 documents)`."""
+    num_rows, row_name = session.loader.global_batch_size, session.recipe.row_name
+    noun, per_row = session.data.train.units_per_row()
+    number = num_rows * per_row
+    if noun == row_name:
+        return f"{num_rows} {row_name}"
+    if number.is_integer():
+        return f"{num_rows} {row_name} ({number:,.0f} {noun})"
+    digits = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    return f"{num_rows} {row_name} (about {digits} {noun})"
+
+
+def _describe(session: Session, about: Mapping[str, str]) -> None:
+    """Keep `about`, where the run runs and what it reads in its record. Rank 0 only."""
+    device = session.mesh.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    session.record.describe_attempt(
+        first_step=session.first_step, environment=environment(name, session.mesh.layout.world_size)
+    )
+    session.record.describe(
+        recipe=session.recipe.kind,
+        num_steps=session.num_steps,
+        about=dict(about),
+        data={
+            "contents": [list(pair) for pair in session.data.train.contents],
+            "statistics": session.data.train.statistics(),
+        },
+        layout=dataclasses.asdict(session.mesh.layout),
+    )
+    num_microbatches = session.recipe.train.num_microbatches(session.mesh.dp_size)
+    if picture := session.model.stages.schedule_svg(num_microbatches):
+        replace(session.run_dir / SCHEDULE, picture)
+
+
+def _precision(recipe: Recipe) -> str:
+    """What parameters are stored in, and what matrix products run in where that is another dtype."""
+    stored, computed = recipe.model.dtype, str(recipe.compute_dtype).removeprefix("torch.")
+    return stored if computed == stored else f"{stored}, computes in {computed}"
+
+
+def _model_name(recipe: Recipe) -> str:
+    model = recipe.model
+    if model.config is not None:
+        return f"{model.config['model_type']} (random weights)"
+    return "/".join(part for part in (model.pretrained, model.gguf_file) if part)
+
+
+def _layout(recipe: Recipe, mesh: Mesh) -> str:
+    return f"{recipe.parallelizer.name}: {mesh.layout}"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return str(number)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

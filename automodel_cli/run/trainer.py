@@ -1,0 +1,501 @@
+"""One rank's share of a run: everything that exists once processes do, in the order in which it comes to be.
+
+data (before any process group) -> process group and mesh -> run folder -> model -> parallelizer -> weights
+-> optimizer and schedule -> checkpoint, if the run goes on -> meter
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.fix_syntax import word
+from automodel_cli.data.batch import Batch, Columns, unchanged
+from automodel_cli.data.preparation.dataloader import StepLoader
+from automodel_cli.distributed import process_group
+from automodel_cli.distributed.device_threads import on_this_device
+from automodel_cli.distributed.mesh import Mesh, build_mesh
+from automodel_cli.launch import cleanup_timeout, process_startup, rank_errors, rank_process, signals
+from automodel_cli.models.hub import passthrough_tensors
+from automodel_cli.models.tokenizer import load_tokenizer
+from automodel_cli.objectives.base import metrics_of
+from automodel_cli.run import best_checkpoint, resumed_schedule
+from automodel_cli.run.base_model_fingerprint import begun_from, other_weights
+from automodel_cli.run.checks import mixed_dtypes
+from automodel_cli.run.checks.cross_section_checks import check_profile
+from automodel_cli.run.memory import out_of_memory
+from automodel_cli.run.memory.auto_activation_checkpointing import decided_together
+from automodel_cli.run.model_builder import Model, flops_per_token
+from automodel_cli.run.recipe import Recipe
+from automodel_cli.run.remote.remote_sync import mirrored
+from automodel_cli.run.run_directory import copy_of, put_back, records_before, restored, run_folder, take_away
+from automodel_cli.run.shared_directory import require_shared
+from automodel_cli.runs.run_record import RunRecord, summary_of
+from automodel_cli.training.callback import Callbacks
+from automodel_cli.training.checkpoint import rng
+from automodel_cli.training.checkpoint.checkpointer import Checkpointer
+from automodel_cli.training.checkpoint.directory import CheckpointDir
+from automodel_cli.training.config import CheckpointConfig
+from automodel_cli.training.early_stopping import EarlyStop
+from automodel_cli.training.metrics.flops import device_peak_flops
+from automodel_cli.training.metrics.metric_accumulator import shown_metrics
+from automodel_cli.training.metrics.metric_logger import Machine, Meter, Scalar
+from automodel_cli.training.metrics.peak_memory import max_over_ranks, peak_memory_gib
+from automodel_cli.training.monitors.profiling import StepProfiler
+from automodel_cli.training.monitors.straggler import SlowRank
+from automodel_cli.training.monitors.watchdog import HangWatch
+from automodel_cli.training.optimizers.lr_scheduler import build_lr_scheduler
+from automodel_cli.training.optimizers.nodes import build_optimizer
+from automodel_cli.training.optimizers.schedule_plan import extended_factor
+from automodel_cli.training.step import NonFiniteError, StepResult, train_step
+
+if TYPE_CHECKING:
+    from automodel_cli.config.compose import Composed
+
+
+@runtime_checkable
+class AddsColumns(Protocol):
+    """A recipe whose objective reads more than the rows; other recipes need not have `columns`."""
+
+    def columns(self, session: Session) -> Columns:
+        """Return the function that adds those columns. Called once, while the model is as loaded. Collective."""
+
+
+class Session:
+    """What a recipe's loop needs: the next microbatches, one step, and what is due after it. Made by `open_session`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: Composed,
+        data: Any,
+        tokenizer: Any,
+        mesh: Mesh,
+        run_dir: Path,
+        record: RunRecord,
+    ):
+        recipe, self.recomputed = decided_together(recipe, mesh)
+        self.recipe, self.source, self.data, self.tokenizer = recipe, source, data, tokenizer
+        self.mesh, self.run_dir, self.record = mesh, run_dir, record
+        self.is_main = dist.get_rank() == 0
+        self.loader: StepLoader[Any] = StepLoader(
+            data.train,
+            **recipe.rows_of_a_step(),
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            seed=recipe.seed,
+            shuffle=recipe.data.shuffle,
+            prepare=prepared_for(mesh.device),
+        )
+        self.num_steps = recipe.train.num_steps(self.loader.steps_per_epoch)
+        self.checkpointer = Checkpointer(run_dir, _where_to_resume(recipe, source), recipe.validation.goal)
+        self._resumed_from = self.checkpointer.resume_path()
+        self.schedule, self.extended = resumed_schedule.planned(recipe, self.num_steps, self._resumed_from)
+        self.model = Model.build(recipe, mesh)
+        self.after_step: list[Callable[[int], None]] = []
+        self.columns: Columns = recipe.columns(self) if isinstance(recipe, AddsColumns) else unchanged
+        self.optimizer = build_optimizer(recipe.optimizer, self.model.parts)
+        factor = extended_factor(recipe.lr_scheduler, self.schedule)
+        self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps, factor)
+        rng.seed(recipe.seed, dist.get_rank())
+        self._callback_states: Mapping[str, Any] = {}
+        self._begun_from = begun_from(recipe.model)
+        self._other_weights: str | None = None
+        self.last_validation: tuple[int, dict[str, float]] = -1, {}
+        self._owed_to: Path | None = None
+        self.early_stop = EarlyStop(recipe.validation.goal, recipe.validation.patience)
+        self.first_step = self.last_step = self._resume()
+        self.best_restored: int | None = None
+        self.stopped_by, self.has_begun = 0, False
+        self._noticed: int | None = None
+        self.at_exit = ExitStack()
+        self._metrics: dict[str, float] = {}
+        self.meter = Meter(
+            run_dir,
+            recipe.logging,
+            num_steps=self.num_steps,
+            machine=self._machine(),
+            is_main=self.is_main,
+            resume_step=self.first_step,
+            tracked_config=source.public(),
+        )
+        self.watch = HangWatch(recipe.train.step_timeout, run_dir / "logs", lambda: signals.how_to_go_on(run_dir))
+        self.slow_rank = SlowRank()
+        self.profiler = StepProfiler(recipe.logging.profile, run_dir, dist.get_rank())
+        self.callbacks = Callbacks(self, self._callback_states)
+        if self._other_weights:
+            self.print(self._other_weights)
+        if self.is_main and (unclaimed := self.model.parts[0].unclaimed):  # it reads the headers of all files
+            self.print(passthrough_tensors.summary(recipe.model, unclaimed))
+
+    def steps(self) -> Iterator[tuple[int, list[Any]]]:
+        """The number of each step (1-based) and this rank's microbatches, until the run's end or a signal.
+
+        After the body of the loop: what is due (validation, checkpoint), and the agreement of all ranks to stop.
+        """
+        process_startup.collect_again()
+        self.has_begun = True
+        for name in self.callbacks.unclaimed():
+            self.print(f"the state of callback {name} in the checkpoint is dropped: this run does not have it")
+        for name in self.checkpointer.dropped():
+            self.print(f"the {name} in the checkpoint is dropped: that of this run is as it was loaded")
+        self._validate_what_is_owed()
+        self.meter.start()
+        with self.watch:
+            yield from self._steps()
+            if self.early_stop.patience is not None and not self.stopped_by:
+                self._restore_best()
+        self._keep_folder()
+
+    def _steps(self) -> Iterator[tuple[int, list[Any]]]:
+        for step in range(self.first_step + 1, self.num_steps + 1):
+            if self.early_stop.is_over:
+                return
+            self.profiler.before(step)
+            self._noticed = None
+            self.watch.step(step)
+            yield step, self.loader.next_step()
+            self.profiler.after(step)
+            validates = self.recipe.validation.due(step, self.num_steps)
+            # The step has told of the notices that came before its loss was summed; a validation waits for none.
+            self.stopped_by = self._agree_to_stop() if validates or self._noticed is None else self._noticed
+            if validates and not self.stopped_by:
+                self.validate(step)
+                self.stopped_by = self._agree_to_stop()  # it may have taken long, and a notice does not wait
+            self.last_step = step
+            end = step if self.early_stop.is_over else self.num_steps
+            is_best = validates and self.early_stop.improved(step)
+            if self.recipe.checkpoint.due(step, end) or self.stopped_by or is_best:
+                self.save(step)
+            if self.stopped_by:
+                self.meter.print(f"stopped after step {step}; continue with: automodel resume {word(self.run_dir)}")
+                return
+
+    def train(
+        self,
+        step: int,
+        *updates: list[Batch],
+        shown: Mapping[str, Scalar] = MappingProxyType({}),
+        unshown: Mapping[str, Scalar] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        """The optimizer updates of one step (usually one), recorded as one row: the means over updates.
+
+        Returns what the objective measured. `shown` and `unshown` are further columns of the row; the former also stand
+        on the step line. A step that is not finite ends the run with its rows named.
+        """
+        results = [self._update(step, batches) for batches in updates]
+        self._noticed = max((result.notice for result in results), default=None)
+        lr = self.scheduler.get_last_lr()[0]
+        self.scheduler.step()
+        for follow in self.after_step:
+            follow(step)
+        counts = [(b.input_ids_BT.numel(), int(b.num_label_tokens)) for batches in updates for b in batches]
+        local = torch.tensor(counts, dtype=torch.int64).view(-1, 2).sum(0)
+        num_tokens, num_label_tokens = self.mesh.sum_over(self.mesh.dp, local).unbind()
+        metrics = _over_updates([result.metrics for result in results], self.recipe.trained_objective)
+        on_line = shown_metrics(self.recipe.trained_objective)
+        shown = {**shown, **{name: value for name, value in metrics.items() if name in on_line}}
+        unshown = {**{name: value for name, value in metrics.items() if name not in on_line}, **unshown}
+        loss, grad_norm = _mean([r.loss for r in results]), _mean([r.grad_norm for r in results])
+        if results:
+            unshown = {**unshown, **self.slow_rank.add(torch.stack([r.own_seconds for r in results]).sum(0))}
+        counted = {"num_label_tokens": num_label_tokens, "num_tokens": num_tokens}
+        row = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **counted, **shown, **unshown}
+        self.meter.step(
+            step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            **counted,
+            memory_gib=self._memory() if self.meter.due(step) else None,
+            unshown={**unshown, **self.callbacks.step(step, row)},
+            **shown,
+        )
+        if self.is_main and self.meter.due(step) and (found := self.slow_rank.warning()) is not None:
+            rank, text = found
+            self.print(f"rank {rank} on {self.watch.host_of(rank)} is slower than the others: {text}")
+        return metrics
+
+    def _update(self, step: int, batches: list[Batch]) -> StepResult:
+        try:
+            return train_step(
+                self.model.stages,
+                self.columns(batches),
+                self.recipe.trained_objective,
+                self.optimizer,
+                self.mesh,
+                max_grad_norm=self.recipe.train.max_grad_norm,
+                hooks=self.model.step_hooks,
+                notice=lambda: signals.requested() or 0,
+                progress=self.watch.tick,
+                own_seconds=self.watch.own_seconds,
+            )
+        except NonFiniteError as error:
+            raise error.located(step, self.data.train.describe) from error
+
+    def validate(self, step: int) -> None:
+        """Measure and record what says how good the model is: on the validation rows and tasks, if there are any."""
+        if not self._validates:
+            return
+        with self.meter.pause(), self.watch.long("a validation"):
+            self._metrics = self.callbacks.validation(step)
+        self.last_validation = step, self._metrics
+        self.meter.validation(step, **self._metrics)
+        best_checkpoint.count_validation(self.early_stop, step, self._metrics)
+
+    @property
+    def _validates(self) -> bool:
+        return self.data.validation is not None or bool(self.recipe.validation.tasks)
+
+    def _validate_what_is_owed(self) -> None:
+        """The validation of the step at which the run was stopped: a notice to stop does not wait for it."""
+        if self._owed_to is not None:
+            self.validate(self.first_step)
+            self.checkpointer.add_metrics(self._owed_to, self._metrics, {"validated": self.first_step})
+            self._metrics = {}
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of everything the next step depends on."""
+        self._keep_folder()
+        with self.meter.pause(), self.watch.long("a checkpoint"):
+            self.checkpointer.save(
+                step,
+                self.model.parts,
+                self.optimizer,
+                self.scheduler,
+                extra={
+                    "loader": self.loader.state_dict(),
+                    "validated": self.last_validation[0],
+                    "callbacks": self.callbacks.checkpoint(step),
+                    "begun_from": self._begun_from,
+                    "early_stop": self.early_stop.state_dict(),
+                    "taught_stops": list(self.taught_stops),
+                    resumed_schedule.KEY: self.schedule.as_json(),
+                },
+                metrics=self._metrics,
+            )
+        self._metrics = {}
+
+    @property
+    def taught_stops(self) -> Sequence[int]:
+        """The tokens at which the training rows teach the model to stop."""
+        stops: list[int] = self.data.train.taught_stops()
+        return stops
+
+    def _restore_best(self) -> None:
+        """Load the weights of the best checkpoint, which are what the run leaves. Collective."""
+        with self.meter.pause(), self.watch.long("loading the best checkpoint"):
+            loaded = best_checkpoint.load_best(self.checkpointer, self.model.parts, self.last_step)
+        if loaded is not None:
+            self.best_restored = loaded.step
+            self.last_validation = self.last_step, loaded.metrics
+            metric = self.early_stop.goal.metric
+            self.print(f"the weights are those of {loaded.path.name} again, the best by {metric}")
+
+    def _keep_folder(self) -> None:
+        """What can be had again of a run folder that somebody removed, before the model is written into it."""
+        if self.is_main and restored(self.run_dir, self.source):
+            self.meter.write_again()
+            self.print(f"{self.run_dir} was removed while the run went on: its config and metrics are written again")
+
+    def validate_if_due(self, step: int) -> None:
+        """Validate before the first step, where the config asks for it."""
+        if self.recipe.validation.due(step, self.num_steps) and step == 0:
+            self.validate(step)
+
+    def print(self, text: str) -> None:
+        """A line of the run's output, on rank 0."""
+        self.meter.print(text)
+
+    def exit_code(self) -> int:
+        """0, or what a run returns that a signal stopped."""
+        return signals.exit_code(self.stopped_by)
+
+    def _resume(self) -> int:
+        path = self._resumed_from
+        if path is None:
+            return 0
+        resumed = self.checkpointer.load(path, self.model.parts, self.optimizer, self.scheduler)
+        theirs = resumed.extra.get("begun_from")
+        self._other_weights = other_weights(self.recipe, self._begun_from, theirs)
+        self._begun_from = theirs or self._begun_from
+        self.loader.load_state_dict(resumed.extra["loader"])
+        self._callback_states = resumed.extra.get("callbacks", {})
+        if (counted := resumed.extra.get("early_stop")) is not None:
+            self.early_stop.load_state_dict(counted)
+        owed = self.recipe.validation.due(resumed.step, self.num_steps) and resumed.extra["validated"] != resumed.step
+        self._owed_to = path if owed and self._validates else None
+        return resumed.step
+
+    def _agree_to_stop(self) -> int:
+        """The signal that any rank received, 0 for none, the same on all ranks. Collective; where a step has been
+        taken, its loss has brought the answer along."""
+        return int(max_over_ranks(signals.requested() or 0, self.mesh.device))
+
+    def _memory(self) -> float:
+        return max_over_ranks(peak_memory_gib(self.mesh.device), self.mesh.device)
+
+    def _machine(self) -> Machine:
+        model, length = self.model, self.data.train.mean_context()
+        flops = flops_per_token(self.recipe, model.parts[0], length, model.num_trained)
+        on_gpu = self.mesh.device.type == "cuda"
+        peak = device_peak_flops(torch.cuda.get_device_name(self.mesh.device)) if on_gpu else None
+        return Machine(dist.get_world_size(), flops, peak)
+
+    def close(self, *, succeeded: bool) -> None:
+        """Finish what is in flight. Also called when the run fails."""
+        self.watch.stop()
+        with self.at_exit:
+            failure = self.callbacks.end(succeeded=succeeded)
+            self.profiler.close()
+            self.checkpointer.close()
+            self.meter.close(succeeded=succeeded and failure is None)
+        if failure is not None:
+            raise failure
+
+
+@contextmanager
+def open_session(recipe: Recipe, source: Composed) -> Iterator[Session]:
+    """Prepare the data, start the process group, build everything; take it down again whatever happens."""
+    if recipe.train.deterministic:
+        rng.make_deterministic()
+    if recipe.train.cpu_threads is not None:
+        torch.set_num_threads(recipe.train.cpu_threads)
+    with rank_errors.by_one_of_a_host():
+        tokenizer = load_tokenizer(recipe.model)
+        data = recipe.prepared(tokenizer)
+    with cleanup_timeout.bounded() as failed, process_group.joined(recipe.parallelizer.backend) as device:
+        yield from _opened(recipe, source, data, tokenizer, device, failed)
+
+
+def _opened(
+    recipe: Recipe,
+    source: Composed,
+    data: Any,
+    tokenizer: Any,
+    device: torch.device,
+    failed: Callable[[BaseException], None],
+) -> Iterator[Session]:
+    """Yield the one session of a run whose process group exists. `failed` is called before a failure is cleaned up."""
+    run_dir: Path | None = None
+    session: Session | None = None
+    earlier = records_before(source)
+    try:
+        with ExitStack() as held:
+            check_profile(recipe.logging.profile, dist.get_world_size())
+            mesh = build_mesh(recipe.mesh.resolve(dist.get_world_size()), device.type)
+            run_dir = _agreed_run_folder(recipe, source, held)
+            url = copy_of(recipe, run_dir)
+            require_shared(run_dir, url)
+            rank_process.redirect_output(run_dir / "logs")
+            copied = mirrored(run_dir, url if dist.get_rank() == 0 else None, recipe.checkpoint.keep)
+            with copied as notify, _recorded(run_dir, source) as record:
+                session = Session(recipe, source, data, tokenizer, mesh, run_dir, record)
+                session.checkpointer.published = notify
+                succeeded = False
+                try:
+                    session.callbacks.start(recipe.callbacks)
+                    yield session
+                    succeeded = True
+                except BaseException as error:
+                    failed(error)
+                    _record_failure(record, error)  # what follows may wait for ranks that are gone
+                    raise
+                finally:
+                    session.close(succeeded=succeeded)
+                if session.stopped_by:
+                    record.describe(numbers=summary_of(session.meter.summary()))
+                record.end("interrupted" if session.stopped_by else "finished")
+    except BaseException as error:
+        refused = session is None or not session.has_begun
+        if refused and run_dir is not None and earlier and dist.get_rank() == 0:
+            put_back(run_dir, earlier)
+        elif refused and run_dir is not None and _is_refusal(error) and dist.get_rank() == 0:
+            take_away(run_dir, source)
+        if mixed := mixed_dtypes.explain(error, recipe):
+            raise mixed from error
+        if not isinstance(error, Exception) or (cause := out_of_memory.ran_out(error)) is None:
+            raise
+        raise out_of_memory.explain(cause, recipe, source, run_dir, dist.get_world_size()) from error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the config or the data were refused, so that the same command would fail at the same place."""
+    return isinstance(error, ConfigError) and not isinstance(error, RunError)
+
+
+@contextmanager
+def _recorded(run_dir: Path, source: Composed) -> Iterator[RunRecord]:
+    """The record of this run, which also says of a failure. Only rank 0 writes it."""
+    record = RunRecord(run_dir if dist.get_rank() == 0 else None, source)
+    try:
+        yield record
+    except BaseException as error:
+        _record_failure(record, error)
+        raise
+
+
+def _record_failure(record: RunRecord, error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        record.end("interrupted")
+    else:
+        record.end("failed", error)
+
+
+def _agreed_run_folder(recipe: Recipe, source: Composed, held: ExitStack) -> Path:
+    """The folder of this run, the same on all ranks; no other run gets in until `held` is closed. Collective."""
+    chosen: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            chosen[0] = run_folder(recipe, source, held=held)
+            rank_process.note_run_folder(chosen[0])
+        except RunError as error:
+            chosen[1] = error
+    dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
+    folder, failure = chosen
+    if failure is not None:
+        raise failure
+    assert isinstance(folder, Path)
+    return folder
+
+
+def _where_to_resume(recipe: Recipe, source: Composed) -> CheckpointConfig:
+    """A run with checkpoints of its own goes on from the newest, whatever its config said at its start."""
+    if source.run_dir is None or CheckpointDir(source.run_dir / "checkpoints").latest() is None:
+        return recipe.checkpoint
+    return dataclasses.replace(recipe.checkpoint, resume="auto")
+
+
+def prepared_for(device: torch.device) -> Callable[[Any], Any] | None:
+    """What the loader's thread does with a batch. None on a CPU, which computes and has no time to spare."""
+    return on_this_device(_pinned) if device.type == "cuda" else None
+
+
+def _pinned(batch: Any) -> Any:
+    return batch.pinned() if isinstance(batch, Batch) else batch
+
+
+def _mean(values: Sequence[Tensor]) -> Scalar:
+    """nan where a step had no update."""
+    return torch.stack(list(values)).mean() if values else math.nan
+
+
+def _over_updates(results: Sequence[Mapping[str, Tensor]], objective: Any) -> dict[str, Tensor]:
+    """The metrics of several updates as those of their step: extrema stay extrema, all else is a mean."""
+    combine = {name: metric.combine for name, metric in metrics_of(objective).items()}
+    found = {}
+    for name in results[0] if results else ():
+        values = torch.stack([result[name] for result in results])
+        kind = combine.get(name, "mean")
+        found[name] = values.amin(0) if kind == "min" else values.amax(0) if kind == "max" else values.float().mean(0)
+    return found

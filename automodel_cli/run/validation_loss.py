@@ -1,0 +1,50 @@
+"""What a validation measures where a recipe says nothing else: the loss on the held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from automodel_cli.data.preparation.dataloader import eval_batches
+from automodel_cli.training.callback import Callback, Run
+from automodel_cli.training.validate import evaluate
+
+if TYPE_CHECKING:
+    from automodel_cli.run.trainer import Session
+
+
+class HeldOutLoss(Callback):
+    """The loss (`val_loss`), and what else the objective measures."""
+
+    def __init__(self, session: Session):
+        self._session = session
+
+    def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Collective."""
+        session = self._session
+        if session.data.validation is None:
+            return {}
+        batches = eval_batches(
+            session.data.validation,
+            microbatch_size=session.recipe.train.microbatch_size,
+            dp_rank=session.mesh.dp_rank,
+            dp_size=session.mesh.dp_size,
+            num_batches=session.recipe.validation.num_batches,
+        )
+        result = evaluate(session.model.stages, session.columns(batches), session.recipe.objective, session.mesh)
+        measured = {f"val_{name}": value.item() for name, value in result.metrics.items()}
+        return {"val_loss": result.loss.item(), **measured}
+
+
+def print_accuracy(session: Session, when: str, step: int) -> None:
+    """The line about the held-out pairs, before and after training. Collective where they are not yet measured."""
+    if session.last_validation[0] != step:
+        session.validate(step)
+    measured = session.last_validation[1]
+    if "val_accuracy" in measured:
+        likelier = measured.get("val_likelier")
+        more = "" if likelier is None else f" (chosen response likelier: {likelier:.1%})"
+        session.meter.print(
+            f"preference accuracy {when} training: {measured['val_accuracy']:.1%} of {measured['val_num_pairs']:.0f} "
+            f"held-out pairs{more}"
+        )

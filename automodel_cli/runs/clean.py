@@ -1,0 +1,71 @@
+"""What of a run is no longer needed: found, said, and removed only when asked. Nothing of a run that goes on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_cli.runs.index import Run, folder_size
+from automodel_cli.runs.lock import hold
+
+EXPORTS = "exports"
+"""Folder of a run that holds the exports of chosen checkpoints, by the checkpoint's name."""
+_LEFTOVER = re.compile(r"step-\d{6,}\.(tmp|old)-.*|best\.tmp-.*")
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One folder that may go: why, and how many bytes."""
+
+    run: Run
+    path: Path
+    why: str
+    size: int
+
+
+def removable(run: Run, *, last_checkpoint: bool = False, empty: bool = False) -> list[Removal]:
+    """Of a run that does not go on: unfinished and damaged checkpoints, whole ones that are neither the newest nor the
+    best, and the exports of chosen ones; with `last_checkpoint` all of them, where the export exists that it would
+    make; with `empty` the whole folder of a run that never took a step.
+    """
+    if run.state in ("running", "queued"):
+        return []
+    if empty and not run.step and not run.checkpoints.whole() and not (run.folder / "export").exists():
+        return [Removal(run, run.folder, "it never took a step", folder_size(run.folder))]
+    return [Removal(run, path, why, folder_size(path)) for path, why in _checkpoints(run, last_checkpoint)]
+
+
+def _checkpoints(run: Run, last_checkpoint: bool) -> Iterator[tuple[Path, str]]:
+    folder = run.checkpoints
+    if not folder.path.is_dir():
+        return
+    for path in sorted(folder.path.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            yield path, "left by a run that was killed"
+        elif path.name.endswith(".damaged"):
+            yield path, "damaged"
+    whole, best = folder.whole(), folder.best()
+    exported = (run.folder / "export").is_dir()
+    for path in whole:
+        if last_checkpoint and exported:
+            yield path, "the export is there"
+        elif path != whole[-1] and (best is None or path.resolve() != best):
+            yield path, "neither the newest nor the best"
+        elif (again := run.folder / EXPORTS / path.name).is_dir():
+            yield again, "the export of a checkpoint that stays: commands write it again"
+
+
+def remove(removals: list[Removal]) -> None:
+    """Remove them; no run can begin in such a folder meanwhile. Raises RunError where one has begun since."""
+    for removal in removals:
+        release = hold(removal.run.folder)
+        try:
+            shutil.rmtree(removal.path)
+            best = removal.run.checkpoints.path / "best"
+            if best.is_symlink() and not best.exists():
+                best.unlink()
+        finally:
+            release()

@@ -1,0 +1,110 @@
+"""Two runs side by side: what differs in config, data, code and environment, and where their losses part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from automodel_cli.config.diagnostics import show
+from automodel_cli.config.yaml_marks import read_marks
+from automodel_cli.runs.index import Run
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not the same; `NOTHING` where one of the two has none."""
+
+    where: str
+    """config, data, code or environment."""
+    name: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a column of two runs parts. Steps are None where it does not."""
+
+    column: str
+    num_steps: int
+    """Steps that both have recorded."""
+    unequal: int | None
+    """The first step whose values are not the same number."""
+    apart: int | None
+    """The first step whose values differ by more than the tolerance."""
+    at_end: tuple[float, float]
+    """At the last step that both have."""
+
+
+def differences(first: Run, second: Run) -> list[Difference]:
+    """Everything that differs, in the order config, data, code, environment."""
+    found = list(_of("config", *(config_with_origins(run.folder / "config.yaml") for run in (first, second))))
+    found += _of("data", *(_data(run) for run in (first, second)))
+    for part in ("code", "environment"):
+        found += _of(part, *(_last_attempt(run).get(part, {}) for run in (first, second)))
+    return found
+
+
+def config_with_origins(path: Path) -> dict[str, str]:
+    """Key -> `value  (origin)` of a run's `config.yaml`. What differs in its origin only compares as the same."""
+    marks = read_marks(path)  # refuses what is no config, with its line
+    config: Any = OmegaConf.load(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = {}
+    for mark in marks:
+        value = _value(OmegaConf.to_container(config, resolve=False), mark.key)
+        if isinstance(value, dict) and value:
+            continue
+        origin = lines[mark.line - 1].rpartition("  # ")[2] if "  # " in lines[mark.line - 1] else ""
+        found[mark.key] = f"{show(value, 60)}\n{origin}"
+    return {key: text for key, text in found.items() if not _is_inside_a_list(key, found)}
+
+
+def _is_inside_a_list(key: str, keys: Mapping[str, str]) -> bool:
+    parent = key.rpartition(".")[0]
+    return bool(parent) and (parent in keys or _is_inside_a_list(parent, keys))
+
+
+def _value(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
+    return tree
+
+
+def _of(where: str, first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[Difference]:
+    for name in dict.fromkeys((*first, *second)):
+        texts = first.get(name, NOTHING), second.get(name, NOTHING)
+        if texts[0].partition("\n")[0] != texts[1].partition("\n")[0]:
+            yield Difference(where, name, *texts)
+
+
+def _data(run: Run) -> dict[str, str]:
+    contents = run.record.get("data", {}).get("contents", [])
+    return {f"dataset {index}": f"{content[:12]}\n{name}" for index, (name, content) in enumerate(contents)}
+
+
+def _last_attempt(run: Run) -> dict[str, Any]:
+    return run.attempts[-1] if run.attempts else {}
+
+
+def parting(first: Run, second: Run, column: str, tolerance: float) -> Parting | None:
+    """Where `column` of the two runs parts, relative to its size by more than `tolerance`; None where they have no
+    step in common.
+    """
+    a, b = _column(first, column), _column(second, column)
+    common = sorted(a.keys() & b.keys())
+    if not common:
+        return None
+    unequal = next((step for step in common if a[step] != b[step]), None)
+    apart = next((s for s in common if abs(a[s] - b[s]) > tolerance * max(abs(a[s]), abs(b[s]))), None)
+    return Parting(column, len(common), unequal, apart, (a[common[-1]], b[common[-1]]))
+
+
+def _column(run: Run, column: str) -> dict[int, float]:
+    return {row["step"]: row[column] for row in run.rows if isinstance(row.get(column), (int, float))}

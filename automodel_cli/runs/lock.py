@@ -1,0 +1,69 @@
+"""One run writes into a folder at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.config.safe_files import open_own
+
+_FILE = ".lock"
+_SECONDS = 0.3
+"""Somebody who looks whether a run goes on holds the lock for an instant."""
+
+
+def hold(folder: Path) -> Callable[[], None]:
+    """Keep every other run out of `folder` until the returned function is called, or this process ends however it may.
+
+    Two runs in one folder would remove each other's checkpoints and mix their rows. Raises RunError where another one
+    holds it. A file system without locks admits all. OSError where the folder cannot be written.
+    """
+    file = open_own(folder / _FILE, "a+")
+    try:
+        _take(file.fileno())
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise RunError(
+            f"{folder} is in use: {holder} trains in it",
+            keys=("checkpoint.resume",),
+            fix="wait for it or end it; a run of its own beside it: run_name=another-name checkpoint.resume=null",
+        ) from None
+    except OSError:  # no locks here
+        return file.close
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file.close
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a run goes on in `folder`; None where its file system has no locks."""
+    try:
+        with open(os.open(folder / _FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
+
+
+def _take(descriptor: int) -> None:
+    """Raises BlockingIOError where a run has the lock, and OSError where there are no locks."""
+    last = time.monotonic() + _SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > last:
+                raise
+            time.sleep(0.02)

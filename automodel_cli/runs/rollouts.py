@@ -1,0 +1,82 @@
+"""The samples that a run drew, from its rollouts.jsonl: chosen by step, reward and prompt. Reads only."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.fix_syntax import word
+
+Order = Literal["newest", "best", "worst"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`steps` is inclusive on both ends, None for an open end; `least` and `most` bound the reward; `prompt` and
+    `completion` are parts of texts, in any case. `trained` leaves out samples that taught nothing."""
+
+    steps: tuple[int | None, int | None] = (None, None)
+    least: float | None = None
+    most: float | None = None
+    prompt: str = ""
+    completion: str = ""
+    trained: bool = False
+
+    def has(self, row: dict[str, Any]) -> bool:
+        """Whether a sample is one of those."""
+        first, last = self.steps
+        return (
+            (first is None or row["step"] >= first)
+            and (last is None or row["step"] <= last)
+            and (self.least is None or row["reward"] >= self.least)
+            and (self.most is None or row["reward"] <= self.most)
+            and (not self.trained or row["trained"])
+            and self.prompt.casefold() in "\n".join(str(m["content"]) for m in row["prompt"]).casefold()
+            and self.completion.casefold() in said(row["completion"], row.get("turns")).casefold()
+        )
+
+
+def said(completion: str, turns: Sequence[dict[str, Any]] | None) -> str:
+    """The completion; of several turns all of them, what the environment said in brackets."""
+    if not turns:
+        return completion
+    told = [(message["role"], str(message["content"])) for message in turns]
+    return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in told)
+
+
+def select(folder: Path, wanted: Wanted, count: int, order: Order) -> tuple[list[dict[str, Any]], int]:
+    """Up to `count` samples in that order, and how many there are. Raises ConfigError where the run drew none."""
+    path = folder / "rollouts.jsonl"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no rollouts.jsonl: only runs that learn from their own samples write one",
+            fix=f"automodel runs show {word(folder)}",
+        )
+    total, numbered = 0, enumerate(row for row in _rows(path) if wanted.has(row))
+
+    def counted() -> Iterator[tuple[int, dict[str, Any]]]:
+        nonlocal total
+        for number, row in numbered:
+            total += 1
+            yield number, row
+
+    keys = {
+        "newest": lambda pair: pair[0],
+        "best": lambda pair: (pair[1]["reward"], pair[0]),
+        "worst": lambda pair: (-pair[1]["reward"], pair[0]),
+    }
+    chosen = heapq.nlargest(count, counted(), key=keys[order])
+    return [row for _, row in chosen], total
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """A run that goes on may be writing its last line."""
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)

@@ -1,0 +1,393 @@
+"""Save and resume a run: `torch.distributed.checkpoint` in a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from automodel_cli.config.errors import RunError
+from automodel_cli.distributed.device_threads import threads_on_this_device
+from automodel_cli.distributed.sharded_module import weights_changed
+from automodel_cli.models.uneven_dtensor import compact, cut_like, is_uneven
+from automodel_cli.training.checkpoint import rng
+from automodel_cli.training.checkpoint.directory import CheckpointDir, damage, damaged, read_meta
+from automodel_cli.training.checkpoint.state_dict import (
+    check_same_model,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    optimizer_template,
+)
+from automodel_cli.training.checkpoint.writer import write_state
+from automodel_cli.training.config import CheckpointConfig
+from automodel_cli.training.early_stopping import Goal
+from automodel_cli.training.optimizers.lr_scheduler import LRSchedule
+from automodel_cli.training.torch_compat import CheckpointReader
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint says besides tensors. `extra` and `metrics` are what `save` was given."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    metrics: dict[str, float]
+
+
+class Checkpointer:
+    """Writes `<run>/checkpoints/step-NNNNNN`, keeps the newest and the best, and loads one back.
+
+    Collective: every rank constructs one, and all methods are called by all ranks together. Collectives run on a gloo
+    group of their own, so that an asynchronous save never mixes with those of the training step.
+    Without a process group it works alone.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig, goal: Goal | None = None):
+        self._goal = goal or Goal()
+        self._dir = CheckpointDir(Path(run_dir) / "checkpoints", self._goal)
+        self._config = config
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._stager: DefaultStager | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[Path] | None = None
+        self._verified: Path | None = None
+        self._loaded: Path | None = None
+        self._kept: dict[str, Tensor] = {}
+        self._further: dict[str, Sequence[nn.Module]] = {}
+        self.published: Callable[[], None] = lambda: None
+        """Called on rank 0 when a checkpoint is whole; by the thread of an asynchronous save."""
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint of this run, as rank 0 sees the folder."""
+        return self._from_rank0(self._dir.latest)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best validation, as rank 0 sees the folder."""
+        return self._from_rank0(self._dir.best)
+
+    def resume_path(self) -> Path | None:
+        """The checkpoint that `checkpoint.resume` means; None to start at step 0.
+
+        With "auto" a damaged one is set aside with a line that says so, and the one before it is taken.
+        Raises RunError for a folder that is no whole checkpoint, and for one of this run that is not its newest: what
+        was trained after it would be mixed into the continued run.
+        """
+        resume = self._config.resume
+        if resume is None:
+            return None
+        if resume == "auto":
+            return self._newest_undamaged()
+        latest = self.latest()
+        path = Path(resume).resolve()
+        read_meta(path)
+        if latest is not None and path.parent == latest.resolve().parent and path != latest.resolve():
+            raise RunError(
+                f"{path.name} is not the newest checkpoint of this run; {latest.name} comes after it",
+                keys=("checkpoint.resume",),
+                fix=f"run_name=another-name to branch off here, or checkpoint.resume={latest}",
+            )
+        return path
+
+    def save(
+        self,
+        step: int,
+        parts: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRSchedule,
+        *,
+        extra: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+    ) -> Path:
+        """Save after optimizer step `step`; returns the folder (which an asynchronous save publishes later).
+
+        `extra` is rank-independent and made of JSON values (the data position). The metric of the goal, where `metrics`
+        has it, decides about the `best` link. The generators of every rank are saved too. Waits for the save before.
+        Raises RunError when the disk is full; earlier checkpoints are untouched then.
+        """
+        self.wait()
+        meta = {
+            "step": step,
+            "world_size": self._world_size,
+            "optimizer": type(optimizer).__name__,
+            "scheduler": scheduler.state_dict(),
+            "extra": extra or {},
+            "metrics": metrics or {},
+        }
+        json.dumps(meta)  # a value that is no JSON is our mistake: fail here, not in the thread
+        state: dict[str, Tensor] = {**model_state(parts), **optimizer_state(parts, optimizer), **self._kept}
+        state[f"rng.{self._rank}"] = rng.capture()
+        final = self._dir.path / f"step-{step:06d}"
+        if not self._config.async_save:
+            return self._write(state, meta, final)
+        if self._stager is None or self._thread is None:
+            self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
+            self._thread = threads_on_this_device(1, "checkpoint")
+        # torch's stager takes the offset of a view into a flat buffer for an address, and copies what is not there.
+        state = {key: compact(tensor) if is_uneven(tensor) else tensor for key, tensor in state.items()}
+        staged = self._stager.stage(state)
+        assert isinstance(staged, dict), "the stager was asked to copy before it returns"
+        for key, tensor in state.items():
+            if is_uneven(tensor):
+                cut_like(staged[key], tensor)  # a copy does not know it
+        self._pending = self._thread.submit(self._write, staged, meta, final)
+        return final
+
+    def keep(self, name: str, tensors: Mapping[str, Tensor], parts: Sequence[nn.Module]) -> None:
+        """Further tensors, which belong to `parts`, in every checkpoint from now on, as `<name>.<key>`. Where a
+        checkpoint has been loaded, or is yet to be, they get what it has of them; RunError where it has none."""
+        mine = {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        self._kept |= mine
+        self._further[name] = parts
+        if self._loaded is not None:
+            self._load_kept(self._loaded)
+
+    def dropped(self) -> list[str]:
+        """What the loaded checkpoint holds and nobody keeps."""
+        if self._loaded is None:
+            return []
+        found = {key.partition(".")[0] for key in CheckpointReader(self._loaded).read_metadata().state_dict_metadata}
+        return sorted(found - {"model", "optim", "rng", *self._further})
+
+    def _load_kept(self, path: Path) -> None:
+        reader = CheckpointReader(path)
+        metadata = reader.read_metadata()
+        for name, parts in self._further.items():
+            state = {key: tensor for key, tensor in self._kept.items() if key.startswith(f"{name}.")}
+            if not any(key.startswith(f"{name}.") for key in metadata.state_dict_metadata):
+                raise RunError(
+                    f"checkpoint {path} holds no {name}: it is of a run whose {name} stayed as it was loaded",
+                    keys=(f"{name}_update", "checkpoint.resume"),
+                    fix=f"{name}_update=null",
+                )
+            check_same_model(state, metadata)
+            self._read(state, reader, path)
+            weights_changed(parts)
+
+    def add_metrics(self, path: Path, metrics: dict[str, float], extra: dict[str, Any]) -> None:
+        """What was measured of the checkpoint `path` after it was loaded. One of another run stays as it is."""
+        if path.resolve().parent == self._dir.path.resolve():
+            self._from_rank0(lambda: self._dir.amend(path, metrics, extra))
+
+    def wait(self) -> None:
+        """Wait for the asynchronous save in flight, if there is one. Raises what it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, and give back the thread and the copy's memory. The last thing a run does."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None and self._stager is not None:
+                self._thread.shutdown()
+                self._stager.close()
+                self._thread = self._stager = None
+
+    def load(
+        self,
+        path: Path,
+        parts: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRSchedule | None = None,
+    ) -> Resumed:
+        """Load `path` into the parts, and optimizer, scheduler and generators unless the optimizer is None.
+
+        The layout and number of ranks may differ from those of the save. Frozen parameters must be loaded already.
+        Generators are restored when the number of ranks is the same; further ranks are seeded from (step, rank).
+        Raises RunError when `path` is not a whole checkpoint or not of this model and optimizer.
+        """
+        if path != self._verified:
+            self.verify(path)
+        meta = read_meta(path)
+        reader = CheckpointReader(path)
+        metadata = reader.read_metadata()
+        state = model_state(parts)
+        check_same_model(state, metadata)
+        states: dict[str, Tensor] = {}
+        if optimizer is not None:
+            _check_same_optimizer(meta, optimizer)
+            states = optimizer_template(parts, metadata)
+            state = {**state, **states}
+            entry = metadata.state_dict_metadata.get(f"rng.{self._rank}")
+            if isinstance(entry, TensorStorageMetadata):
+                state[f"rng.{self._rank}"] = torch.empty(entry.size, dtype=torch.uint8)
+        self._read(state, reader, path)
+        weights_changed(parts)
+        if optimizer is not None:
+            load_optimizer_state(parts, optimizer, {key: state[key] for key in states})
+            self._restore_generators(state, meta["step"])
+        if scheduler is not None and optimizer is not None:
+            scheduler.load_state_dict(meta["scheduler"])
+            # torch's own schedulers leave this to the optimizer's state, which holds no settings here.
+            for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr
+        self._loaded = path
+        self._load_kept(path)
+        return Resumed(path, meta["step"], meta["extra"], meta["metrics"])
+
+    def _read(self, state: dict[str, Tensor], reader: CheckpointReader, path: Path) -> None:
+        try:
+            dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        except dcp.CheckpointException as error:  # a BaseException, which would pass every handler but this one
+            raise RunError(f"checkpoint {path} could not be read: {_reason(error)}") from error
+
+    def verify(self, path: Path) -> None:
+        """Read every file of `path` once, shared between the ranks, and compare with what was written. Collective.
+
+        Raises RunError on all ranks when one of them finds a damaged, cut or missing file.
+        """
+        files = self._from_rank0(lambda: read_meta(path))["files"]
+        found: list[list[str]] = [[] for _ in range(self._world_size)]
+        found[self._rank] = damage(path, files, sorted(files)[self._rank :: self._world_size])
+        if self._group is not None:
+            dist.all_gather_object(found, found[self._rank], group=self._group)
+        if problems := [problem for of_rank in found for problem in of_rank]:
+            more = f" (and {len(problems) - 3} more files)" if len(problems) > 3 else ""
+            raise damaged(path, "; ".join(problems[:3]) + more)
+        self._verified = path
+
+    def _newest_undamaged(self) -> Path | None:
+        """Sets aside what is damaged: it would stay the newest, and count among those to keep."""
+        problem = None
+        while (path := self.latest()) is not None:
+            try:
+                self.verify(path)
+                return path
+            except RunError as error:
+                problem = error
+            aside = self._from_rank0(partial(self._set_aside, path, problem))
+            if self._rank == 0:
+                print(f"{problem.message}; set aside as {aside.name}, looking for the one before it", file=sys.stderr)
+        if problem is not None:
+            raise RunError(
+                f"no checkpoint of this run is whole; the last one found: {problem.message}",
+                fix=f"copy one from a backup to {self._dir.path}; the same command again starts from step 0",
+            )
+        return None
+
+    def _set_aside(self, path: Path, problem: RunError) -> Path:
+        try:
+            return self._dir.set_aside(path)
+        except OSError as error:
+            raise problem from error
+
+    def _restore_generators(self, state: dict[str, Tensor], step: int) -> None:
+        saved = state.get(f"rng.{self._rank}")
+        if saved is None:
+            rng.seed(step, self._rank)
+        else:
+            rng.restore(saved)
+
+    def _write(self, state: dict[str, Tensor], meta: dict[str, Any], final: Path) -> Path:
+        """Write under a temporary name and publish. All ranks return or all raise."""
+        temporary = self._from_rank0(lambda: self._begin(final))
+        try:
+            files = write_state(state, temporary, self._group)
+        except (dcp.CheckpointException, OSError, RuntimeError) as error:
+            if self._rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            if _find(error, KeyboardInterrupt) is not None:  # torch wraps whatever a rank raises
+                raise KeyboardInterrupt from error
+            raise self._failed(final, error) from error
+        written: Path = self._from_rank0(lambda: self._finish(temporary, final, {**meta, "files": files}))
+        return written
+
+    def _begin(self, final: Path) -> Path:
+        try:
+            self._dir.path.mkdir(parents=True, exist_ok=True)
+            self._dir.clear_leftovers()
+            temporary = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+            temporary.mkdir()
+        except OSError as error:
+            raise self._failed(final, error) from error
+        return temporary
+
+    def _finish(self, temporary: Path, final: Path, meta: dict[str, Any]) -> Path:
+        try:
+            self._dir.publish(temporary, final, meta)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self._failed(final, error) from error
+        self._dir.link_if_best(final, meta["metrics"].get(self._goal.metric))
+        self._dir.prune(self._config.keep)
+        self.published()
+        return final
+
+    def _failed(self, final: Path, error: BaseException) -> RunError:
+        """The user's error: what, where, how much space is left, and what can still be resumed from."""
+        free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
+        latest = self._dir.latest()
+        kept = f"; the last good checkpoint is {latest}" if latest else "; there is no earlier one"
+        cause = _find(error, OSError)
+        full = isinstance(cause, OSError) and cause.errno in _DISK_FULL
+        return RunError(
+            f"checkpoint {final} could not be written: {_reason(error)} ({free / 2**30:.2f} GiB free){kept}",
+            keys=("output_dir",),
+            fix="free space there, output_dir=another disk, or checkpoint.keep=1" if full else None,
+        )
+
+    def _from_rank0(self, make: Callable[[], Any]) -> Any:
+        """`make()` on rank 0, its result or its error on every rank."""
+        outcome: list[Any] = [None, None]
+        if self._rank == 0:
+            try:
+                outcome[0] = make()
+            except RunError as error:
+                outcome[1] = error
+        if self._group is not None:
+            dist.broadcast_object_list(outcome, src=0, group=self._group, device=torch.device("cpu"))
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+
+def _check_same_optimizer(meta: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    if meta["optimizer"] != type(optimizer).__name__:
+        raise RunError(
+            f"the checkpoint was written with optimizer {meta['optimizer']}, this run has {type(optimizer).__name__}",
+            keys=("optimizer",),
+            fix="the optimizer section of the run that wrote it (its config.yaml)",
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """In the operating system's words where it is its error, else the end of the library's."""
+    cause = _find(error, OSError)
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return " ".join(str(error).split())[-300:]
+
+
+def _find(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+    """The error of a kind behind what torch raised: a CheckpointException holds one per rank that failed."""
+    while error is not None:
+        if isinstance(error, kind):
+            return error
+        if isinstance(error, dcp.CheckpointException):
+            for inner, _ in error.failures.values():
+                if (found := _find(inner, kind)) is not None:
+                    return found
+        error = error.__cause__ or error.__context__
+    return None

@@ -1,0 +1,108 @@
+"""torch's checkpoint writer, which hashes each file while it writes it: no second pass over the bytes.
+
+torch itself puts a CRC-32 of every tensor into its zip records, which nothing ever reads; it is left out. Measured on
+one core (1 GiB of fp32 into memory): 0.80 s with the CRC-32, 0.48 s with XXH3-128 of whole files in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from automodel_cli.data.storage.checksums import Checksum
+from automodel_cli.training.checkpoint.directory import FileNote
+
+
+def write_state(
+    state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None
+) -> dict[str, FileNote] | None:
+    """Write `state` into the empty `folder`; returns size and hash of every file on rank 0, None elsewhere. Collective.
+
+    All ranks return or all raise what `dcp.save` raises (a CheckpointException is no Exception).
+    """
+    hashing = _HashingFileSystem()
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    writer.fs = hashing
+    with _without_crc32():
+        dcp.save(dict(state), storage_writer=writer, process_group=group, no_dist=group is None)
+    if group is None:
+        return hashing.notes
+    of_ranks: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None
+    dist.gather_object(hashing.notes, of_ranks, dst=0, group=group)
+    return None if of_ranks is None else {name: note for notes in of_ranks for name, note in notes.items()}
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+class _HashingFileSystem(FileSystem):
+    """Local files; `notes` has size and hash of those that were written."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, FileNote] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if mode == "rb":
+                yield stream
+                return
+            hashed = _HashedStream(stream)
+            try:
+                yield hashed
+            except RuntimeError as error:  # of torch's zip writer, which hides why it could not write
+                if hashed.error is not None:
+                    raise hashed.error from error
+                raise
+            self.notes[Path(path).name] = {"bytes": hashed.num_bytes, "xxh3": hashed.checksum.hexdigest()}
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.notes[Path(new_path).name] = self.notes.pop(Path(path).name)
+
+
+class _HashedStream:
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self.num_bytes, self.checksum = 0, Checksum()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.checksum.update(data)
+        self.num_bytes += len(data)
+        try:
+            written: int = self._stream.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        return written
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        number: int = self._stream.fileno()
+        return number
+
+    def close(self) -> None:
+        self._stream.close()

@@ -1,0 +1,42 @@
+"""metrics.jsonl: one JSON object a line, a public interface. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_cli.config.safe_files import read_regular, replace
+
+Row = Mapping[str, float | int | None]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of the file, in order; [] where there is none. A last line cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in read_regular(path).split(b"\n"):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(step := row.get("step"), int) and not isinstance(step, bool):
+            rows.append(row)
+    return rows
+
+
+def keep_rows_until(path: Path, step: int) -> None:
+    """Remove rows of steps after `step`, and a line cut short: the continued run writes them again."""
+    rows = read_metrics(path)
+    if not path.exists():
+        return
+    replace(path, "".join(to_line(row) for row in rows if row["step"] <= step), durable=True)
+
+
+def to_line(row: Row) -> str:
+    """A row as its line. JSON has no infinity and no NaN: both become null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"

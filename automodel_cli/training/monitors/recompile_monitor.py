@@ -1,0 +1,42 @@
+"""How many graphs a step compiled: many in the first, none after the third, or somebody should know."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from automodel_cli.data.batch import Batch
+from automodel_cli.distributed.fusion import compiled_regions
+
+logger = logging.getLogger(__name__)
+
+_SETTLED_AFTER = 3
+
+
+class CompileWatch:
+    """A `StepHook`: the metric `compiled_graphs`, of this rank, and one warning where graphs are compiled later on."""
+
+    def __init__(self) -> None:
+        self._steps = self._before = 0
+        self._has_warned = False
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        self._before = len(compiled_regions.compilations)
+
+    def finish(self) -> dict[str, Tensor]:
+        self._steps += 1
+        new = compiled_regions.compilations[self._before :]
+        if new and self._steps > _SETTLED_AFTER and not self._has_warned:
+            self._has_warned = True
+            names = ", ".join(f"{name} ({count})" for name, count in Counter(new).items())
+            logger.warning(
+                "step %d of this process compiled again: %s; rows of a new kind cost seconds each time, and "
+                "parallelizer.enable_compile=false compiles nothing",
+                self._steps,
+                names,
+            )
+        return {"compiled_graphs": torch.tensor(float(len(new)))}

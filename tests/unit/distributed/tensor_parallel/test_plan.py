@@ -1,0 +1,201 @@
+"""Every string of the library becomes a style, every plan is found, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.parallelizer import import_classes_from_paths
+from automodel_cli.distributed.tensor_parallel.apply import check_heads, use_async_collectives
+from automodel_cli.distributed.tensor_parallel.plan import (
+    PLAN_STRINGS,
+    custom_plan,
+    get_hf_tp_shard_plan,
+    translate_to_torch_parallel_style,
+)
+from automodel_cli.distributed.tensor_parallel.styles import (
+    ExpertsOverTP,
+    LocalParameters,
+    MLAKeyProjection,
+    PackedColwise,
+    SumOutput,
+    SumParameterGradients,
+)
+from automodel_cli.models import transformers_compat
+from tests import tiny
+
+TORCH_STYLES = {
+    "colwise": (ColwiseParallel, Replicate(), Shard(-1)),
+    "colwise_gather_output": (ColwiseParallel, Replicate(), Replicate()),
+    "colwise_rep": (ColwiseParallel, Replicate(), Replicate()),
+    "embedding_colwise": (ColwiseParallel, Replicate(), Replicate()),
+    "rowwise": (RowwiseParallel, Shard(-1), Replicate()),
+    "rowwise_split_input": (RowwiseParallel, Replicate(), Replicate()),
+    "rowwise_rep": (RowwiseParallel, Replicate(), Replicate()),
+    "embedding_rowwise": (RowwiseParallel, Replicate(), Replicate()),
+}
+OWN_STYLES = {
+    "sequence_parallel": SequenceParallel,
+    "replicated_with_grad_allreduce": SumParameterGradients,
+    "mla_kv_a_proj": MLAKeyProjection,
+    "packed_colwise": PackedColwise,
+    "moe_tp_experts": ExpertsOverTP,
+    "all_reduce": SumOutput,
+    "local_params": LocalParameters,
+}
+NOT_TENSOR_PARALLEL = ("replicate", "grouped_gemm", "ep_dispatch_experts", "ep_router", "local_colwise", "gather")
+
+
+def meta(family, **extra):
+    with transformers_compat.quiet():
+        return transformers_compat.meta_model(tiny.tiny_config(family, **extra), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("string", TORCH_STYLES)
+def test_strings_of_linear_layers_are_torchs_styles(string):
+    kind, input_layout, output_layout = TORCH_STYLES[string]
+    style = translate_to_torch_parallel_style(string)
+    assert type(style) is kind
+    assert style.input_layouts == (input_layout,) and style.output_layouts == (output_layout,)
+    assert translate_to_torch_parallel_style(string) is not style  # torch writes into a style that it applies
+
+
+def test_strings_without_a_torch_style():
+    for string, kind in OWN_STYLES.items():
+        assert type(translate_to_torch_parallel_style(string)) is kind
+    for string in NOT_TENSOR_PARALLEL:
+        assert translate_to_torch_parallel_style(string) is None
+
+
+def test_every_string_of_this_library_is_known():
+    for string in ALL_PARALLEL_STYLES:
+        translate_to_torch_parallel_style(string)
+
+
+def test_anything_else_is_an_error():
+    with pytest.raises(ValueError, match="'colwize'") as error:
+        translate_to_torch_parallel_style("colwize")
+    assert all(string in str(error.value) for string in PLAN_STRINGS)
+    with pytest.raises(TypeError, match="int"):
+        translate_to_torch_parallel_style(3)
+
+
+def test_a_published_plan_names_modules_of_the_whole_model():
+    plan = get_hf_tp_shard_plan(meta("qwen3"))
+    assert {name: type(style) for name, style in plan.items() if "self_attn" in name or "layers" not in name} == {
+        "model.layers.*.self_attn.q_proj": ColwiseParallel,
+        "model.layers.*.self_attn.k_proj": ColwiseParallel,
+        "model.layers.*.self_attn.v_proj": ColwiseParallel,
+        "model.layers.*.self_attn.q_norm": SumParameterGradients,
+        "model.layers.*.self_attn.k_norm": SumParameterGradients,
+        "model.layers.*.self_attn.o_proj": RowwiseParallel,
+        "model.embed_tokens": RowwiseParallel,
+        "lm_head": ColwiseParallel,
+    }
+
+
+def test_plans_found_by_structure():
+    plan = get_hf_tp_shard_plan(meta("gpt_oss"))
+    attention = "model.layers.*.self_attn"
+    assert isinstance(plan[attention], LocalParameters) and isinstance(plan[f"{attention}.sinks"], ColwiseParallel)
+    assert isinstance(plan[f"{attention}.o_proj"], RowwiseParallel)
+    assert isinstance(plan["model.layers.*.mlp.experts"], ExpertsOverTP)
+
+    for rank, projection in ((24, "q_b_proj"), (None, "q_proj")):
+        plan = get_hf_tp_shard_plan(meta("deepseek_v3", q_lora_rank=rank))
+        assert isinstance(plan[f"{attention}.kv_a_proj_with_mqa"], MLAKeyProjection)
+        assert isinstance(plan[f"{attention}.{projection}"], ColwiseParallel)
+        assert f"{attention}.q_a_proj" not in plan
+
+
+def test_a_model_without_a_plan_is_refused_by_name():
+    class Unplanned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head, self.table = nn.Linear(4, 4), nn.Linear(4, 8), nn.Embedding(8, 4)
+
+        def get_input_embeddings(self):
+            return self.table
+
+        def get_output_embeddings(self):
+            return self.head
+
+    with pytest.raises(ConfigError, match="Unplanned has no tensor-parallel plan") as error:
+        get_hf_tp_shard_plan(Unplanned())
+    assert "mesh.tp_size=1" in error.value.fix and "parallelizer.tp_plan=" in error.value.fix
+
+
+MY_PLAN = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": RowwiseParallel()}
+
+
+def my_plan(model):
+    return {f"{model.base_model_prefix}.layers.*.mlp.up_proj": "colwise"}
+
+
+def test_a_plan_of_ones_own_replaces_the_published_one():
+    model = meta("llama")
+    for given in (MY_PLAN, f"{__name__}.MY_PLAN"):
+        plan = custom_plan(given, model)
+        assert plan.keys() == MY_PLAN.keys() and isinstance(plan["model.layers.*.mlp.up_proj"], ColwiseParallel)
+    for given in (my_plan, f"{__name__}.my_plan"):
+        assert list(custom_plan(given, model)) == ["model.layers.*.mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"x": "colwize"}, "colwize"),
+        ({"x": 3}, "int"),
+        ({}, "not a mapping"),
+        (7, "not a mapping"),
+        (f"{__name__}.NO_PLAN", "NO_PLAN"),
+        ("never_heard_of.plan", "not loaded"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        custom_plan(given, meta("llama"))
+
+
+def test_heads_must_divide():
+    model = meta("llama")  # 4 heads, 2 key-value heads
+    plan = get_hf_tp_shard_plan(model)
+    check_heads(model.config, plan, 2)
+    with pytest.raises(ConfigError, match="num_key_value_heads=2 is not a multiple of tp_size=4") as error:
+        check_heads(model.config, plan, 4)
+    assert error.value.fix == "mesh.tp_size=2"
+    with pytest.raises(ConfigError, match="takes 1, 2") as error:
+        check_heads(model.config, plan, 3)
+    only_mlp = {name: style for name, style in plan.items() if "mlp" in name}
+    check_heads(model.config, only_mlp, 4)
+
+
+def test_asynchronous_tensor_parallelism_needs_the_compiler_and_cuda():
+    with pytest.raises(ConfigError, match="compiler"):
+        FSDP2Config(enable_async_tensor_parallel=True)
+    assert FSDP2Config(enable_async_tensor_parallel=True, enable_compile=True)
+    with pytest.raises(ConfigError, match="needs CUDA, not cpu"):
+        use_async_collectives(SimpleNamespace(device_type="cpu"))
+
+
+def test_classes_are_imported_by_path_or_refused_with_the_reason():
+    assert import_classes_from_paths(["torch.optim.AdamW", "torch.nn.Linear"]) == [torch.optim.AdamW, nn.Linear]
+    assert import_classes_from_paths([]) == []
+    for path, reason in (
+        ("torch.optim.AdamX", "AdamX"),
+        ("no_such_package.Class", "No module named"),
+        ("torch.nn.functional.linear", "no class"),
+        ("AdamW", "not the import path"),
+        ("", "not the import path"),
+    ):
+        with pytest.raises(ConfigError, match=reason) as error:
+            import_classes_from_paths(["torch.optim.AdamW", path])
+        assert repr(path) in str(error.value) or path in str(error.value)

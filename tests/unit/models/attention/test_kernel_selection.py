@@ -1,0 +1,142 @@
+"""Which kernel packed attention runs on, why not another, and that a wrong one is not trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention import kernels as attention_kernels
+from automodel_cli.models.attention.packed import packed_attention
+from automodel_cli.models.config import ModelConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    kernel_selection.choose("auto", CPU)
+
+
+@pytest.mark.parametrize(
+    ("capability", "module", "reason"),
+    [
+        (None, "torch", "there is no CUDA device"),
+        ((8, 0), "torch", "it is for GPUs of compute capability 9.x, this one has 8.0"),
+        ((9, 0), "flash_attn_interface_of_nobody", "is not installed"),
+        ((9, 0), "nobody.at.all", "is not installed"),
+        ((9, 0), "torch", ""),
+    ],
+)
+def test_a_newer_kernel_is_left_alone_for_a_reason(capability, module: str, reason: str):
+    said = kernel_selection.why_not("FA3", (9,), module, capability)
+    assert (reason in said) if reason else not said
+    assert "does not know FA9" in kernel_selection.why_not("FA9", (9,), "torch", (9, 0))
+
+
+def test_a_kernel_by_name_is_refused_where_it_cannot_run():
+    with pytest.raises(ConfigError, match="attention_kernel=fa3 cannot run here: there is no CUDA device"):
+        kernel_selection.choose("fa3", CPU)
+    with pytest.raises(ConfigError, match="packed attention, which does not run here"):
+        ModelConfig(config={"model_type": "llama"}, attention="sdpa", attention_kernel="flash")
+
+
+class _FlashCalls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "flash_attention" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(softcap: float | None = None) -> tuple[torch.Tensor, int]:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, heads, 24, 16, generator=generator) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 7, 24], dtype=torch.int32)
+    with _FlashCalls() as calls:
+        out, _ = packed_attention(
+            torch.nn.Module(), query, key, value, None, softcap=softcap, cu_seq_lens_q=bounds, max_length_q=17
+        )
+    return out, calls.count
+
+
+def test_dense_attention_can_be_asked_for_and_gives_the_same():
+    flash, num_calls = _attend()
+    kernel_selection.choose("dense", CPU)
+    dense, none = _attend()
+    assert num_calls > 0
+    assert none == 0
+    torch.testing.assert_close(dense, flash, rtol=1e-5, atol=1e-6)
+
+
+def test_a_flash_kernel_by_name_is_never_silently_dense():
+    _, num_calls = _attend(softcap=30.0)
+    assert num_calls == 0
+    kernel_selection.choose("flash", CPU)
+    with pytest.raises(ConfigError, match=r"attention_kernel=flash: no flash kernel takes soft caps \(here 30\)"):
+        _attend(softcap=30.0)
+
+
+def _documents(cu, left, *flat):
+    """Of each document: its tokens of every tensor as [1, heads, tokens, width] in float32, and its mask."""
+    for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        parts = [attention_kernels.per_query_head(x[a:b].transpose(0, 1)[None].float(), 4) for x in flat]
+        window = None if left is None else left + 1
+        yield slice(a, b), parts, attention_kernels.visible_mask(b - a, (b - a,), (0,), window, torch.float32, CPU)
+
+
+def _operator(*, ignores_windows: bool) -> torch.library.Library:
+    """aten's variable-length flash attention for the CPU, by the definition; or with a mistake."""
+
+    def forward(q, k, v, cu_q, *arguments, scale, window_size_left=None, window_size_right=None):
+        out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(q.shape[1], q.shape[0])
+        for tokens, parts, mask in _documents(cu_q, None if ignores_windows else window_size_left, q, k, v):
+            one, one_lse = attention_kernels.dense_forward(*parts, mask, scale, None)
+            out[tokens], lse[:, tokens] = one[0].transpose(0, 1).to(q.dtype), one_lse[0]
+        nothing = torch.zeros(2, dtype=torch.uint64)
+        return out, lse, nothing, nothing[0].clone(), torch.empty(0)
+
+    def backward(grad, q, k, v, out, lse, cu_q, *arguments, scale, window_size_left=None, window_size_right=None):
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        left = None if ignores_windows else window_size_left
+        for tokens, (dout, *qkv, one), mask in _documents(cu_q, left, grad, q, k, v, out):
+            found = attention_kernels.dense_backward(dout, *qkv, mask, one, lse[None, :, tokens], scale, None)
+            for whole, of_heads in zip(grads, found, strict=True):
+                of_kv = of_heads[0].unflatten(0, (whole.shape[1], -1)).sum(1)
+                whole[tokens] = of_kv.transpose(0, 1).to(whole.dtype)
+        return tuple(grads)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    return library
+
+
+@pytest.mark.parametrize("ignores_windows", [False, True])
+def test_an_implementation_is_compared_with_the_definition_before_it_is_trusted(ignores_windows: bool):
+    assert kernel_selection.pads_widths(CPU), "there is no such kernel yet"
+    library = _operator(ignores_windows=ignores_windows)
+    try:
+        error, pads = kernel_selection.disagreement(CPU), kernel_selection.pads_widths(CPU)
+    finally:
+        library._destroy()
+    assert error > 0
+    assert (error > kernel_selection._PROBE_ERROR) == ignores_windows
+    assert pads == ignores_windows, "values narrower than keys, as they are"
+
+
+def test_a_run_on_gpus_probes_small_copies_by_the_cpus_kernels(monkeypatch: pytest.MonkeyPatch):
+    on_gpus = kernel_selection.Choice("flex", forced=True, device_type="cuda")
+    monkeypatch.setattr(kernel_selection, "_chosen", on_gpus)
+    x = torch.zeros(1, 2, 8, 16)
+    assert kernel_selection.way(x, x, None) == ("flash", "")
+    assert kernel_selection.way(x, x, 30.0) == ("dense", ""), "without the warning of a run"
+    with pytest.raises(ConfigError, match="attention_kernel=flex: it has no float64"):
+        kernel_selection.way(x.to("meta", torch.float64), x, None)

@@ -1,0 +1,75 @@
+"""`activation_checkpointing: auto`: the first mode that has room, in the order of what it costs in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.activation_checkpointing.apply import apply_activation_checkpointing
+from automodel_cli.distributed.mesh_config import Layout
+from automodel_cli.planning.activation_checkpointing import GIB, MARGIN, choose
+from automodel_cli.planning.plan import Request, make_plan
+from automodel_cli.planning.reserve import RESERVE_GIB
+from tests.e2e.command import automodel, write_config
+from tests.unit.planning.test_plan import request
+
+
+def _peak(asked: Request, mode: bool | str) -> float:
+    return make_plan(replace(asked, parallelizer=replace(asked.parallelizer, activation_checkpointing=mode))).heaviest
+
+
+def _memory_with_room_for(peak: float) -> float:
+    return peak * (1 + MARGIN) + RESERVE_GIB * GIB
+
+
+def test_as_little_is_recomputed_as_there_is_room_for():
+    asked = request(layout=Layout(), pipeline=None, seq_len=256)
+    none, selective, full = (_peak(asked, mode) for mode in (False, "selective", "full"))
+    assert full < selective < none
+    for mode, peak in ((False, none), ("selective", selective), ("full", full)):
+        assert choose(asked, _memory_with_room_for(peak) + 1).mode == mode
+    assert choose(asked, _memory_with_room_for(none) - 1024).mode == "selective"
+
+
+def test_tokens_of_other_ranks_are_exchanged_again_only_where_nothing_else_has_room():
+    asked = request("qwen3_moe", layout=Layout(dp_shard=2, ep=2), pipeline=None, seq_len=256)
+    least = choose(asked, 0.0)
+    assert [mode for mode, _ in least.tried] == [False, "selective", "full", "minimal"]
+    assert least.mode == "minimal"
+    dense = choose(request(layout=Layout(), pipeline=None), 0.0)
+    assert dense.mode == "full"
+    assert "more than there is" in str(dense)
+
+
+def test_experts_stay_cast_where_there_is_room_beside_what_is_recomputed():
+    asked = request("qwen3_moe", layout=Layout(dp_shard=2, ep=2), pipeline=None, seq_len=256)
+    kept = replace(asked, parallelizer=replace(asked.parallelizer, keep_cast_experts=True))
+    room = _memory_with_room_for(_peak(kept, False))
+    assert _peak(kept, False) > _peak(asked, False)
+    assert choose(asked, room + 1).keeps_experts and not choose(asked, room - 1024).keeps_experts
+    assert "with experts cast once a step" in str(choose(asked, room + 1))
+    refused = replace(asked, parallelizer=replace(asked.parallelizer, keep_cast_experts=False))
+    assert choose(refused, room + 1) == replace(choose(refused, room + 1), mode=False, keeps_experts=False)
+
+
+def test_the_choice_says_its_numbers_and_what_was_turned_down():
+    asked = request(layout=Layout(), pipeline=None, seq_len=256)
+    choice = choose(asked, _memory_with_room_for(_peak(asked, "selective")) + 1)
+    assert str(choice) == "selective (planned peak 0 GiB of 0 to be used; none would need 0)"
+
+
+def test_layers_are_not_marked_by_a_word_that_only_a_run_understands():
+    with pytest.raises(ConfigError, match="decided by a run"):
+        apply_activation_checkpointing([], "auto")
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cpu_recomputes_nothing_and_its_header_says_so(tmp_path: Path):
+    config = write_config(tmp_path)
+    overrides = ("parallelizer.activation_checkpointing=auto", "train.max_steps=1")
+    done = automodel(tmp_path, "finetune", "llm", "-c", str(config), *overrides)
+    assert done.returncode == 0, done.stderr
+    assert "none (on a CPU memory is not what is short)" in done.stdout

@@ -1,0 +1,48 @@
+"""What keeps prompts from being shared, and that asking for it all the same is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.config import DataConfig
+from automodel_cli.distributed.config import FSDP2Config
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.config import ModelConfig, MoEConfig, TransformerEngineConfig
+from automodel_cli.rollout.config import RolloutConfig
+from automodel_cli.rollout.config_checks import refuse_shared_prompts, why_prompts_are_apart
+
+SECTIONS = {
+    "rollout": RolloutConfig(),
+    "data": DataConfig(path="rows.jsonl"),
+    "model": ModelConfig(pretrained="-"),
+    "mesh": MeshConfig(),
+    "parallelizer": FSDP2Config(),
+}
+
+
+def test_nothing_keeps_a_plain_config_from_it():
+    assert why_prompts_are_apart(**SECTIONS) == ""
+    refuse_shared_prompts(RolloutConfig(share_prompts=True), "")
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "reason"),
+    [
+        ("rollout", RolloutConfig(group_size=1, baseline="batch"), "rollout.group_size=1"),
+        ("data", DataConfig(path="rows.jsonl", packing="none"), "data.packing=none"),
+        ("model", ModelConfig(pretrained="-", attention="eager"), "model.attention=eager"),
+        ("model", ModelConfig(pretrained="-", transformer_engine=TransformerEngineConfig()), "Transformer Engine"),
+        ("model", ModelConfig(pretrained="-", moe=MoEConfig(aux_loss_coef=0.01)), "aux_loss_coef"),
+        ("model", ModelConfig(pretrained="-", moe=MoEConfig(bias_update_speed=0.01)), "bias_update_speed"),
+        ("mesh", MeshConfig(cp_size=2), "mesh.cp_size=2"),
+        ("parallelizer", FSDP2Config(enable_compile=True), "enable_compile=true"),
+    ],
+)
+def test_a_reason_is_named_and_refuses_what_asks_for_it_by_name(section, value, reason):
+    found = why_prompts_are_apart(**{**SECTIONS, section: value})
+    assert reason in found
+    refuse_shared_prompts(RolloutConfig(), found)
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        refuse_shared_prompts(RolloutConfig(share_prompts=True), found)
+    assert refusal.value.fix == "rollout.share_prompts=auto"

@@ -1,0 +1,276 @@
+"""Rules between sections: each names the keys, the values and a fix."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import masking_utils, modeling_flash_attention_utils
+
+from automodel_cli.config.check import check
+from automodel_cli.config.compose import compose
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.config import DataConfig
+from automodel_cli.distributed.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
+from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.config import Fp8Config, LoRAConfig, ModelConfig, MTPConfig, TransformerEngineConfig
+from automodel_cli.run.checks.cross_section_checks import (
+    check_4bit_base,
+    check_fp8,
+    check_multi_token,
+    check_packed_probe,
+    check_profile,
+    check_transformer_engine,
+    check_validation,
+)
+from automodel_cli.run.checks.module_names import check_names
+from automodel_cli.training.config import ProfileConfig, ValidationConfig
+from automodel_cli.training.optimizers.nodes import Muon
+from tests import tiny
+
+PATCH = FSDP2Config(patch_is_packed_sequence=True)
+ENGINE = TransformerEngineConfig()
+
+
+def _model(**fields) -> ModelConfig:
+    return ModelConfig(pretrained="x", **fields)
+
+
+HELD_OUT = [{"validation_rows": 3}, {"validation_path": "y"}, {"validation_split": "test"}]
+
+
+@pytest.mark.parametrize("asked", [{"every": 10}, {"at_start": True}, {"num_batches": 2}])
+def test_a_validation_that_was_asked_for_has_rows(asked):
+    for rows in HELD_OUT:
+        check_validation(ValidationConfig(**asked), DataConfig(path="x", **rows))
+    with pytest.raises(ConfigError, match=r"does nothing: no rows are held out") as refused:
+        check_validation(ValidationConfig(**asked), DataConfig(path="x"))
+    assert refused.value.fix == "data.validation_rows=0.02"
+
+
+def test_tasks_are_asked_without_rows_but_not_in_batches():
+    tasks = {"held_out": object()}
+    check_validation(ValidationConfig(every=10, tasks=tasks), DataConfig(path="x"))
+    with pytest.raises(ConfigError, match=r"num_batches=2 does nothing"):
+        check_validation(ValidationConfig(every=10, num_batches=2, tasks=tasks), DataConfig(path="x"))
+
+
+def test_nothing_to_validate_on_is_no_fault_where_nothing_was_asked():
+    check_validation(ValidationConfig(), DataConfig(path="x"))
+
+
+def test_the_packed_probe_is_patched_for_unpacked_rows_and_library_attention_only():
+    unpacked, packed = DataConfig(path="x", packing="none"), DataConfig(path="x")
+    check_packed_probe(PATCH, _model(attention="flash_attention_2"), unpacked)
+    check_packed_probe(FSDP2Config(), _model(), packed)
+    check_packed_probe(DDPConfig(), _model(), packed)
+    with pytest.raises(ConfigError, match=r"but data\.packing=best_fit"):
+        check_packed_probe(PATCH, _model(attention="flash_attention_2"), packed)
+    with pytest.raises(ConfigError, match=r"does nothing with model\.attention=packed"):
+        check_packed_probe(PATCH, _model(), unpacked)
+
+
+def test_an_assumed_answer_is_not_looked_up(monkeypatch):
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_is_packed_sequence", None)
+    model = tiny.build_hf("llama").eval()
+    ids = tiny.token_row(9)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    searched = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    transformers_compat.assume_unpacked()
+    assumed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert not torch.allclose(searched[:, 4:], assumed[:, 4:], atol=1e-3)  # one document now
+    assert not modeling_flash_attention_utils._is_packed_sequence(positions, batch_size=1)
+
+
+REFUSED = {
+    "linear under tp": (FSDP2Config(), {"tp_size": 2}, "linear=true holds whole layers, but mesh.tp_size=2"),
+    "attention under cp": (FSDP2Config(), {"cp_size": 2}, "sees whole rows, but mesh.cp_size=2"),
+    "compile": (FSDP2Config(enable_compile=True), {}, "cannot look into"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_transformer_engine_refuses(case):
+    parallelizer, sizes, reason = REFUSED[case]
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_transformer_engine(parallelizer, _model(transformer_engine=ENGINE), MeshConfig(**sizes))
+    assert caught.value.fix and caught.value.keys
+
+
+def test_transformer_engine_is_accepted_elsewhere():
+    attention_only = _model(transformer_engine=TransformerEngineConfig(linear=False, norm=False))
+    check_transformer_engine(FSDP2Config(), attention_only, MeshConfig(tp_size=2, pp_size=2))
+    check_transformer_engine(FSDP2Config(), _model(transformer_engine=ENGINE), MeshConfig(pp_size=2))
+    check_transformer_engine(FSDP2Config(), _model(), MeshConfig(tp_size=2, cp_size=2))
+
+
+REFUSED_4BIT = {
+    "tp": (FSDP2Config(), {"tp_size": 2}, "packs whole weights, but mesh.tp_size=2"),
+    "megatron": (MegatronFSDPConfig(), {}, "this parallelizer knows nothing of"),
+    "compile": (DDPConfig(enable_compile=True), {}, "enable_compile=true"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_4BIT)
+def test_a_4_bit_base_refuses(case):
+    parallelizer, sizes, reason = REFUSED_4BIT[case]
+    model = _model(lora=LoRAConfig(base_quantization="nf4"))
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_4bit_base(parallelizer, model, MeshConfig(**sizes))
+    assert caught.value.fix and caught.value.keys
+    check_4bit_base(parallelizer, _model(lora=LoRAConfig()), MeshConfig(**sizes))
+    check_4bit_base(FSDP2Config(), model, MeshConfig(pp_size=2, cp_size=2, ep_size=2))
+
+
+REFUSED_MTP = {
+    "whole responses": (FSDP2Config(), "dpo", "which a recipe of kind dpo does not have"),
+    "megatron": (MegatronFSDPConfig(), "sft", "not measured under megatron_fsdp"),
+    "sequence parallelism": (FSDP2Config(sequence_parallel=True), "sft", "cuts the tokens between the layers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MTP)
+def test_multi_token_prediction_refuses(case):
+    parallelizer, kind, reason = REFUSED_MTP[case]
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_multi_token(parallelizer, _model(mtp=MTPConfig()), kind)
+    assert caught.value.fix and caught.value.keys
+    check_multi_token(parallelizer, _model(), kind)
+    check_multi_token(FSDP2Config(), _model(mtp=MTPConfig()), "sft")
+
+
+def test_multi_token_prediction_refuses_adapters_and_files_that_do_not_have_it():
+    for fields, reason in (
+        ({"lora": LoRAConfig()}, "lora freezes all weights"),
+        ({"gguf_file": "x.gguf"}, "reads no layers for multi-token prediction"),
+        ({"mtp": MTPConfig(depths=2)}, "is for random weights"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            _model(**{"mtp": MTPConfig(), **fields})
+    with pytest.raises(ConfigError, match="must be positive"):
+        MTPConfig(loss_weight=0)
+    with pytest.raises(ConfigError, match="at least 1"):
+        MTPConfig(depths=0)
+
+
+FP8 = {
+    "a parallelizer of others": (MegatronFSDPConfig(), "not measured under megatron_fsdp"),
+    "whole layers as graphs": (FSDP2Config(enable_compile=True), "as glue the casts compile"),
+    "rows that DeepEP has sorted": (FSDP2Config(expert_dispatch="deepep"), "by the library's own code"),
+}
+
+
+@pytest.mark.parametrize("case", FP8)
+def test_products_of_8_bits_refuse(case):
+    parallelizer, message = FP8[case]
+    model = _model(fp8=Fp8Config(experts=True))
+    with pytest.raises(ConfigError, match=message):
+        check_fp8(parallelizer, model)
+    check_fp8(parallelizer, _model())
+    check_fp8(FSDP2Config(), model)
+
+
+def test_a_url_for_runs_needs_what_writes_to_it() -> None:
+    with pytest.raises(ConfigError, match="output_dir=s4://bucket/runs: fsspec knows no s4://") as error:
+        check(compose("quickstart", ["output_dir=s4://bucket/runs"]))
+    assert "fix   output_dir=runs" in str(error.value)
+    check(compose("quickstart", ["output_dir=runs:old/2026"]))
+    check(compose("quickstart", ["output_dir=file:///tmp/runs"]))
+    if importlib.util.find_spec("s3fs") is None:
+        with pytest.raises(ConfigError, match="needs a package that is not installed: Install s3fs") as error:
+            check(compose("quickstart", ["output_dir=s3://bucket/runs"]))
+        assert "fix   pip install 'automodel-cli[s3]'" in str(error.value)
+
+
+CHOSEN = {
+    "a group too small": (["objective=best_of_n", "objective.keep=9"], "takes up to 9 samples of each group"),
+    "a baseline": (
+        ["objective=best_of_n", "rollout.baseline=batch"],
+        "rollout.baseline=batch: BestOfN chooses samples",
+    ),
+    "no difference in scale": (
+        ["objective=online_dpo", "rollout.scale=mean", "rollout.normalise=true"],
+        "rollout.scale=mean: OnlineDPO",
+    ),
+    "no room for two": (["objective=online_dpo", "rollout.max_new_tokens=64"], "no room for two prompts and"),
+    "no reward": (
+        ["objective=online_dpo", "rewards=none", "teacher={pretrained: runs/quickstart/export}"],
+        "no reward says what a good response is",
+    ),
+    "an episode in half a row": (
+        [
+            "objective=online_dpo",
+            "rollout.environment={_target_: automodel_cli.rollout.environments.calculator.Calculator, max_turns: 2}",
+        ],
+        "an episode may fill a whole row",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_objectives_that_choose_samples_refuse(case):
+    overrides, said = CHOSEN[case]
+    with pytest.raises(ConfigError) as refused:
+        check(compose("quickstart_grpo", overrides))
+    assert said in str(refused.value)
+
+
+def test_no_storage_library_is_imported_for_a_path() -> None:
+    code = (
+        "import sys, automodel_cli.run.checks.cross_section_checks as checks, automodel_cli.run.remote.remote_sync; "
+        "checks.check_output_dir('runs'); "
+    )
+    done = subprocess.run([sys.executable, "-c", code + "assert 'fsspec' not in sys.modules"], check=False)
+    assert done.returncode == 0
+
+
+def test_ranks_that_record_are_ranks_of_the_run():
+    check_profile(ProfileConfig(ranks=(0, 3)), 4)
+    with pytest.raises(ConfigError) as refusal:
+        check_profile(ProfileConfig(ranks=(0, 7)), 4)
+    assert refusal.value.keys == ("logging.profile.ranks",)
+    assert refusal.value.fix.strip("'") == "logging.profile.ranks=[0]"
+
+
+class Names:
+    """A recipe, as far as its names of modules go."""
+
+    def __init__(self, adamw_names=Muon.adamw_names, tp_plan=None):
+        self.optimizer = Muon(lr=0.01, adamw_names=adamw_names)
+        self.parallelizer = FSDP2Config(tp_plan=tp_plan)
+        self.model = ModelConfig(config=tiny.tiny_fields("llama"))
+
+
+CORRECTED = {
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+}
+PLAN = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("names", "fix"),
+    [
+        (Names(), None),  # the defaults are names of many families
+        (Names(("lm_head", "mlp.down", "lora_A", "value_head")), None),
+        (Names(("lm_head", "q_porj")), "optimizer.adamw_names=[lm_head,q_proj]"),
+        (Names(tp_plan=PLAN | {"model.layers.0.self_attn.q_proj": "colwise"}), None),
+        (
+            Names(tp_plan=PLAN | {"model.layers.*.mlp.gate_porj": "colwise"}),
+            "parallelizer.tp_plan={" + ",".join(f"{name}:{style}" for name, style in CORRECTED.items()) + "}",
+        ),
+    ],
+)
+def test_names_of_modules_are_the_models(names, fix):
+    config = tiny.tiny_config("llama")
+    if fix is None:
+        return check_names(names, config)
+    with pytest.raises(ConfigError) as refusal:
+        check_names(names, config)
+    assert refusal.value.fix.strip("'") == fix

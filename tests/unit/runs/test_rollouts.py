@@ -1,0 +1,94 @@
+"""Which samples of a run are shown, and what a line of them says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from automodel_cli.cli.main import run as command_line
+from automodel_cli.config.errors import ConfigError
+from automodel_cli.runs.rollouts import Wanted, select
+
+
+def sample(step: int, reward: float, prompt: str = "2 + 2?", completion: str = "4", **more: object) -> dict:
+    return {
+        "step": step,
+        "prompt": [{"role": "user", "content": prompt}],
+        "completion": completion,
+        "reward": reward,
+        "parts": {"exact": reward},
+        "errors": {},
+        "advantage": reward - 0.5,
+        "trained": True,
+        "num_tokens": 3,
+        "finish_reason": "stop",
+        "origin": "rows.jsonl:7",
+        **more,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [
+        sample(1, 0.0, completion="5"),
+        sample(1, 1.0, trained=False),
+        sample(2, 0.5, prompt="Which DAY is it?", completion="Monday"),
+        sample(3, 1.0, turns=[{"role": "assistant", "content": "<calc>"}, {"role": "tool", "content": "Monday"}]),
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rollouts.jsonl").write_text(text + '{"step": 4, "prom')  # a run that goes on is writing this one
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("wanted", "steps"),
+    [
+        (Wanted(), [3, 2, 1, 1]),
+        (Wanted(steps=(2, None)), [3, 2]),
+        (Wanted(steps=(1, 2)), [2, 1, 1]),
+        (Wanted(least=0.5, most=0.5), [2]),
+        (Wanted(prompt="day"), [2]),
+        (Wanted(completion="monday"), [3, 2]),  # what the environment said counts
+        (Wanted(trained=True), [3, 2, 1]),
+    ],
+)
+def test_samples_are_chosen(folder: Path, wanted: Wanted, steps: list[int]) -> None:
+    rows, total = select(folder, wanted, 10, "newest")
+    assert [row["step"] for row in rows] == steps and total == len(steps)
+
+
+def test_order_and_number(folder: Path) -> None:
+    best, total = select(folder, Wanted(), 2, "best")
+    assert [(row["step"], row["reward"]) for row in best] == [(3, 1.0), (1, 1.0)] and total == 4
+    (worst,), _ = select(folder, Wanted(), 1, "worst")
+    assert worst["completion"] == "5"
+
+
+def test_a_run_without_samples_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no rollouts\.jsonl"):
+        select(tmp_path, Wanted(), 1, "newest")
+
+
+def test_what_a_model_said_does_not_reach_the_terminal_as_a_command(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    escape = "\x1b[2J"
+    row = sample(5, 1.0, prompt=escape, completion=escape, origin=escape, errors={"exact": escape})
+    (folder / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "config.yaml").write_text("seed: 0\n")
+    assert command_line(["runs", "rollouts", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert escape not in printed and printed.count(r"\x1b[2J") == 4
+
+
+def test_the_command_prints_what_was_said_and_what_it_was_worth(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": 3, "loss": 0.5}\n')
+    (folder / "config.yaml").write_text("seed: 0\n")
+    assert command_line(["runs", "rollouts", str(folder), "--step", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "step 3  reward 1 (exact 1)  advantage +0.50  stop after 3 tokens  rows.jsonl:7" in printed
+    assert "[tool: Monday]" in printed and "1 of 1 samples, newest first" in printed
+    assert command_line(["runs", "rollouts", str(folder), "--step", "a:b"]) == 2
+    assert "--step 40:60" in capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""FLOPs against numbers worked out by hand and against the matrices of the real models (built on the meta device)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from automodel_cli.training.metrics.flops import (
+    device_peak_flops,
+    model_flops_utilisation,
+    training_flops_per_token,
+)
+
+LLAMA3_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+MOE = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
+MLA = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+}
+FAMILIES = {
+    "llama": COMMON,
+    "qwen3": COMMON,
+    "gemma3_text": COMMON,
+    "olmo2": {k: v for k, v in COMMON.items() if k != "head_dim"},
+    "gpt_neox": {k: v for k, v in COMMON.items() if k not in ("num_key_value_heads", "head_dim")},
+    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4},
+    "starcoder2": {k: v for k, v in COMMON.items() if k != "head_dim"},
+    "qwen3_moe": {**COMMON, **MOE, "mlp_only_layers": [0]},
+    "qwen2_moe": {**{k: v for k, v in COMMON.items() if k != "head_dim"}, **MOE, "shared_expert_intermediate_size": 40},
+    "gpt_oss": {**COMMON, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {**COMMON, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {**COMMON, **MLA},
+}
+
+
+def config(model_type: str, **fields):
+    return AutoConfig.for_model(model_type, **fields)
+
+
+def num_matrices(hf) -> float:
+    """Matrix parameters that a token passes through: training on documents without length costs 6 each."""
+    flops = training_flops_per_token(hf, 0)
+    assert flops is not None
+    return flops / 6
+
+
+def test_llama3_8b_by_hand():
+    attention = 4096 * 4096 * 2 + 4096 * 1024 * 2
+    mlp = 3 * 4096 * 14336
+    matrices = 32 * (attention + mlp) + 4096 * 128256
+    assert matrices == 7_504_658_432  # 8.03 billion less one embedding table and the norms
+    hf = config(**LLAMA3_8B)
+    assert training_flops_per_token(hf, 8192) == 6 * matrices + 12 * 32 * 4096 * 8192
+    assert training_flops_per_token(hf, 8192) == pytest.approx(5.7913e10, rel=1e-4)
+
+
+def test_a_head_of_one_value_counts_one_output_of_a_token():
+    layers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
+    assert training_flops_per_token(config(**LLAMA3_8B), 0, num_outputs=1) == 6 * (layers + 4096)
+
+
+def test_mixtral_counts_two_of_eight_experts():
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 4096 * 8
+    matrices = 32 * layer + 4096 * 32000
+    assert matrices == 12_748_587_008  # "13B active"
+    assert num_matrices(config(**MIXTRAL_8X7B)) == matrices
+
+
+def matrices_of_the_model(hf) -> int:
+    """Every matrix of the real model but the embeddings; of stacked experts the share that a token meets."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    head = model.get_output_embeddings().weight
+    text = hf.get_text_config()
+    total = head.numel()
+    for name, param in model.named_parameters():
+        if id(param) in embeddings or param is head or param.ndim < 2 or name.endswith("bias"):
+            continue
+        if param.ndim == 3:
+            total += param.numel() // param.shape[0] * text.num_experts_per_tok
+        else:
+            total += param.numel()
+    return total
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_are_those_of_the_real_model(family):
+    hf = config(family, **FAMILIES[family])
+    assert num_matrices(hf) == matrices_of_the_model(hf)
+
+
+def test_sliding_windows_bound_the_context():
+    windows = ["sliding_attention", "full_attention"] * 2
+    hf = config("gpt_oss", **FAMILIES["gpt_oss"], sliding_window=10, layer_types=windows)
+    n = num_matrices(hf)
+    assert training_flops_per_token(hf, 100) == 6 * n + 6 * (4 * 32) * (2 * 10 + 2 * 100)
+    assert training_flops_per_token(hf, 7) == 6 * n + 6 * (4 * 32) * 4 * 7
+    mistral = config("mistral", **COMMON, sliding_window=10)
+    assert training_flops_per_token(mistral, 100) == 6 * num_matrices(mistral) + 6 * (4 * 32) * 4 * 10
+    qwen = config("qwen3", **COMMON, sliding_window=10, use_sliding_window=False)
+    assert training_flops_per_token(qwen, 100) == 6 * num_matrices(qwen) + 6 * (4 * 32) * 4 * 100
+
+
+def test_lora_leaves_out_the_weight_gradients_of_the_base():
+    hf = config("llama", **COMMON)
+    n, attention = num_matrices(hf), 6 * 4 * (4 * 32) * 64
+    assert training_flops_per_token(hf, 64, frozen_base=True, num_adapter_params=500) == 4 * n + 3000 + attention
+
+
+def test_a_depth_of_multi_token_prediction_is_a_layer_a_projection_and_a_head() -> None:
+    hf = config("llama", **COMMON)
+    layer = 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 48
+    depth = 6 * (layer + 2 * 32 * 32 + 32 * 96) + 6 * (4 * 32) * 64
+    assert training_flops_per_token(hf, 64, num_depths=2) == training_flops_per_token(hf, 64) + 2 * depth
+
+
+def test_layers_of_unknown_cost_have_no_figure():
+    hf = config("qwen3_next", **COMMON, layer_types=["linear_attention", "full_attention"] * 2)
+    assert training_flops_per_token(hf, 64) is None
+    assert training_flops_per_token(config("mamba", num_hidden_layers=2, hidden_size=8), 64) is None
+
+
+def test_peaks_and_mfu():
+    assert device_peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert device_peak_flops("NVIDIA H100 PCIe") == 756.5e12
+    assert device_peak_flops("NVIDIA GB200") == 2500e12
+    assert device_peak_flops("NVIDIA L40S") == 362e12
+    assert device_peak_flops("NVIDIA A10G") == 70e12
+    assert device_peak_flops("AMD EPYC") is None
+    assert model_flops_utilisation(6e9, 1e6, 8, 1e15) == pytest.approx(0.75)
+    assert model_flops_utilisation(None, 1e6, 8, 1e15) is None
+    assert model_flops_utilisation(6e9, None, 8, 1e15) is None
